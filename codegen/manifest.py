@@ -14,7 +14,8 @@ from csc.codegen.tables_file import seeds
 
 import csc
 from csc.ir import graph as g
-from csc.ir.groups import ALL_SUMMED, SHARD, SHARD_SUMMED, SUMMED, WHOLE, Placement
+from csc.ir import groups
+from csc.ir.groups import Placement
 from csc.ir.program import LOSS, Context, Options, Parameter, Program, compute_dtypes
 
 FORMAT = 4
@@ -138,12 +139,25 @@ def _repeated(program: Program) -> set[str]:
 
 
 def _weight(parameter: Parameter) -> Placement:
-    return SHARD if parameter.boxes else WHOLE
+    if not parameter.boxes:
+        return groups.WHOLE
+    return groups.HELD if _held_twice(parameter) else groups.SHARD
 
 
 def _gradient(parameter: Parameter) -> Placement:
     """Before REDUCE."""
-    return SHARD_SUMMED if parameter.boxes else ALL_SUMMED if parameter.parts else SUMMED
+    if _held_twice(parameter):
+        return groups.HELD_SUMMED if parameter.copied else groups.HELD_EQUAL
+    if parameter.boxes:
+        return groups.SHARD_SUMMED
+    if parameter.parts:
+        return groups.ALL_SUMMED
+    return groups.COPIES_SUMMED if parameter.copied else groups.SUMMED
+
+
+def _held_twice(parameter: Parameter) -> bool:
+    """Whether several tensor-parallel ranks have a box."""
+    return len(set(parameter.boxes)) < len(parameter.boxes)
 
 
 def _messages(program: Program) -> list[dict[str, Any]]:

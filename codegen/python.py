@@ -99,7 +99,7 @@ def source(role: tuple[str, str]) -> str:
     if kind == "random":
         return 'batch["random"]'
     if kind == "tensor":
-        return 'batch["tp"]'
+        return 'batch["tp"]' if label == "number" else f'batch["tp_{label}"]'
     if kind == "context":
         component, _, what = label.rpartition(".")
         return f'batch["context"][{quoted(component)}].{what}'

@@ -22,7 +22,7 @@ from csc.codegen.segments import Segment
 from csc.codegen.stage_functions import StageWriter, place
 
 from csc.ir.groups import Group
-from csc.ir.mesh import Coordinates, Mesh
+from csc.ir.mesh import Mesh
 from csc.ir.program import Program, Stage
 
 
@@ -127,14 +127,25 @@ def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> li
         f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, replica {at.dp} of {mesh.dp}{others}, '
         f"{comment(program.name)}.",
         "",
-        *_token_shards(program, at),
+        *_copies(mesh, rank),
+        *_token_shards(program, mesh, rank),
     ]
 
 
-def _token_shards(program: Program, at: Coordinates) -> list[str]:
+def _copies(mesh: Mesh, rank: int) -> list[str]:
+    """Which part the rank has of components whose layers fewer tp ranks divide."""
+    copy, part = mesh.place("copies", rank), mesh.place("division", rank)
+    return [
+        f"{'Divided' if not i else '':<9} part {part} of {mesh.division} of {comment(component)}, copy {copy} of "
+        f"{mesh.copies}"
+        for i, component in enumerate(mesh.held_in_copies)
+    ]
+
+
+def _token_shards(program: Program, mesh: Mesh, rank: int) -> list[str]:
     """Which part of the tokens of each component the rank has, where they are spread."""
     rows = [
-        f"shard {getattr(at, one.axis) % one.ranks} of {one.ranks} of {comment(one.component)}: "
+        f"shard {mesh.place(one.axis, rank) % one.ranks} of {one.ranks} of {comment(one.component)}: "
         f"{one.shard} slots for {one.tokens} tokens"
         for one in program.contexts
     ]

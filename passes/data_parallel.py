@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-from csc.passes.encoder_context import component_of, spread_encoder
+from csc.passes.encoder_context import component_of, spread_encoder, summed_over
 from csc.passes.sample_shards import SampleShards
-from csc.passes.tensor import GROUP
+from csc.passes.tensor import COPIES, GROUP
 from torch import fx
 
 from csc.analysis.cutting import shared_nodes
@@ -19,8 +19,9 @@ from csc.ir.program import Options, Program
 
 
 def data_parallel(program: Program, options: Options) -> Program:
-    """Let the ranks of a tp group share out the samples of components that the mesh gives a tp of 1; or their tokens:
-    where samples meet in one row (packed patches), or have masks or random numbers of their own.
+    """Let the ranks of a tp group share out the samples of components that the mesh gives a tp of 1, or groups within
+    it those of components with a tp between; or their tokens: where samples meet in one row (packed patches), or have
+    masks or random numbers of their own.
 
     Requires  passes `attention` and `context`.
     Ensures   without such a component nothing changes. Else its calls work on a rank's own images or clips: what they
@@ -44,36 +45,44 @@ def data_parallel(program: Program, options: Options) -> Program:
             )  # fmt: skip
     for component, tp in options.mesh.components:
         if tp < options.mesh.tp:
-            program = _spread(program, component, options.mesh.tp)
+            program = _spread(program, component, "tp" if tp == 1 else "copies", options.mesh.tp // tp)
     return program
 
 
-def _spread(program: Program, component: str, ranks: int) -> Program:
-    """InputError where neither samples nor tokens can be shared out: why not samples."""
+def _spread(program: Program, component: str, axis: str, ranks: int) -> Program:
+    """Over so many ranks of an axis. InputError where neither samples nor tokens can be shared out: why not samples."""
     tables = shared_nodes(program.graph)
     inside = {n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component}
     if not inside:
         return program  # of a batch without its samples
     try:
-        return _samples(program, component, ranks, inside)
+        return _samples(program, component, axis, ranks, inside)
     except InputError as of_samples:
         try:
-            found = spread_encoder(program, component, ranks, "tp")
+            found = spread_encoder(program, component, ranks, axis)
         except InputError as of_tokens:
             raise InputError(
                 f"{of_samples.what}; nor can its tokens be shared out: {of_tokens.what}", of_samples.where,
                 of_samples.remedy,
             ) from of_tokens  # fmt: skip
-    note = f"{component}: {ranks} tp ranks share out its {found.contexts[-1].tokens} tokens; its weights are whole"
+    note = f"{component}: {_sharing(axis, ranks)} share out its {found.contexts[-1].tokens} tokens; {_HELD[axis]}"
     last = found.contexts[-1]
     return replace(found, contexts=(last, *found.contexts[:-1]), notes=(*found.notes, note))
 
 
-def _samples(program: Program, component: str, ranks: int, inside: Collection[fx.Node]) -> Program:
+_HELD = {"tp": "its weights are whole", "copies": "its layers are divided within each of these"}
+
+
+def _sharing(axis: str, ranks: int) -> str:
+    return f"{ranks} tp ranks" if axis == "tp" else f"{ranks} groups of tp ranks"
+
+
+def _samples(program: Program, component: str, axis: str, ranks: int, inside: Collection[fx.Node]) -> Program:
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
     shards = SampleShards(program.graph, inside, component, ranks, program.fake_mode)
-    graph = shards.run(unique("tp_group", {node.name for node in program.graph.nodes}), number, GROUP)
-    note = f"{component}: {ranks} tp ranks share out {shards.axis.size} samples of a microbatch; its weights are whole"
-    parameters = tuple(replace(one, parts=one.parts or one.name in shards.parts) for one in program.parameters)
+    name = unique("tp_group" if axis == "tp" else "tp_copies", {node.name for node in program.graph.nodes})
+    graph = shards.run(name, number, GROUP if axis == "tp" else COPIES)
+    note = f"{component}: {_sharing(axis, ranks)} share out {shards.axis.size} samples of a microbatch; {_HELD[axis]}"
+    parameters = summed_over(program.parameters, shards.parts, axis)
     return replace(program, graph=graph, parameters=parameters, notes=(*program.notes, note))

@@ -26,12 +26,15 @@ from csc.analysis.operators.products import ATTENTION, SDPA
 from csc.analysis.operators.views import is_view
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import Options, Program
+from csc.ir.program import Options, Parameter, Program
 
 BLOCKS_PER_RANK = 8  # fewer leave the dispatch nothing to choose from
 LARGEST_BLOCK = 128
 ATTENTIONS = (ATTENTION, SDPA)
-ASKED = {"cp": "context asks to spread {component}", "tp": "the mesh has tp ranks share out the tokens of {component}"}
+ASKED = {
+    "cp": "context asks to spread {component}", "tp": "the mesh has tp ranks share out the tokens of {component}",
+    "copies": "the mesh has groups of tp ranks share out the tokens of {component}",
+}  # fmt: skip
 
 
 def sizes_for(tokens: int, ranks: int, component: str, axis: str) -> TokenSizes:
@@ -75,7 +78,9 @@ def named(program: Program, options: Options, own: Collection[str]) -> dict[str,
 
 
 def spread_encoder(program: Program, component: str, ranks: int, axis: str) -> Program:
-    """The layers of an encoder on shards of its tokens, each over `ranks` consecutive ranks of the cp or tp axis."""
+    """The layers of an encoder on shards of its tokens, each over `ranks` consecutive ranks of an axis: cp, tp, or that
+    of the ranks of tp which hold the same.
+    """
     tables = shared_nodes(program.graph)
     calls = [n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component]
     asked = ASKED[axis].format(component=component)
@@ -94,7 +99,7 @@ def spread_encoder(program: Program, component: str, ranks: int, axis: str) -> P
     def dims(node: fx.Node) -> tuple[int, ...]:
         return (found[node][0],) if node in found else ()
 
-    edge = PartsEdge() if axis == "cp" else EqualEdge(program.graph, local, dims, program.fake_mode)
+    edge = PartsEdge() if axis == "cp" else EqualEdge(program.graph, local, dims, program.fake_mode, axis)
     spreading = Spreading(program, component, dims, sizes, local, ranks, edge)
     graph = spreading.graph()
     between = _between(program.graph, local)
@@ -104,10 +109,17 @@ def spread_encoder(program: Program, component: str, ranks: int, axis: str) -> P
         if node in between and not is_view(node) and node.target is not operator.getitem
     )
     contexts = (*program.contexts, spreading.context(attentions[0]))
-    parameters = tuple(replace(one, parts=one.parts or one.name in edge.parts) for one in program.parameters)
+    parameters = summed_over(program.parameters, edge.parts, axis)
     return replace(
         program, graph=graph, contexts=contexts, parameters=parameters, notes=(*program.notes, *notes)
     )  # fmt: skip
+
+
+def summed_over(parameters: Collection[Parameter], parts: Collection[str], axis: str) -> tuple[Parameter, ...]:
+    """The same; gradients of those of these names are parts over the axis."""
+    if axis == "copies":
+        return tuple(replace(one, copied=one.copied or one.name in parts) for one in parameters)
+    return tuple(replace(one, parts=one.parts or one.name in parts) for one in parameters)
 
 
 def _attentions(program: Program, asked: str, without: str, calls: Collection[fx.Node]) -> list[fx.Node]:

@@ -35,7 +35,7 @@ from csc.passes.split import split
 from csc.passes.tensor import tensor
 from torch import fx
 
-from csc.analysis.placement_check import verify_placements
+from csc.analysis.placement_check import verify_on
 from csc.errors import InputError
 from csc.ir.program import Options, Program, Record
 from csc.ir.verifier import verify
@@ -87,14 +87,14 @@ def run(
     """`history` and the Program after each of the passes. Raises CscError if a pass or its verification fails."""
     programs = list(history)
     sound: set[tuple[fx.Graph, int]] = set()
+    placed: dict[str, set[tuple[fx.Graph, int]]] = {}
     for one in passes:
         progress(one.__name__)
         start = time.perf_counter()
         program = one(programs[-1], options)
         verify(program, after=one.__name__, sound=sound)
         if options.mesh.tp > 1:
-            apart = {component for component, tp in options.mesh.components if tp < options.mesh.tp}
-            verify_placements(program, one.__name__, sound, apart)
+            verify_on(options.mesh, program, one.__name__, placed)
         record = Record(one.__name__, time.perf_counter() - start, _summary(program))
         programs.append(replace(program, history=(*programs[-1].history, record)))
     return programs

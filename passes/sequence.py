@@ -41,7 +41,8 @@ def sequence(program: Program, options: Options) -> Program:
     if not groups:
         return program
     names, tables = program.shared.output_node().meta["names"], g.outputs(program.shared)
-    return _Handing(program, options.mesh.tp, groups[-1].meta["val"], names[tables.index(groups[-1])]).program()
+    fewer = options.mesh.held_in_copies
+    return _Handing(program, options.mesh.tp, groups[-1].meta["val"], names[tables.index(groups[-1])], fewer).program()
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class _HandedOn:
 class _Handing:
     """What regions hand each other.
 
-    whole: values that no reader takes as shards. cut: those that some reader of a kind gets whole, and others of it as
+    fewer: components that fewer ranks divide, whose regions stay as they are. whole: values that no reader takes as
+    shards. cut: those that some reader of a kind gets whole, and others of it as
     shards: their region cuts them. summed: parameters whose gradient calls in graphs have to add up.
     """
 
@@ -67,6 +69,7 @@ class _Handing:
     ranks: int
     number: torch.Tensor
     table: str
+    fewer: tuple[str, ...]
     whole: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
     summed: set[str] = field(default_factory=set)
@@ -94,6 +97,10 @@ class _Handing:
 
     def _region(self, region: Region, shards: Mapping[str, Arriving]) -> _HandedOn:
         template = self.before.templates[region.template]
+        if region.component in self.fewer:
+            return self.made.setdefault(
+                region.template, _HandedOn(template, (None,) * len(region.outputs), frozenset(), frozenset(), False)
+            )
         arriving = {place: shards[value] for place, value in enumerate(region.activations) if value in shards}
         leaving = tuple(
             Leaving(value not in self.whole and value != LOSS, value in self.cut) for value in region.outputs

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from csc.kernels.collectives import SHARE
 from csc.kernels.context import GATHER, OWN, WHOLE
-from csc.passes.tensor import GROUP
+from csc.passes.tensor import COPIES, GROUP
 from torch import fx
 
 from csc.analysis.gradient_flow import carrying
@@ -77,13 +77,15 @@ class PartsEdge:
 
 
 class EqualEdge:
-    """local: the calls that run on shards. parts: of the parameters that lead to these alone."""
-
-    axis = "tp"
+    """axis: tp, or copies within it. local: the calls that run on shards. parts: of the parameters that lead to these
+    alone.
+    """
 
     def __init__(
-        self, graph: fx.Graph, local: Collection[fx.Node], dims: Callable[[fx.Node], Any], mode: FakeTensorMode
-    ) -> None:
+        self, graph: fx.Graph, local: Collection[fx.Node], dims: Callable[[fx.Node], Any], mode: FakeTensorMode,
+        axis: str,
+    ) -> None:  # fmt: skip
+        self.axis = axis
         self._names, self._mode = {node.name for node in graph.nodes}, mode
         self._carrying = carrying(graph)
         self._inside = _inside(graph, local, self._carrying, dims)
@@ -93,7 +95,8 @@ class EqualEdge:
         """The number of the group."""
         with self._mode:
             number = torch.empty((), dtype=torch.int64)
-        self.group = g.add_placeholder(graph, unique("tp_group", self._names), number, GROUP)
+        name, role = ("tp_group", GROUP) if self.axis == "tp" else ("tp_copies", COPIES)
+        self.group = g.add_placeholder(graph, unique(name, self._names), number, role)
 
     def whole(self, call: Write, shard: fx.Node, plan: fx.Node, dim: int, tokens: int) -> fx.Node:
         return call(WHOLE, shard, plan, dim, tokens)

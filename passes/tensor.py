@@ -13,6 +13,7 @@ from torch import fx
 from csc.analysis.divisions import fits
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.mesh import Mesh
 from csc.ir.naming import unique
 from csc.ir.program import Box, Options, Parameter, Program, Template
 
@@ -22,6 +23,7 @@ DROPPED = (
     "without that dropout tp may be larger than the number of key heads"
 )
 GROUP = ("tensor", "number")  # the role of the number of a rank's group
+COPIES, DIVISION = ("tensor", "copies"), ("tensor", "division")  # of its groups within that: see csc.ir.groups
 
 
 def tensor(program: Program, options: Options) -> Program:
@@ -34,26 +36,70 @@ def tensor(program: Program, options: Options) -> Program:
     Before    %up = linear(%x, %w_up[80, 48]);  %y = linear(%up, %w_down[48, 80])
     After     %up = linear(csc.share(%x), %w_up[40, 48]);  %y = csc.all_reduce(linear(%up, %w_down[48, 40]))
     """
-    ranks = options.mesh.tp
-    if ranks == 1:
+    mesh = options.mesh
+    if mesh.tp == 1:
         return program
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
-    found = _Agreement(program, ranks, number, _of_shards(program)).choices()
-    _check(found, ranks, any(WRITTEN_OUT in note for note in program.notes))
-    return _applied(program, found, number)
+    fewer = mesh.held_in_copies
+    program = _templates_apart(program, fewer)
+    ranks = {
+        region.template: mesh.division if region.component in fewer else mesh.tp for region in program.regions
+    }  # fmt: skip
+    found = _Agreement(program, ranks, number, _of_shards(program), _computed_alike(program, fewer)).choices()
+    written_out = any(WRITTEN_OUT in note for note in program.notes)
+    for size in sorted(set(ranks.values())):
+        own = {name: one for name, one in found.items() if ranks[name] == size}
+        less = max(n for n in (1, mesh.division, *dict(mesh.components).values()) if n < size)
+        _check(own, size, _asked(size, mesh), written_out, less)
+    return _applied(program, found, number, ranks, mesh)
+
+
+def _asked(ranks: int, mesh: Mesh) -> str:
+    """The size, as a user gave it."""
+    if ranks == mesh.tp:
+        return f"tp={ranks}"
+    return ", ".join(f"{component}.tp={tp}" for component, tp in mesh.components if tp == ranks)
+
+
+def _templates_apart(program: Program, components: Collection[str]) -> Program:
+    """The same; none of these components has a template with others, which divide it over more ranks."""
+    used = {region.template for region in program.regions if region.component not in components}
+    templates, regions, names = dict(program.templates), [], dict[str, str]()
+    for region in program.regions:
+        name = region.template
+        if region.component in components and name in used:
+            if name not in names:
+                names[name] = unique(name, templates)
+                templates[names[name]] = replace(templates[name], name=names[name])
+            region = replace(region, template=names[name])
+        regions.append(region)
+    return replace(program, templates=templates, regions=tuple(regions)) if names else program
+
+
+def _computed_alike(program: Program, components: Collection[str]) -> set[Use]:
+    """Uses in these components of parameters that their copies compute alike: REDUCE adds up over all of tp, or over
+    none of it, so their gradients are to be equal over both.
+    """
+    copied = {one.name for one in program.parameters if one.copied}
+    return {
+        (region.template, local)
+        for region in program.regions if region.component in components
+        for name, local in zip(region.parameters, program.templates[region.template].parameters, strict=True)
+        if name not in copied
+    }  # fmt: skip
 
 
 @dataclass
 class _Agreement:
-    """Choices for all templates, such that regions which use one parameter hold the same of it.
+    """Choices for all templates, such that regions which use one parameter hold the same of it. ranks: by template.
 
     whole: uses in which a parameter is not to be divided. operators: those whose gradient calls in the graph add up,
     since another use of the parameter gives the whole gradient on each rank.
     """
 
     program: Program
-    ranks: int
+    ranks: Mapping[str, int]
     number: torch.Tensor
     whole: set[Use] = field(default_factory=set)
     operators: set[Use] = field(default_factory=set)
@@ -61,12 +107,12 @@ class _Agreement:
     def choices(self) -> dict[str, ShardChoice]:
         found: dict[str, ShardChoice] = {}
         ids = _made_of_the_batch(self.program)
-        changed = set(self.program.templates)
+        changed = set(self.ranks)
         while changed:
             for name in sorted(changed):
                 template = self.program.templates[name]
                 found[name] = chosen(
-                    template, self.program.fake_mode, self.number, self.ranks, self._of(name, self.whole),
+                    template, self.program.fake_mode, self.number, self.ranks[name], self._of(name, self.whole),
                     self._of(name, self.operators), ids,
                 )  # fmt: skip
             changed = self._apart(found)
@@ -90,7 +136,10 @@ class _Agreement:
                 self.whole |= same
                 continue
             shared = {(one, local) for one, local in same if local in found[one].shared_reads} - self.operators
-            if shared and any(local in found[one].equal_reads or (one, local) not in shared for one, local in same):
+            apart = len({self.ranks[template] for template, _ in same}) > 1
+            if shared and (
+                apart or any(local in found[one].equal_reads or (one, local) not in shared for one, local in same)
+            ):
                 changed |= shared
                 self.operators |= shared
         return {template for template, _ in changed}
@@ -116,8 +165,10 @@ def _made_of_the_batch(program: Program) -> set[str]:
     }
 
 
-def _check(found: Mapping[str, ShardChoice], ranks: int, written_out: bool) -> None:
-    """InputError if an axis does not divide, or none was found. written_out: whether attention is."""
+def _check(found: Mapping[str, ShardChoice], ranks: int, asked: str, written_out: bool, less: int) -> None:
+    """InputError if an axis does not divide, or none was found. asked: the mesh's words for the ranks. written_out:
+    whether attention is. less: the next size that the mesh has.
+    """
     odd = [odd for choice in found.values() for odd in choice.odd]
     if odd:
         sizes = {(axis.size, axis.groups) for choice in found.values() for axis in choice.axes}
@@ -127,15 +178,21 @@ def _check(found: Mapping[str, ShardChoice], ranks: int, written_out: bool) -> N
         )  # fmt: skip
         first = odd[0]
         raise InputError(
-            f"{first.size} {first.what} of {first.parameter} cannot be divided by tp={ranks}{_readers(first, ranks)}",
-            "mesh", f"the largest tp below it that divides this model is {largest}{DROPPED if written_out else ''}",
+            f"{first.size} {first.what} of {first.parameter} cannot be divided by {asked}{_readers(first, ranks)}",
+            "mesh",
+            f"the largest tp below it that divides {_what(asked)} is {largest}{DROPPED if written_out else ''}",
         )  # fmt: skip
     if not any(choice.graph is not None for choice in found.values()):
         reasons = list(dict.fromkeys(reason for choice in found.values() for reason in choice.reasons))
         raise InputError(
-            f"tp={ranks} divides nothing of this model: csc found neither heads nor hidden features in a layer", "mesh",
-            "leave tp at 1" + "".join(f"; {reason}" for reason in reasons[:3]),
-        )  # fmt: skip
+            f"{asked} divides nothing of {_what(asked)}: csc found neither heads nor hidden features in a layer",
+            "mesh",
+            "; ".join([f"make tp {less}" if less > 1 else "leave tp at 1", *reasons[:3]]),
+        )
+
+
+def _what(asked: str) -> str:
+    return "this model" if asked.startswith("tp=") else "it"
 
 
 def _readers(odd: OddAxis, ranks: int) -> str:
@@ -147,24 +204,29 @@ def _readers(odd: OddAxis, ranks: int) -> str:
     return ""
 
 
-def _applied(program: Program, found: Mapping[str, ShardChoice], number: torch.Tensor) -> Program:
+def _applied(
+    program: Program, found: Mapping[str, ShardChoice], number: torch.Tensor, ranks: Mapping[str, int], mesh: Mesh
+) -> Program:
     """The program with these choices."""
     assert program.shared is not None
-    names = program.shared.output_node().meta["names"]
-    table = unique("tp", set(names))
+    shared, tables = program.shared, dict[int, str]()
+    met = {ranks[region.template] for region in program.regions if found[region.template].meets}
+    for size in sorted(met):
+        role, name = (GROUP, "tp") if size == mesh.tp else (DIVISION, "tp_division")
+        tables[size] = unique(name, set(shared.output_node().meta["names"]))
+        shared = _with_group(shared, tables[size], number, role)
     templates = {name: _template(one, found[name]) for name, one in program.templates.items()}
     regions = tuple(
-        replace(region, shared=(*region.shared, table)) if found[region.template].meets else region
-        for region in program.regions
-    )
-    met = any(found[region.template].meets for region in program.regions)
+        replace(region, shared=(*region.shared, tables[ranks[region.template]])) if found[region.template].meets
+        else region for region in program.regions
+    )  # fmt: skip
     reasons = dict.fromkeys(reason for choice in found.values() for reason in choice.reasons)
     return replace(
         program,
         templates=templates,
         regions=regions,
-        parameters=_parameters(program, found),
-        shared=_with_group(program.shared, table, number) if met else program.shared,
+        parameters=_parameters(program, found, mesh.tp),
+        shared=shared,
         notes=(*program.notes, *(f"on each tp rank whole: {reason}" for reason in reasons)),
     )
 
@@ -176,22 +238,24 @@ def _template(template: Template, choice: ShardChoice) -> Template:
     return replace(template, graph=choice.graph, shared=tuple(shared), divided=choice.axes)
 
 
-def _parameters(program: Program, found: Mapping[str, ShardChoice]) -> tuple[Parameter, ...]:
+def _parameters(program: Program, found: Mapping[str, ShardChoice], ranks: int) -> tuple[Parameter, ...]:
+    """Where fewer of all `ranks` divide one, each group of these holds the same."""
     boxes: dict[str, tuple[Box, ...]] = {}
     parts: set[str] = set()
     for region in program.regions:
         choice, template = found[region.template], program.templates[region.template]
         for name, local in zip(region.parameters, template.parameters, strict=True):
-            boxes[name] = choice.boxes.get(local, ())
+            held = choice.boxes.get(local, ())
+            boxes[name] = held * (ranks // len(held)) if held else ()
             parts |= {name} if local in choice.shared_reads - choice.operators else set()
     return tuple(replace(p, boxes=boxes.get(p.name, ()), parts=p.parts or p.name in parts) for p in program.parameters)
 
 
-def _with_group(shared: fx.Graph, table: str, number: torch.Tensor) -> fx.Graph:
+def _with_group(shared: fx.Graph, table: str, number: torch.Tensor, role: tuple[str, str]) -> fx.Graph:
     """The graph of the tables with one more: the number of the rank's group."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    group = g.add_placeholder(graph, unique("tp", {node.name for node in shared.nodes}), number, GROUP)
+    group = g.add_placeholder(graph, unique(table, {node.name for node in shared.nodes}), number, role)
     for node in shared.nodes:
         if node.op == "placeholder":
             mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])

@@ -141,6 +141,7 @@ def region_costs(
     of_variant = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
     seen = shares(program)
     wires = {} if mesh is None else exchanges.wires(mesh, hardware)
+    fewer = {one: exchanges.within(wires) for one in mesh.held_in_copies} if mesh is not None else {}
     timed: dict[tuple[str, tuple[str, ...]], Seconds] = {}
     found = []
     for region in program.regions:
@@ -150,7 +151,7 @@ def region_costs(
             visible = named(region, program.templates[variant.template].shared, seen)
             works = works_of(variant, fuse)
             measured = hardware.measured.get(variant_key(variant, fuse)) if hardware.measured else None
-            timed[key] = measured or _seconds(works, hardware, visible, wires)
+            timed[key] = measured or _seconds(works, hardware, visible, fewer.get(region.component, wires))
         times = timed[key]
         found.append(
             RegionTimes(

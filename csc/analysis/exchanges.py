@@ -6,6 +6,7 @@ large one each rank sums a piece for all.
 
     exchange(node) -> Exchange or None       of a call of a graph: over which axis, and how many bytes come to a rank
     wires(mesh, hardware) -> {axis: (ranks, Wire)}      the slowest wire of any group of ranks along the axis
+    within(known) -> {axis: (ranks, Wire)}        of components whose layers fewer ranks divide
     seconds(exchange, wires) -> float        0 along an axis that is not among the wires
 
 Attention starts on a rank's own keys while those of others come, so it takes the longer of the two; all other
@@ -21,7 +22,7 @@ from torch import fx
 
 from csc.analysis.hardware import Hardware, Wire
 from csc.ir import graph as g
-from csc.ir.groups import SHARING
+from csc.ir.groups import SHARING, Group
 from csc.ir.mesh import Mesh
 from csc.kernels.collectives import arriving
 
@@ -52,7 +53,8 @@ def exchange(node: fx.Node) -> Exchange | None:
     """None of a call that meets nobody."""
     name = g.op_name(node)
     if name in (SUM, "csc::all_gather", "csc::gather_shared", TO_SHARDS):
-        return Exchange("tp", _bytes(g.bind(node)["x"]), 0, name == TO_SHARDS, False, name == SUM)
+        bound = g.bind(node)
+        return Exchange("tp", _bytes(bound["x"]), bound.get("ranks", 0), name == TO_SHARDS, False, name == SUM)
     if name == "csc::divided_loss":
         told = g.bind(node)["labels"].meta["val"].numel()
         return Exchange("tp", 3 * told * node.meta["val"][1].itemsize, 0, False, False)
@@ -76,7 +78,8 @@ def exchange(node: fx.Node) -> Exchange | None:
 def wires(mesh: Mesh, hardware: Hardware) -> dict[str, tuple[int, Wire]]:
     """Devices fill nodes in the order of their global ranks."""
     found = {}
-    for axis, group in SHARING.items():
+    division = {"division": Group.DIVISION} if mesh.copies > 1 else {}
+    for axis, group in (dict(SHARING) | division).items():
         listed = mesh.groups(group)
         apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
         if len(listed[0]) > 1:
@@ -84,6 +87,11 @@ def wires(mesh: Mesh, hardware: Hardware) -> dict[str, tuple[int, Wire]]:
     if mesh.components and "cp" not in found and "tp" in found:
         found["cp"] = found["tp"]  # which alone share tokens then
     return found
+
+
+def within(known: Wires) -> Wires:
+    """Of components whose layers fewer ranks divide, which these sums meet."""
+    return {**known, "tp": known["division"]} if "division" in known else known
 
 
 def seconds(met: Exchange, known: Wires) -> float:

@@ -1,6 +1,10 @@
 """The verifier's question of a Program that is divided over tensor-parallel ranks: is every sum there, and there once.
 
-    verify_placements(program, after, sound, apart)        VerificationError, with the value
+    verify_on(mesh, program, after, sound)                 VerificationError, with the value
+    verify_placements(program, after, sound, apart, over)  the same, over the ranks of one axis
+
+With a component whose layers fewer ranks divide than others', it is asked twice: over the ranks that hold the same of
+it, and over those that divide it. What meets ranks along the other of these axes does the same on each along the one.
 
 Terms: see csc.analysis.placements.
 """
@@ -8,26 +12,70 @@ Terms: see csc.analysis.placements.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
-from csc.analysis.placements import EQUAL, PART, UNKNOWN, Placement, problems, said, types_of
+from csc.analysis.placements import ELSEWHERE, EQUAL, PART, UNKNOWN, Placement, problems, said, types_of
 from csc.ir import graph as g
-from csc.ir.program import Parameter, Program, Region, Template, Variant
+from csc.ir.mesh import Mesh
+from csc.ir.program import Box, Parameter, Program, Region, Template, Variant
 from csc.ir.verifier import VerificationError
 
 Held = Mapping[tuple[str, str], Placement]  # by the role of a placeholder
 
 
+Sound = set[tuple[fx.Graph, int]]
+
+
+@dataclass(frozen=True)
+class Over:
+    """Ranks that are asked about. axis: tp, or one of what it is made of; division: then the size of that."""
+
+    axis: str = "tp"
+    division: int = 0
+
+    def boxes(self, parameter: Parameter) -> tuple[Box, ...]:
+        """Of one of its groups."""
+        if self.axis == "copies":
+            return parameter.boxes[:: self.division]
+        return parameter.boxes[: self.division] if self.axis == "division" else parameter.boxes
+
+    def parts(self, parameter: Parameter) -> bool:
+        """Whether gradients are."""
+        return parameter.parts or (self.axis == "copies" and parameter.copied)
+
+    def elsewhere(self, program: Program) -> set[tuple[str, str]]:
+        """The roles of what leads to ranks along the other axis."""
+        if self.axis == "copies":
+            return {("tensor", "division")}
+        plans = {("context", f"{one.component}.plan") for one in program.contexts if one.axis == "copies"}
+        return {("tensor", "copies"), *plans} if self.axis == "division" else set()
+
+
+ALL = Over()
+
+
+def verify_on(mesh: Mesh, program: Program, after: str, sound: dict[str, Sound]) -> None:
+    """sound: by axis, as `verify_placements` has it."""
+    apart = {component for component, tp in mesh.components if tp < mesh.tp}
+    whole = {component for component, tp in mesh.components if tp == 1}
+    asked = {ALL: apart} if mesh.copies == 1 else {
+        Over("copies", mesh.division): apart, Over("division", mesh.division): whole,
+    }  # fmt: skip
+    for over, loose in asked.items():
+        verify_placements(program, after, sound.setdefault(over.axis, set()), loose, over)
+
+
 def verify_placements(
-    program: Program, after: str, sound: set[tuple[fx.Graph, int]], apart: Collection[str] = ()
+    program: Program, after: str, sound: Sound, apart: Collection[str] = (), over: Over = ALL
 ) -> None:
     """Raise VerificationError unless what regions hand on and gradients are whole where they have to be.
 
     sound: graphs, with their numbers of nodes, that need no other look; grows. apart: components of which each rank
     computes other samples or tokens: of what is equal among their calls a gradient may be a part up to the parameters.
     """
-    if not any(parameter.boxes or parameter.parts for parameter in program.parameters):
+    if not any(parameter.boxes or parameter.parts or parameter.copied for parameter in program.parameters):
         return
     parameters = {one.name: one for one in program.parameters}
     made: dict[str, Placement] = {}
@@ -36,12 +84,12 @@ def verify_placements(
         for value, node in zip(region.outputs, g.outputs(program.templates[region.template].graph))
         if region.component in apart or (isinstance(node, fx.Node) and g.op_name(node) == "csc::share")
     }  # fmt: skip
-    tables = _tables(program)
+    tables = _tables(program, over)
     left: dict[object, list[Placement]] = {}  # what equal regions hand on
     entering: dict[str, dict[tuple[str, str], Placement]] = {}
     for region in program.regions:
         template = program.templates[region.template]
-        held = _held(region, template, made, tables, [parameters[name] for name in region.parameters])
+        held = _held(region, template, made, tables, [_of(parameters[name], over) for name in region.parameters])
         like = (region.template, tuple(held.items()))
         if like not in left:
             left[like] = _outputs(template.graph, held)
@@ -51,12 +99,12 @@ def verify_placements(
     seen: set[object] = set()
     for region in program.regions:  # in this order: what is amiss in one makes those behind it unknown
         held, free = entering[region.name], tuple(value in loose for value in region.activations)
-        own = [parameters[name] for name in region.parameters]
-        key = (region.template, region.variant, free, tuple(held.items()), tuple(one.parts for one in own))
+        parts = tuple(over.parts(parameters[name]) for name in region.parameters)
+        key = (region.template, region.variant, free, tuple(held.items()), parts)
         if key in seen:
             continue
         seen.add(key)
-        for problem in _problems(program, region, program.templates[region.template], held, own, free, sound):
+        for problem in _problems(program, region, program.templates[region.template], held, parts, free, sound):
             raise VerificationError(
                 f"invariant 6: {region.name}: {problem}", f"after pass {after}", "report it: a pass of csc is wrong"
             )
@@ -88,13 +136,15 @@ def _parts_back(template: Template, held: Held, free: Sequence[bool]) -> dict[st
     return {name: one for name, one, may in zip(template.activations, types, free) if may and one in (PART, UNKNOWN)}
 
 
-def _tables(program: Program) -> dict[str, Placement]:
+def _tables(program: Program, over: Over) -> dict[str, Placement]:
     """Of what is made of the batch, which all ranks have; some of it may be a rank's own samples."""
     if program.shared is None:
         return {}
     names = program.shared.output_node().meta["names"]
     given: dict[tuple[str, str], Placement] = {n.meta["role"]: EQUAL for n in g.placeholders(program.shared)}
-    given |= {("context", f"{one.component}.tokens"): 0 for one in program.contexts if one.axis == "tp"}
+    ranks = ("tp", over.axis) if over.axis == "copies" else ("tp",)
+    given |= {("context", f"{one.component}.tokens"): 0 for one in program.contexts if one.axis in ranks}
+    given |= dict.fromkeys(over.elsewhere(program) & given.keys(), ELSEWHERE)
     return dict(zip(names, _outputs(program.shared, given)))
 
 
@@ -103,16 +153,16 @@ def _held(
     template: Template,
     made: Mapping[str, Placement],
     tables: Mapping[str, Placement],
-    own: Sequence[Parameter],
+    own: Sequence[Placement],
 ) -> dict[tuple[str, str], Placement]:
-    types = [*(made[name] for name in region.activations), *(tables[name] for name in region.shared), *map(_of, own)]
+    types = [*(made[name] for name in region.activations), *(tables[name] for name in region.shared), *own]
     return {node.meta["role"]: one for node, one in zip(g.placeholders(template.graph), types, strict=True)}
 
 
-def _of(parameter: Parameter) -> Placement:
-    """Whole on every rank, or divided along a dimension."""
-    whole = tuple(((0, size),) for size in parameter.shape)
-    dims = {dim for box in parameter.boxes for dim, ranges in enumerate(box) if tuple(ranges) != whole[dim]}
+def _of(parameter: Parameter, over: Over) -> Placement:
+    """Equal on all ranks, or divided along a dimension."""
+    boxes = over.boxes(parameter)
+    dims = {dim for box in boxes for dim, ranges in enumerate(box) if tuple(ranges) != tuple(boxes[0][dim])}
     return EQUAL if not dims else dims.pop() if len(dims) == 1 else UNKNOWN
 
 
@@ -126,13 +176,13 @@ def _outputs(graph: fx.Graph, held: Held) -> list[Placement]:
 
 
 def _problems(
-    program: Program, region: Region, template: Template, held: Held, own: Sequence[Parameter], free: Sequence[bool],
-    sound: set[tuple[fx.Graph, int]],
+    program: Program, region: Region, template: Template, held: Held, parts: Sequence[bool], free: Sequence[bool],
+    sound: Sound,
 ) -> Iterator[str]:  # fmt: skip
     variant = program.variants.get(region.variant)
     graphs = [template.graph, template.joint, variant.pruned if variant is not None else None]
     for graph in graphs:
-        mark = -1 - abs(hash((len(graph.nodes), free, tuple(one.parts for one in own)))) if graph is not None else 0
+        mark = -1 - abs(hash((len(graph.nodes), free, tuple(parts)))) if graph is not None else 0
         if graph is None or (graph, mark) in sound:
             continue
         yield from problems(graph, _given(graph, held))
@@ -140,7 +190,7 @@ def _problems(
         for name, one in zip(template.outputs, types):
             if one == PART:
                 yield f"{name} leaves as a part of a sum that nothing has added up"
-        yield from _gradients(template, types[len(template.outputs) :], free, own, g.outputs(graph))
+        yield from _gradients(template, types[len(template.outputs) :], free, parts, g.outputs(graph))
         sound.add((graph, mark))
     if variant is not None and variant.forward is not None and (variant.forward, 0) not in sound:
         yield from _of_functions(variant, template, held)
@@ -179,7 +229,7 @@ def _gradients(
     template: Template,
     types: Sequence[Placement],
     free: Sequence[bool],
-    own: Sequence[Parameter],
+    parts: Sequence[bool],
     outputs: Sequence[object],
 ) -> Iterator[str]:
     """What is wrong with those of activations and of parameters, in their order."""
@@ -188,10 +238,10 @@ def _gradients(
         if one == PART and not may:
             yield f"the gradient of {name} is a part of a sum that nothing has added up"
     first = len(template.activations)
-    for name, parameter, one, node in zip(template.parameters, own, types[first:], made[first:]):
-        if one == PART and not parameter.parts:
+    for name, summed, one, node in zip(template.parameters, parts, types[first:], made[first:]):
+        if one == PART and not summed:
             yield f"the gradient of {name} is a part of a sum that nothing adds up"
-        if one == EQUAL and parameter.parts and node is not None:
+        if one == EQUAL and summed and node is not None:
             yield f"the gradient of {name} is whole on each rank, and REDUCE would add it up over tp"
 
 

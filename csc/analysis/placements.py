@@ -29,9 +29,13 @@ from csc.ir import graph as g
 
 Placement = str | int  # a shard's dimension
 EQUAL, PART, UNKNOWN = "equal", "part", "unknown"
+ELSEWHERE = "elsewhere"  # of a group's number, or a plan: its ranks are not those that are asked about
 SUMS = ("csc::all_reduce", "csc::reduce_scatter")
 GATHERS = ("csc::all_gather", "csc::gather_shared", "csc::context_whole")
 TAKES = ("csc::own_part", "csc::context_own")  # a rank's own entries of what is equal
+PIECES = ("csc::gather_pieces", "csc::scatter_pieces")
+MEETS = (*SUMS, *GATHERS, *TAKES, *PIECES, "csc::share")
+VOCABULARY = ("csc::rows", "csc::rows_backward", "csc::divided_loss", "csc::divided_loss_backward")
 BACKWARDS = (f"{ATTENTION}_backward", f"{CONTEXT_ATTENTION}_backward")
 OVER_ROWS = ("aten::native_layer_norm_backward", "aten::convolution_backward")  # d_x, then sums over all rows
 SCATTERS = ("aten::embedding_dense_backward", "aten::slice_backward", "aten::select_backward")
@@ -76,9 +80,13 @@ def _collective(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None
     if name.startswith("csc::start_"):
         return EQUAL  # a ticket; what it is for is asked where it is waited for
     held = types[node.all_input_nodes[0]]
+    if name in MEETS and any(types[used] == ELSEWHERE for used in node.all_input_nodes):
+        return held  # with others, each of these ranks in the same way
+    if name in VOCABULARY and any(types[used] == ELSEWHERE for used in node.all_input_nodes):
+        return EQUAL if all(types[used] in (EQUAL, ELSEWHERE) for used in node.all_input_nodes) else UNKNOWN
     if name in SUMS:
-        if held == EQUAL:
-            tell(node, f"adds up %{node.all_input_nodes[0].name}, which is equal on all ranks")
+        if held == EQUAL or isinstance(held, int):
+            tell(node, f"adds up %{node.all_input_nodes[0].name}, which is {said(held)}")
         return EQUAL if name == "csc::all_reduce" else g.bind(node)["dim"]
     if name in GATHERS:
         if held == PART:
@@ -90,7 +98,7 @@ def _collective(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None
         if name == "csc::own_part" and g.bind(node)["samples"] == 1:
             return PART  # the first rank has it, the others zeros
         return g.bind(node)["dim"] if name in TAKES else held
-    if name in ("csc::gather_pieces", "csc::scatter_pieces"):
+    if name in PIECES:
         return held if isinstance(held, int) else UNKNOWN
     if name == "csc::divided_loss_backward":
         return types[g.bind(node)["logits"]]
@@ -104,6 +112,8 @@ def said(held: Placement) -> str:
 
 def _call(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None]) -> Placement:
     used = node.all_input_nodes
+    if any(types[one] == ELSEWHERE for one in used):  # a plan of other ranks
+        types = types | {one: EQUAL for one in used if types[one] == ELSEWHERE}
     held = [types[one] for one in used]
     name = g.op_name(node)
     if node.target is operator.getitem:

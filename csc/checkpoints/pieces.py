@@ -85,21 +85,20 @@ class Holders:
 
     def __init__(self, mesh: Mesh, position: int) -> None:
         groups = [group for group in mesh.groups(Group.DATA) if mesh.coordinates(group[0]).pp == position]
-        self._data = len(groups[0])
+        self._mesh, self._data = mesh, len(groups[0])
         self._ranks = sorted((rank, HeldPiece(mesh.shard(rank), i)) for group in groups for i, rank in enumerate(group))
-        self._known: dict[tuple[bool, bool], dict[HeldPiece, list[int]]] = {}
+        self._known: dict[tuple[bool, bool, Group], dict[HeldPiece, list[int]]] = {}
 
     def of(self, spec: ParameterSpec, divided: bool) -> Mapping[HeldPiece, list[int]]:
         """divided: by data-parallel ranks."""
         boxes, shards = bool(spec.boxes), divided and bool(spec.shape) and self._data > 1
-        if (boxes, shards) not in self._known:
+        if (boxes, shards, spec.equal) not in self._known:
             found: dict[HeldPiece, list[int]] = {}
             for rank, place in self._ranks:
-                found.setdefault(HeldPiece(place.box if boxes else None, place.shard if shards else None), []).append(
-                    rank
-                )
-            self._known[boxes, shards] = found
-        return self._known[boxes, shards]
+                box = self._mesh.shard(self._mesh.group(spec.equal, rank)[0]) if boxes else None
+                found.setdefault(HeldPiece(box, place.shard if shards else None), []).append(rank)
+            self._known[boxes, shards, spec.equal] = found
+        return self._known[boxes, shards, spec.equal]
 
     def sizes(self, spec: ParameterSpec) -> dict[int | None, int]:
         """Entries of each shard, and of all of them together."""

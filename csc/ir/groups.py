@@ -10,12 +10,15 @@ that it stands for). Of several positions of the pipeline that hold one paramete
     Placement(parts=Group.DATA, equal=Group.TENSOR)      over which group a tensor is what
     WHOLE, SUMMED                                of a parameter that no axis divides, and of its gradient
     SHARD, SHARD_SUMMED                          of one that tensor-parallel ranks divide
+    HELD, HELD_SUMMED                            of one that fewer of them divide, so that several hold the same of it
+    HELD_EQUAL                                   of its gradient where those compute the same
+    COPIES_SUMMED                                of the gradient of a whole one beside it
     ALL_SUMMED                                   of the gradient of a whole one that these read in different calls
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 
@@ -37,6 +40,12 @@ class Group(StrEnum):
     """Those that share the tokens of the same samples: context-parallel attention."""
     TENSOR = "tensor"
     """Those that compute the same tokens in the same stages, each with its part of every layer."""
+    COPIES = "copies"
+    """Those of `TENSOR` that hold the same of a component which fewer ranks divide: they share out its samples."""
+    DIVISION = "division"
+    """Those of `TENSOR` that divide the layers of such a component: neighbours. Without one these are all of them."""
+    HOLDERS = "holders"
+    """`DATA` and `COPIES` together: those of a position that hold the same of such a component."""
     LAYER = "layer"
     """Those that meet within a stage: `CONTEXT` and `TENSOR` together."""
     PIPELINE = "pipeline"
@@ -46,7 +55,7 @@ class Group(StrEnum):
 
     @property
     def along(self) -> tuple[str, ...]:
-        """The axes of the mesh along which its ranks differ."""
+        """The axes of the mesh along which its ranks differ; of tp that may be one of the two that it is made of."""
         return _ALONG[self]
 
 
@@ -57,14 +66,24 @@ _ALONG: Mapping[Group, tuple[str, ...]] = {
     Group.SAMPLES: ("dp",),
     Group.CONTEXT: ("cp",),
     Group.TENSOR: ("tp",),
+    Group.COPIES: ("copies",),
+    Group.DIVISION: ("division",),
+    Group.HOLDERS: ("dp", "cp", "copies"),
     Group.LAYER: ("cp", "tp"),
     Group.PIPELINE: ("pp",),
     Group.REPLICA: ("pp", "cp", "tp"),
 }
 
 
-SHARING: Mapping[str, Group] = {"cp": Group.CONTEXT, "tp": Group.TENSOR}
+WITHIN_TP = ("copies", "division")
+"""What tp is made of, the last one fastest: ranks that hold the same, and those that divide what they hold."""
+SHARING: Mapping[str, Group] = {"cp": Group.CONTEXT, "tp": Group.TENSOR, "copies": Group.COPIES}
 """By axis, the groups whose ranks can share the tokens of one sequence."""
+
+
+def places(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes, with what tp is made of in its place."""
+    return tuple(place for axis in axes for place in (WITHIN_TP if axis == "tp" else (axis,)))
 
 
 @dataclass(frozen=True)
@@ -82,16 +101,19 @@ class Placement:
         taken = [axis for kind in fields(self) for axis in self._along(kind.name)]
         twice = next((axis for axis in taken if taken.count(axis) > 1 or axis == "pp"), None)
         if twice is not None:
-            what = "places tensors over the pipeline" if twice == "pp" else f"says two things of axis {twice}"
+            axis = "tp" if twice in WITHIN_TP else twice
+            what = "places tensors over the pipeline" if twice == "pp" else f"says two things of axis {axis}"
             raise InputError(f"{self.to_dict()} {what}", "placement", "Give each of dp, cp and tp to one group at most")
 
     def _along(self, kind: str) -> tuple[str, ...]:
         group: Group | None = getattr(self, kind)
-        return group.along if group is not None else ()
+        return places(group.along) if group is not None else ()
 
     def over(self, axis: str) -> str:
-        """What the tensor is over an axis: "equal", "shard" or "parts"; "" if the placement does not say."""
-        return next((kind.name for kind in fields(self) if axis in self._along(kind.name)), "")
+        """What the tensor is over an axis: "equal", "shard" or "parts"; "" if the placement does not say, or not one
+        thing.
+        """
+        return next((kind.name for kind in fields(self) if set(places([axis])) <= set(self._along(kind.name))), "")
 
     def to_dict(self) -> dict[str, str]:
         """The form that program.json holds."""
@@ -115,3 +137,7 @@ SUMMED = Placement(parts=Group.DATA, equal=Group.TENSOR)
 SHARD = Placement(equal=Group.DATA, shard=Group.TENSOR)
 SHARD_SUMMED = Placement(parts=Group.DATA, shard=Group.TENSOR)
 ALL_SUMMED = Placement(parts=Group.POSITION)
+HELD = Placement(equal=Group.HOLDERS, shard=Group.DIVISION)
+HELD_SUMMED = Placement(parts=Group.HOLDERS, shard=Group.DIVISION)
+HELD_EQUAL = Placement(parts=Group.DATA, equal=Group.COPIES, shard=Group.DIVISION)
+COPIES_SUMMED = Placement(parts=Group.HOLDERS, equal=Group.DIVISION)

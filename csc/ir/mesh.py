@@ -10,6 +10,7 @@ elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, an
     .orders()                                          the mesh in every order of ranks, this one first
     Mesh(ranks=64)                  one that csc chooses      .is_open
     .components                                        those that have another tp: (("vision_tower", 1),)
+    .division  .copies                                 what tp is made of: see `Mesh.division`
     .own_stages                                        and those with pipeline stages of their own, out of pp
     Mesh.parse("pp=3,dp=2") -> Mesh
     Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
@@ -23,6 +24,7 @@ from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 from csc.errors import InputError
+from csc.ir.component_meshes import check_own_tp, check_size, sizes_by_axis
 from csc.ir.groups import Group
 
 OWN, STAGES = ".tp", ".pp"  # behind the name of a component with a tp, or pipeline stages, of its own
@@ -71,9 +73,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in self.AXES:
-            _check_size(f"axis {axis}", getattr(self, axis))
+            check_size(f"axis {axis}", getattr(self, axis))
         if self.ranks is not None:
-            _check_size("ranks", self.ranks)
+            check_size("ranks", self.ranks)
             if any(getattr(self, axis) > 1 for axis in self.AXES):
                 given = replace(self, ranks=None)
                 raise InputError(
@@ -86,20 +88,10 @@ class Mesh:
                 "Name dp, cp and tp in this order, and pp where it should be: pp-dp-cp-tp",
             )  # fmt: skip
         for component, tp in self.components:
-            _check_size(f"axis tp of {component}", tp)
-            if tp not in (1, self.tp):
-                others = tuple(one for one in self.components if one[0] != component)
-                nearest = replace(self, components=(*((n, t) for n, t in others if t in (1, self.tp)), (component, 1)))
-                raise InputError(
-                    f"{component} has tp={tp}, and the mesh has tp={self.tp}: "
-                    + (f"its weights would be held {self.tp // tp} times by groups of {tp} ranks, which csc does not do"
-                       if self.tp % tp == 0 else f"{self.tp} ranks are no groups of {tp}"),
-                    "mesh",
-                    f"The nearest that fits is {nearest}, where the {self.tp} ranks share out its samples, or the same "
-                    f"without {component}.tp, where they divide its layers",
-                )  # fmt: skip
+            check_size(f"axis tp of {component}", tp)
+        check_own_tp(self)
         for component, pp in self.own_stages:
-            _check_size(f"axis pp of {component}", pp)
+            check_size(f"axis pp of {component}", pp)
         told = sum(pp for _, pp in self.own_stages)
         if told > self.pp or (told == self.pp and len(self.own_stages) == 1):
             named = ", ".join(f"{component}.pp={pp}" for component, pp in self.own_stages)
@@ -176,9 +168,10 @@ class Mesh:
             IndexError: The mesh has no such rank.
         """
         at = self.coordinates(rank)
-        dp, pp, cp, tp = (
-            range(getattr(self, axis)) if axis in what.along else (getattr(at, axis),) for axis in self.AXES
+        dp, pp, cp = (
+            range(getattr(self, axis)) if axis in what.along else (getattr(at, axis),) for axis in self.AXES[:-1]
         )
+        tp = self._parts_of_layers(what, at.tp)
         if positions is None:
             return tuple(sorted(self.rank_of(*one) for one in product(dp, pp, cp, tp)))
         return tuple(self.rank_of(d, p, c, t) for p, d, c, t in product(positions, dp, cp, tp))
@@ -188,8 +181,45 @@ class Mesh:
         rank there) is in one of them.
         """
         inside = (*what.along, *(["pp"] if positions is not None else []))
-        others = product(*(range(1 if axis in inside else getattr(self, axis)) for axis in self.AXES))
+        others = product(
+            *(range(1 if axis in inside else getattr(self, axis)) for axis in self.AXES[:-1]),
+            sorted({self._parts_of_layers(what, part)[0] for part in range(self.tp)}),
+        )  # fmt: skip
         return tuple(self.group(what, self.rank_of(*one), positions) for one in others)
+
+    def _parts_of_layers(self, what: Group, part: int) -> Sequence[int]:
+        """The indices on the tp axis of the ranks of a group that one of them is in."""
+        first = part // self.division * self.division
+        for axis, found in (("tp", range(self.tp)), ("copies", range(part - first, self.tp, self.division)),
+                            ("division", range(first, first + self.division))):  # fmt: skip
+            if axis in what.along:
+                return found
+        return (part,)
+
+    @property
+    def division(self) -> int:
+        """How many neighbours divide the layers of components with a tp between 1 and the mesh's; that one without."""
+        return next((tp for _, tp in self.components if 1 < tp < self.tp), self.tp)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same of such components."""
+        return self.tp // self.division
+
+    @property
+    def held_in_copies(self) -> tuple[str, ...]:
+        """Those components."""
+        return tuple(component for component, tp in self.components if 1 < tp < self.tp)
+
+    def place(self, axis: str, rank: int) -> int:
+        """A rank's index on an axis, or on one of those that tp is made of.
+
+        Raises:
+            IndexError: The mesh has no such rank.
+        """
+        at = self.coordinates(rank)
+        copy, part = divmod(at.tp, self.division)
+        return {**at._asdict(), "copies": copy, "division": part}[axis]
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -284,7 +314,9 @@ class Mesh:
         if isinstance(mesh, str):
             return cls.parse(mesh)
         if isinstance(mesh, Mapping):
-            return cls._named(_flat(mesh) if any(isinstance(one, Mapping) for one in mesh.values()) else dict(mesh))
+            return cls._named(
+                sizes_by_axis(mesh, cls) if any(isinstance(one, Mapping) for one in mesh.values()) else dict(mesh)
+            )
         names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
         if shape is None:
             raise InputError(
@@ -335,50 +367,3 @@ class Mesh:
             )  # fmt: skip
         place = ("dp", "cp", "tp").index(ahead[-1]) + 1 if ahead else 0
         return replace(found, order=(*("dp", "cp", "tp")[:place], "pp", *("dp", "cp", "tp")[place:]))
-
-
-def _check_size(what: str, size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise InputError(f"{what} has size {size!r}", "mesh", "Every axis needs a whole number of at least 1")
-
-
-def _flat(meshes: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of axes out of sizes by component: the mesh's are those of the component with the largest tp; others may
-    have more replicas and fewer parts. Where several name pp, each has so many stages of its own; else all are on the
-    same ranks.
-    """
-    for name, sizes in meshes.items():
-        if not isinstance(sizes, Mapping) or set(sizes) - set(Mesh.AXES):
-            raise InputError(
-                f"the mesh has {sizes!r} for {name}", "mesh",
-                'Map components to sizes of axes, {"vision_tower": dict(tp=1, dp=4), "language_model": dict(tp=4)}',
-            )  # fmt: skip
-        for axis, size in sizes.items():
-            _check_size(f"axis {axis} of {name}", size)
-    largest = max(meshes, key=lambda name: meshes[name].get("tp", 1))
-    staged = {name: sizes["pp"] for name, sizes in meshes.items() if "pp" in sizes}
-    if largest not in staged and staged:  # the largest has what the others leave, which nobody has said
-        name = next(iter(staged))
-        raise InputError(
-            f"{name} has pp={staged[name]} in a mesh where {largest} has no pp", "mesh",
-            f"Give {largest} its pipeline stages too: those of all components are added up",
-        )  # fmt: skip
-    whole = Mesh(**{**meshes[largest], "pp": sum(staged.values()) or 1})
-    found: dict[str, Any] = whole.to_dict()
-    found |= {f"{name}{STAGES}": pp for name, pp in staged.items() if len(staged) > 1}
-    for name, sizes in meshes.items():
-        own = Mesh(**sizes)
-        if own.tp not in (1, whole.tp):
-            replace(whole, components=((name, own.tp),))  # which says so
-        apart = sizes.get("cp", whole.cp) != whole.cp
-        if apart or own.dp * own.tp != whole.dp * whole.tp:
-            what = f"cp={sizes['cp']}" if apart else f"dp * tp = {own.dp * own.tp}"
-            nearest = f"The nearest that fits: {name} with dict(tp={own.tp}, dp={whole.dp * whole.tp // own.tp}). "
-            raise InputError(
-                f"{name} has {what} in a mesh where {largest} has {whole}", "mesh",
-                ("" if apart else nearest)
-                + "Every pipeline stage has as many ranks: give all components the same dp * tp, and cp to one alone; "
-                "the option context spreads an encoder's tokens over fewer cp ranks",
-            )  # fmt: skip
-        found[f"{name}{OWN}"] = own.tp
-    return found

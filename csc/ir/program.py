@@ -49,8 +49,8 @@ Box = tuple[tuple[tuple[int, int], ...], ...]  # of a tensor, for each dimension
 class Parameter:
     """A parameter under the model's own name; `aliases` are the other names of a tied one.
 
-    boxes: what each tensor-parallel rank holds of it; empty: all have it whole. parts: whole, but read by calls that
-    differ from one of these ranks to the other, so that its gradients there are parts of a sum.
+    boxes: what each tensor-parallel rank holds of it; empty: all have it whole. parts: its gradients on these ranks are
+    parts of a sum. copied: those of ranks that hold the same of it are (csc.ir.groups.Group.COPIES).
     """
 
     name: str
@@ -60,6 +60,7 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     boxes: tuple[Box, ...] = ()
     parts: bool = False
+    copied: bool = False
 
     @property
     def numel(self) -> int:
@@ -261,9 +262,8 @@ class Options:
     freeze: component names or glob patterns over parameter names; None keeps `requires_grad` as the model has it.
     cuts: names of the regions that open a stage, in order of execution.
     stages: for each stage the names or glob patterns of its regions; neither this nor cuts: csc plans the stages.
-    placement: the pipeline rank of each stage; None: as the schedule wants it.
+    placement, chunks: the pipeline rank of each stage, stages a rank runs; None: as the schedule wants it.
     schedule: a name of csc.planning.schedules, the path of a schedule file, or a schedule as it is.
-    chunks: stages a rank runs; None: as many as the schedule wants.
     hardware: a profile's name or file, or one for each pipeline rank; None: the one of the capture's device.
     memory: bytes that one rank may hold, or for each pipeline rank; None: what the hardware has.
     precision: "model", as the parameters are, or "bf16", in which float32 ones are computed with (pass `precision`).

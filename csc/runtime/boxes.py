@@ -1,9 +1,10 @@
 """What of a parameter each tensor-parallel rank holds, and how it is taken out and put back.
 
 Terms: a *box* lists for each dimension the stretches, from start to stop, that a rank holds; its entries lie in the
-rank's tensor as they do in the whole. Boxes of different ranks have no entry in common, and together all.
+rank's tensor as they do in the whole. Boxes of those that divide a tensor have no entry in common, and together all;
+where these are fewer than all ranks, the next so many have the same boxes again.
 
-    read(value, shape, ranks) -> (Box, ...)       of program.json; ValueError with a phrase for what is none
+    read(value, shape, ranks, division) -> (Box, ...)     of program.json; ValueError with a phrase for what is none
     cut(whole, box) -> tensor                     a dense copy of what is in the box
     put(whole, box, shard)                        the inverse, into the whole
     whole_box(shape) -> Box                       all of it
@@ -23,8 +24,8 @@ import torch
 from csc.runtime.specs import Box
 
 
-def read(value: Any, shape: Sequence[int], ranks: int) -> tuple[Box, ...]:
-    """As many as there are ranks, all in the same sizes; they divide one dimension."""
+def read(value: Any, shape: Sequence[int], ranks: int, division: int) -> tuple[Box, ...]:
+    """As many as there are ranks, all in the same sizes; they divide one dimension, all of them or each `division`."""
     try:
         found = tuple(
             tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in box) for box in value
@@ -35,12 +36,13 @@ def read(value: Any, shape: Sequence[int], ranks: int) -> tuple[Box, ...]:
         raise ValueError(f"should list {ranks} boxes in {len(shape)} dimensions")
     if len({sizes(box) for box in found}) > 1:
         raise ValueError("has boxes of different sizes")
+    apart = found[:division] if found[:division] * (ranks // division) == found else found
     for dim, size in enumerate(shape):
-        held = [box[dim] for box in found]
+        held = [box[dim] for box in apart]
         stretches = sorted(stretch for one in held for stretch in one) if len(set(held)) > 1 else held[0]
         if [0, *(stop for _, stop in stretches)] != [*(start for start, _ in stretches), size]:
             raise ValueError(f"has boxes that are not together all of dimension {dim}")
-    if sum(len({box[dim] for box in found}) > 1 for dim in range(len(shape))) != 1:
+    if sum(len({box[dim] for box in apart}) > 1 for dim in range(len(shape))) != 1:
         raise ValueError("has boxes that differ in more than one dimension, or in none")
     return found
 

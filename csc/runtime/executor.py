@@ -242,8 +242,9 @@ def step(
     rank, manifest = whole, whole.program.manifest
     actions = rank.program.schedule.ranks[rank.position]
     microbatches = [context_group.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
-    if rank.met is not None:
-        microbatches = [{**microbatch, "tp": rank.met.number} for microbatch in microbatches]
+    if rank.met:
+        numbers = {name: met.number for name, met in rank.met.items()}
+        microbatches = [{**microbatch, **numbers} for microbatch in microbatches]
     microbatches = yield from seeds.attach(rank, microbatches, drawn)
     state = _Step(whole, ranks, microbatches, weights, profiled, within)
     timed: list[Timed] = []

@@ -175,7 +175,7 @@ class OwnParameters:
         first, mesh = self._first, self._manifest.mesh
         if self.data is not None and self.data.of(spec.name) is not None:
             position, part = mesh.coordinates(first).pp, mesh.shard(first)
-            one = 0 if "tp" in spec.equal.along else part  # of those that hold the same whole parameter
+            one = mesh.shard(mesh.group(spec.equal, first)[0])  # of those that hold the same
             return (position, part) == (spec.owner, one)
         return mesh.group(spec.equal, first, spec.ranks)[0] in self._transport.ranks
 

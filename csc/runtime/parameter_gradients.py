@@ -53,7 +53,7 @@ def _take_sums(
     kept: Iterable[torch.Tensor], wholes: dict[str, torch.Tensor],
 ) -> None:  # fmt: skip
     """Those that every rank of a group has whole. All holders have the same bits: the first one's will do."""
-    done: set[tuple[str, int]] = set()
+    done: set[tuple[str, Box]] = set()
     buffers = (tensor for _, own in sums for tensor in own.buffers.values())
     memory = Counter(t.untyped_storage().data_ptr() for one in (buffers, weights.values(), kept) for t in one)
     for rank, own in sums:
@@ -62,9 +62,10 @@ def _take_sums(
             held = sys.getrefcount(gradient)  # here, not in a function: calls hold arguments once or twice
             boxes = own.specs[name].boxes
             divided = shards.divides(boxes)
-            if (name, rank.tp_rank * divided) in done:
+            what = name, boxes[rank.tp_rank] if divided else ()
+            if what in done:
                 continue
-            done.add((name, rank.tp_rank * divided))
+            done.add(what)
             if divided:
                 put(wholes.setdefault(name, torch.empty_like(weights[name])), boxes[rank.tp_rank], gradient)
                 continue

@@ -35,7 +35,7 @@ class Rank:
     constants: Constants
     device: torch.device
     visibility: Mapping[str, Visibility] = field(default_factory=dict)  # by component: what masks are made of
-    met: Met | None = None  # with tp > 1: where it meets those that divide its layers
+    met: Mapping[str, Met] = field(default_factory=dict)  # with tp > 1: where collectives meet, by the batch's names
     _groups: dict[Any, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -77,5 +77,6 @@ class Rank:
 
     def sharing(self, spec: ContextSpec) -> tuple[int, ...]:
         """The ranks among which a component's tokens are, itself included."""
-        first = getattr(self._at, spec.axis) // spec.ranks * spec.ranks
-        return self.group(spec.group)[first : first + spec.ranks]
+        group = self.group(spec.group)
+        first = group.index(self.rank) // spec.ranks * spec.ranks
+        return group[first : first + spec.ranks]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from csc.errors import CscError, ProgramError
-from csc.ir.groups import SHARING, WHOLE, Group, Placement
+from csc.ir.groups import SHARING, WHOLE, Group, Placement, places
 from csc.ir.mesh import Mesh
 from csc.ir.strides import overlaps
 from csc.runtime import boxes
@@ -184,8 +184,9 @@ def _context(row: Fields, mesh: Mesh) -> ContextSpec:
     axis = row.get("axis", str, "cp")
     if axis not in SHARING:
         raise ProgramError(f"tokens cannot be spread over {axis!r}", row.where, REMEDY)
-    along = f"{axis}={getattr(mesh, axis)}"
-    if ranks < 1 or getattr(mesh, axis) % ranks:
+    (size,) = mesh.sizes(SHARING[axis])
+    along = f"{axis}={size}"
+    if ranks < 1 or size % ranks:
         raise ProgramError(f"{ranks} ranks do not divide {along}", row.where, REMEDY)
     if min(sizes.values()) < 1 or sizes["shard"] * ranks < sizes["tokens"]:
         raise ProgramError(f"{sizes} cannot hold a sequence on {ranks} ranks of {along}", row.where, REMEDY)
@@ -207,7 +208,7 @@ def _finite(row: Fields, key: str) -> float:
 def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> ParameterSpec:
     users, trainable = row.stages("stages", len(stages)), row.get("trainable", bool)
     divided = _boxes(row, mesh)
-    known = ("equal", "shard") if divided else ("equal",)
+    over = () if not divided else places(["tp"]) if len(set(divided)) == mesh.tp else ("division",)
     return ParameterSpec(
         row.get("name", str),
         row.sizes("shape"),
@@ -216,8 +217,8 @@ def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> Parame
         users,
         tuple(dict.fromkeys(stages[stage].rank for stage in users)),
         row.dtype("compute") if "compute" in row.table else None,
-        _placement(row, "weight", known, mesh),
-        _placement(row, "gradient", (*known, "parts"), mesh) if trainable else WHOLE,
+        _placement(row, "weight", ("equal",), over, mesh),
+        _placement(row, "gradient", ("equal", "parts"), over, mesh) if trainable else WHOLE,
         divided,
         row.get("reached", bool, True),
         row.get("repeated", bool, False),
@@ -229,27 +230,26 @@ def _boxes(row: Fields, mesh: Mesh) -> tuple[Box, ...]:
     if "boxes" not in row.table:
         return ()
     try:
-        return boxes.read(row.get("boxes", list), row.sizes("shape"), mesh.tp)
+        return boxes.read(row.get("boxes", list), row.sizes("shape"), mesh.tp, mesh.division)
     except ValueError as error:
         raise ProgramError(f"field 'boxes' {error}", row.where, REMEDY) from None
 
 
-def _placement(row: Fields, key: str, known: tuple[str, ...], mesh: Mesh) -> Placement:
+def _placement(row: Fields, key: str, known: tuple[str, ...], divided: tuple[str, ...], mesh: Mesh) -> Placement:
     """How a parameter or its gradient lies on the ranks of a position. ProgramError if it is none of `known` over an
-    axis: then ranks with one parameter would train it apart.
+    axis, or no shard over one along which boxes differ: then ranks with one parameter would train it apart.
     """
     try:
         found = Placement.of(row.get(key, dict))
     except CscError as error:
         raise ProgramError(error.what, f"{row.where}, {key}", error.remedy) from None
-    for axis in Group.POSITION.along:
-        over = found.over(axis)
-        if (over or getattr(mesh, axis) > 1) and over not in known:
-            said = f"{over} over {axis}" if over else f"nothing over {axis}, whose size is {getattr(mesh, axis)}"
+    for axis in places(Group.POSITION.along):
+        over, size = found.over(axis), getattr(mesh, axis)
+        named = "tp" if axis in places(["tp"]) and mesh.copies == 1 else axis
+        expected = ("shard",) if axis in divided else known
+        if (over or size > 1) and over not in expected:
+            said = f"{over} over {named}" if over else f"nothing over {named}, whose size is {size}"
             what = f"field {key!r} says {said}: this runtime knows {' and '.join(known)}"
-            raise ProgramError(what, row.where, REMEDY)
-        if (over == "shard" and axis != "tp") or ("shard" in known and axis == "tp" and over != "shard"):
-            what = f"field {key!r} says {over} over {axis}, where boxes divide it over tp"
             raise ProgramError(what, row.where, REMEDY)
     return found
 

@@ -31,8 +31,7 @@ def rehearse(rank: Rank, microbatch: Mapping[str, Any], weights: Mapping[str, to
         return mode.from_tensor(tensor, static_shapes=True)
 
     batch = {name: fake(value) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    if rank.met is not None:
-        batch["tp"] = rank.met.number
+    batch |= {name: met.number for name, met in rank.met.items()}
     if rank.program.manifest.random:
         batch["random"] = NO_CHANCE
     constants = {name: fake(tensor) for name, tensor in rank.constants.items()}

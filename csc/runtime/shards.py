@@ -14,7 +14,7 @@ box in every step; one of several keeps its own rank's box alone.
     .sources                                    the whole tensors that boxes were cut from
     .check_sources(where)                       InputError if boxes are of tensors that were written to since
     .put_back(spec)                             what they were taken from holds what they do
-    met_of(mesh, rank, endpoint, fused) -> Met         where a rank's collectives meet; None with tp = 1
+    met_of(mesh, rank, endpoint, fused) -> {name: Met}     where a rank's collectives meet: see MEETINGS
 """
 
 from __future__ import annotations
@@ -61,10 +61,21 @@ class Kept(NamedTuple):
 Given = Mapping[str, torch.Tensor] | str | Path | None
 
 
-def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> Met | None:
-    """A rank's place among those that divide its layers. fused: its functions are compiled by Inductor."""
-    group = mesh.group(Group.TENSOR, rank)
-    return Met(Membership(endpoint, group.index(rank), group), copies=fused) if len(group) > 1 else None
+MEETINGS = {"tp": Group.TENSOR, "tp_copies": Group.COPIES, "tp_division": Group.DIVISION}
+"""By the batch's names of their numbers, the groups within which collectives of layers meet."""
+
+
+def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> dict[str, Met]:
+    """A rank's place among those that divide its layers, and within these; none with tp = 1. fused: its functions are
+    compiled by Inductor.
+    """
+    if mesh.tp == 1:
+        return {}
+    names = MEETINGS if mesh.copies > 1 else ["tp"]
+    groups = {name: mesh.group(MEETINGS[name], rank) for name in names}
+    return {
+        name: Met(Membership(endpoint, group.index(rank), group), copies=fused) for name, group in groups.items()
+    }  # fmt: skip
 
 
 class Shards:
@@ -175,7 +186,8 @@ class Shards:
         if not spec.boxes and not self.in_shards(spec):
             return self._from(holders[0][0], own, spec.shape, spec.dtype)
         found = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-        for group, whole in zip(holders, spec.boxes or [whole_box(spec.shape)], strict=True):
+        for group in holders:
+            whole = spec.boxes[self._mesh.shard(group[0])] if spec.boxes else whole_box(spec.shape)
             sources = self._mesh.group(Group.DATA, group[0])
             for source, box in zip(sources, self._boxes(spec, whole)):
                 if 0 in sizes(box):

@@ -172,7 +172,7 @@ class ContextSpec:
     """How the sequence of a component, `tokens` long, is spread over `ranks` in blocks; `shard` slots a rank, padding
     included. Consecutive ranks of an axis share a sequence, so many of them; the next ones share it again.
 
-    inputs: the batch's entries that its masks are made of. axis: cp, or tp.
+    inputs: the batch's entries that its masks are made of. axis: cp, tp, or the copies within tp.
     tile_seconds: attention of one block of queries to one of keys; block_seconds: sending one block's K and V.
     """
 

@@ -259,11 +259,11 @@ MIXED: dict[str, Mix] = {
 }  # fmt: skip
 
 
-def captioner(mix: Mix, samples: int) -> csc.CompiledModel:
+def captioner(mix: Mix, samples: int, mesh: str = "tp=2,vision.tp=1") -> csc.CompiledModel:
     torch.manual_seed(1)
     tokens = torch.randint(0, 32, (samples, 6))
     batch = {"pixels": torch.randn(samples, 5, 12), "tokens": tokens, "labels": tokens}
-    return csc.compile(Captioner(mix), example=batch, mesh="tp=2,vision.tp=1")
+    return csc.compile(Captioner(mix), example=batch, mesh=mesh)
 
 
 @pytest.mark.long
@@ -328,12 +328,10 @@ def test_one_mesh_in_four_forms() -> None:
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        (
-            "tp=4,pp=2,vision_tower.tp=2",
-            "vision_tower has tp=2, and the mesh has tp=4: .*held 2 times"
-            ".*that fits is pp=2,tp=4,vision_tower.tp=1, where",
-        ),
-        ({"a": {"tp": 4}, "b": {"tp": 3}}, "b has tp=3.*4 ranks are no groups of 3.*fits is tp=4,b.tp=1"),
+        ({"a": {"tp": 4}, "b": {"tp": 3}}, "b has tp=3.*4 ranks are no groups of 3.*fits is b.tp=2, where 2 ranks"),
+        ("tp=4,b.tp=8", "b has tp=8, and the mesh has tp=4: 4 ranks are no groups of 8.*fits is b.tp=4"),
+        ("tp=8,a.tp=2,b.tp=4", "a has tp=2 and b has tp=4 in a mesh of tp=8: csc makes groups of one size within tp"),
+        ({"a": {"tp": 4}, "b": {"tp": 2}}, r"b has dp \* tp = 2.*that fits: b with dict\(tp=2, dp=2\)"),
         ({"a": {"tp": 4}, "b": {"dp": 2}}, r"b has dp \* tp = 2.*a has tp=4.*that fits: b with dict\(tp=1, dp=4\)"),
         ({"a": {"tp": 4}, "b": {"dp": 4, "pp": 2}}, "b has pp=2 in a mesh where a has no pp.*those of all components"),
         ({"a": {"tp": 4, "cp": 2}, "b": {"dp": 4, "cp": 1}}, "b has cp=1 in a mesh where a has cp=2,tp=4"),

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import csc
 from csc.analysis.costs import region_costs
-from csc.analysis.exchanges import Exchange, exchange, seconds, wires
+from csc.analysis.exchanges import Exchange, exchange, seconds, wires, within
 from csc.analysis.hardware import Wire, hardware
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
@@ -49,6 +49,10 @@ def test_wires_are_those_between_the_nodes_where_a_group_is_on_several() -> None
     assert wires(Mesh(dp=5, tp=3), h100) == {"tp": (3, h100.between)}  # ranks 6 to 8 stand on two nodes
     shared = Mesh(tp=8, components=(("visual", 1),))  # whose ranks share tokens, as those of cp do
     assert wires(shared, h100) == {"tp": (8, h100.within), "cp": (8, h100.within)}
+    copies = wires(Mesh(tp=16, components=(("visual", 4),)), h100)  # over two nodes, each with two copies of it
+    assert copies["tp"] == (16, h100.between) and within(copies)["tp"] == copies["division"] == (4, h100.within)
+    total = Exchange("tp", 100, 0, False, False, True)
+    assert seconds(total, within(copies)) == pytest.approx(h100.within.latency + 300 / h100.within.bandwidth)
 
 
 def program(**mesh: int) -> Program:

@@ -11,7 +11,7 @@ from csc.kernels.collectives import ALL_REDUCE, OWN_PART, REDUCE_SCATTER, SHARE
 from torch import fx
 
 import csc
-from csc.analysis.placement_check import verify_placements
+from csc.analysis.placement_check import verify_on, verify_placements
 from csc.ir import graph as g
 from csc.ir.program import Program
 from csc.ir.rewrite import add_call
@@ -67,6 +67,15 @@ def flipped(program: Program) -> Iterator[tuple[str, Program]]:
             yield f"{one.name}, parts {not one.parts}", replace(program, parameters=other)
 
 
+def flipped_copies(program: Program) -> Iterator[tuple[str, Program]]:
+    """The program with one parameter's gradient taken for parts over the ranks that hold the same, or for whole."""
+    used = {name for region in program.regions for name in region.parameters}
+    for place, one in enumerate(program.parameters):
+        other = (*program.parameters[:place], replace(one, copied=not one.copied), *program.parameters[place + 1 :])
+        if "vision_tower" in one.name and one.name in used:
+            yield f"{one.name}, copied {not one.copied}", replace(program, parameters=other)
+
+
 FUNCTIONS = ("forward", "backward_input", "backward_weight", "backward")
 ENDS = {FINISH: ("lost", "doubled")}
 
@@ -96,6 +105,27 @@ def test_sums_of_a_component_whose_samples_are_shared_out() -> None:
         verify_placements(program, "differentiate", set(), apart)
         wrong = [(how, one) for how, one in which(program) if "llama_decoder_layer" not in how]  # one key head a rank
         assert len(wrong) >= 4 and not [how for how, one in wrong if not refused(one, apart)]
+
+
+@pytest.mark.long
+def test_sums_of_a_component_that_fewer_ranks_divide() -> None:
+    """Over the ranks that divide it a sum is lost or doubled as ever; over those that hold the same of it gradients of
+    its weights are parts.
+    """
+    mesh = csc.Mesh.of("tp=4,vision_tower.tp=2")
+    compiled = csc.compile(MODELS["llava"](), example=BATCHES["llava"](8), mesh=mesh)
+    program = after(compiled, "differentiate")
+    verify_on(mesh, program, "differentiate", {})
+    for which in (broken, flipped, flipped_copies):
+        wrong = [(how, one) for how, one in which(program) if "llama_decoder_layer" not in how]
+        missed = []
+        for how, one in wrong:
+            try:
+                verify_on(mesh, one, "here", {})
+                missed.append(how)
+            except VerificationError:
+                pass
+        assert len(wrong) >= 4 and not missed, missed
 
 
 def test_sums_of_functions_are_those_of_their_graph() -> None:

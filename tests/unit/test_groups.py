@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.ir.groups import SUMMED, WHOLE, Group, Placement
+from csc.ir.groups import HELD_SUMMED, SUMMED, WHOLE, Group, Placement
 from csc.ir.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +20,11 @@ AXES = ("dp", "pp", "cp", "tp")
 AGREE = {
     "world": (), "position": ("pp",), "data": ("pp", "tp"), "samples": ("pp", "cp", "tp"),
     "context": ("dp", "pp", "tp"), "tensor": ("dp", "pp", "cp"), "layer": ("dp", "pp"), "pipeline": ("dp", "cp", "tp"),
-    "replica": ("dp",),
+    "replica": ("dp",), "copies": ("dp", "pp", "cp", "part"), "division": ("dp", "pp", "cp", "copy"),
+    "holders": ("pp", "part"),
 }  # fmt: skip
-sizes = st.tuples(*[st.integers(1, 3)] * 4)
+sizes = st.tuples(*[st.integers(1, 3)] * 3, st.sampled_from([1, 2, 3, 4, 6]))
+parts = st.integers(1, 3)
 
 
 orders = st.sampled_from([(*("dp", "cp", "tp")[:i], "pp", *("dp", "cp", "tp")[i:]) for i in range(4)])
@@ -34,15 +36,23 @@ def places(shape: tuple[int, ...], order: tuple[str, ...] = AXES) -> list[dict[s
     return [dict(zip(order, at, strict=True)) for at in product(*(range(size[axis]) for axis in order))]
 
 
+def meshes(shape: tuple[int, ...], order: tuple[str, ...], parts: int) -> tuple[Mesh, list[dict[str, int]]]:
+    """With a component whose layers `parts` ranks divide, if these are fewer than tp and divide it."""
+    own = (("tower", parts),) if 1 < parts < shape[-1] and shape[-1] % parts == 0 else ()
+    division = parts if own else shape[-1]
+    at = [{**one, "copy": one["tp"] // division, "part": one["tp"] % division} for one in places(shape, order)]
+    return Mesh(*shape, order, components=own), at
+
+
 def test_every_kind_of_group_is_looked_at() -> None:
     assert sorted(AGREE) == sorted(Group)
 
 
-@given(sizes, orders, st.sampled_from(list(Group)))
+@given(sizes, orders, st.sampled_from(list(Group)), parts)
 def test_a_group_is_who_agrees_in_the_other_coordinates(
-    shape: tuple[int, ...], order: tuple[str, ...], what: Group
+    shape: tuple[int, ...], order: tuple[str, ...], what: Group, parts: int
 ) -> None:
-    mesh, at = Mesh(*shape, order), places(shape, order)
+    mesh, at = meshes(shape, order, parts)
     for rank, own in enumerate(at):
         same = [other for other, its in enumerate(at) if all(its[axis] == own[axis] for axis in AGREE[what])]
         assert mesh.group(what, rank) == tuple(same), "ascending, and with the rank itself"
@@ -53,11 +63,11 @@ def test_a_group_is_who_agrees_in_the_other_coordinates(
         assert list(mesh.groups(what)) == sorted(mesh.groups(what)), "in an order that all ranks find"
 
 
-@given(sizes, orders, st.sampled_from(list(Group)), st.data())
+@given(sizes, orders, st.sampled_from(list(Group)), parts, st.data())
 def test_groups_at_some_positions_of_the_pipeline(
-    shape: tuple[int, ...], order: tuple[str, ...], what: Group, data: st.DataObject
+    shape: tuple[int, ...], order: tuple[str, ...], what: Group, parts: int, data: st.DataObject
 ) -> None:
-    mesh, at = Mesh(*shape, order), places(shape, order)
+    mesh, at = meshes(shape, order, parts)
     positions = data.draw(st.lists(st.integers(0, mesh.pp - 1), min_size=1, unique=True))
     for rank, own in enumerate(at):
         found = mesh.group(what, rank, positions)
@@ -98,8 +108,12 @@ def test_placements() -> None:
         assert Placement.of(placement.to_dict()) == placement
     assert [SUMMED.over(axis) for axis in AXES] == ["parts", "", "parts", "equal"]
     assert [WHOLE.over(axis) for axis in AXES] == ["equal", "", "equal", "equal"]
+    assert [HELD_SUMMED.over(axis) for axis in (*AXES, "copies", "division")] == [
+        "parts", "", "parts", "", "parts", "shard",
+    ]  # fmt: skip
     for wrong, part in (
         ({"equal": "data", "parts": "samples"}, "two things of axis dp"),
+        ({"equal": "tensor", "parts": "copies"}, "two things of axis tp"),
         ({"equal": "pipeline"}, "over the pipeline"),
         ({"equal": "nobody"}, "'equal' over 'nobody'"),
         ({"same": "data"}, "'same' over 'data'"),

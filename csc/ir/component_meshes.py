@@ -1,0 +1,90 @@
+"""Components whose layers fewer tensor-parallel ranks divide than those of the largest: what a mesh may say of them.
+
+Terms: a component's *own tp* divides that of the mesh. So many neighbours divide its layers; the others hold the same,
+and share out its samples or tokens with these.
+
+    check_own_tp(mesh)                    InputError for an own tp that no groups of the mesh's ranks have
+    check_size(what, size)                InputError for what is no size
+    sizes_by_axis(meshes, make)           {"a": dict(tp=4), "b": dict(tp=1, dp=4)} -> {"tp": 4, "b.tp": 1, ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from csc.errors import InputError
+
+AXES = ("dp", "pp", "cp", "tp")
+
+
+def check_own_tp(mesh: Any) -> None:
+    """See the module."""
+    between: dict[int, str] = {}
+    for component, tp in mesh.components:
+        if mesh.tp % tp:
+            nearest = max(size for size in range(1, min(tp, mesh.tp) + 1) if mesh.tp % size == 0)
+            raise InputError(
+                f"{component} has tp={tp}, and the mesh has tp={mesh.tp}: {mesh.tp} ranks are no groups of {tp}",
+                "mesh",
+                f"The nearest that fits is {component}.tp={nearest}, where {nearest} ranks divide its layers and "
+                f"{mesh.tp // nearest} share out its samples, or no {component}.tp, where all divide its layers",
+            )  # fmt: skip
+        if 1 < tp < mesh.tp:
+            between[tp] = component
+    if len(between) > 1:
+        one, other = list(between)[:2]
+        raise InputError(
+            f"{between[one]} has tp={one} and {between[other]} has tp={other} in a mesh of tp={mesh.tp}: csc makes "
+            "groups of one size within tp", "mesh",
+            f"Give both the same, or one of them tp=1 or tp={mesh.tp}",
+        )  # fmt: skip
+
+
+def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    """Sizes of axes out of sizes by component: the mesh's are those of the component with the largest tp; others may
+    have more replicas and fewer parts. Where several name pp, each has so many stages of its own; else all are on the
+    same ranks. make: a mesh of sizes.
+    """
+    for name, sizes in meshes.items():
+        if not isinstance(sizes, Mapping) or set(sizes) - set(AXES):
+            raise InputError(
+                f"the mesh has {sizes!r} for {name}", "mesh",
+                'Map components to sizes of axes, {"vision_tower": dict(tp=1, dp=4), "language_model": dict(tp=4)}',
+            )  # fmt: skip
+        for axis, size in sizes.items():
+            check_size(f"axis {axis} of {name}", size)
+    largest = max(meshes, key=lambda name: meshes[name].get("tp", 1))
+    staged = {name: sizes["pp"] for name, sizes in meshes.items() if "pp" in sizes}
+    if largest not in staged and staged:  # the largest has what the others leave, which nobody has said
+        name = next(iter(staged))
+        raise InputError(
+            f"{name} has pp={staged[name]} in a mesh where {largest} has no pp", "mesh",
+            f"Give {largest} its pipeline stages too: those of all components are added up",
+        )  # fmt: skip
+    whole = make(**{**meshes[largest], "pp": sum(staged.values()) or 1})
+    found: dict[str, Any] = whole.to_dict()
+    found |= {f"{name}.pp": pp for name, pp in staged.items() if len(staged) > 1}
+    for name, sizes in meshes.items():
+        own = make(**sizes)
+        if own.tp not in (1, whole.tp):
+            replace(whole, components=((name, own.tp),))  # which says so
+        apart = sizes.get("cp", whole.cp) != whole.cp
+        if apart or own.dp * own.tp != whole.dp * whole.tp:
+            what = f"cp={sizes['cp']}" if apart else f"dp * tp = {own.dp * own.tp}"
+            nearest = f"The nearest that fits: {name} with dict(tp={own.tp}, dp={whole.dp * whole.tp // own.tp}). "
+            raise InputError(
+                f"{name} has {what} in a mesh where {largest} has {whole}", "mesh",
+                ("" if apart else nearest)
+                + "Every pipeline stage has as many ranks: give all components the same dp * tp, and cp to one alone; "
+                "the option context spreads an encoder's tokens over fewer cp ranks",
+            )  # fmt: skip
+        found[f"{name}.tp"] = own.tp
+    return found
+
+
+def check_size(what: str, size: object) -> None:
+    """InputError for what is no size of an axis."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InputError(f"{what} has size {size!r}", "mesh", "Every axis needs a whole number of at least 1")
