@@ -25,7 +25,7 @@ def fused_functions(directory: Path) -> list[FusedRow]:
     """Of the program in a directory; none if it has not made a step, or nothing is kept."""
     from csc.cache.inductor_folder import inductor_folder
     from csc.cache.store import store
-    from csc.runtime.fused_program import rows_of
+    from csc.runtime.kept_program import rows_of
 
     folder = inductor_folder(store())
     fingerprint: str = json.loads((directory / "program.json").read_text())["fingerprint"]

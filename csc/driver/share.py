@@ -30,14 +30,13 @@ from csc.runtime import own_samples
 from csc.runtime.batches import sizes
 from csc.runtime.launch import several_processes
 from csc.runtime.meeting import OWN_SAMPLES, Heard, Meeting
-from csc.runtime.trainer import BUSY
+from csc.runtime.trainer import SAID
 from csc.runtime.words import CHANGED, Said, digest
 
 Ready = list[dict[str, Any]]
 Result = TypeVar("Result")
-# Bits of what ranks say: those of csc.runtime.trainer, of which BUSY is the last; from FLAGS on a digest of what
-# replicas share.
-UNSERVED = 2 * BUSY
+# Bits of what ranks say: those of csc.runtime.trainer below SAID; from FLAGS on a digest of what replicas share.
+UNSERVED = SAID
 FLAGS = 2 * UNSERVED
 
 

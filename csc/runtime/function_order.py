@@ -5,6 +5,7 @@
     order.line() -> str         FunctionOrder.read(line)         one line of JSON
     TorchState.now()            state.set()                      what of torch's switches a compilation depends on
     code(text) -> str                                            of a layer file, as it stands in keys
+    form_of(structure, layouts) -> str                           of arguments: the same on all ranks
 
 Tensors are told by their layouts; what stands for them where they are compiled has memory, and no values.
 """
@@ -12,10 +13,11 @@ Tensors are told by their layouts; what stands for them where they are compiled 
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,10 +76,14 @@ class FunctionOrder:
         """Of `line`."""
         return cls(**json.loads(line))
 
-    def make(self, wait: bool = True) -> None:
-        """Compile it in this process, unless it is kept. Without wait BeingMadeError if another process does.
-        ValueError if what this process finds is not what was ordered; any error of importing the file, or of the
-        compilation.
+    @property
+    def form(self) -> str:
+        """Of its arguments."""
+        return form_of(self.structure, self.layouts)
+
+    def make(self) -> None:
+        """Compile it, unless it is kept, in another process than the one that ordered it. ValueError if what this
+        process finds is not what was ordered; any error of importing the file, or of the compilation.
         """
         if code(Path(self.file).read_text()) != self.text:
             raise ValueError(f"{self.file} has changed")
@@ -85,7 +91,7 @@ class FunctionOrder:
         if kept.key != self.key:
             raise ValueError("torch's or Inductor's settings are others here")
         tensors = iter(empty_as(self.layouts))
-        kept.made(self._imported(), tuple([nested_as(one, tensors) for one in self.structure]), wait)
+        kept.made(self._imported(), tuple([nested_as(one, tensors) for one in self.structure]))
 
     @property
     def is_kept(self) -> bool:
@@ -108,6 +114,12 @@ class FunctionOrder:
         spec.loader.exec_module(module)
         found: Callable[..., Any] = getattr(module, self.name)
         return found
+
+
+def form_of(structure: Any, layouts: Sequence[Layout]) -> str:
+    """Whatever the index of a device is."""
+    of_all = [[dtype, device.partition(":")[0], sizes, strides] for dtype, device, sizes, strides in layouts]
+    return hashlib.sha256(json.dumps([structure, of_all]).encode()).hexdigest()[:32]
 
 
 def code(text: str) -> str:

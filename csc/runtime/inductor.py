@@ -3,7 +3,8 @@
 Terms: a *template function* is one of FUNCTIONS in layers/NAME.py. Compiled, it is called as before, so rank files know
 nothing of it; equal layers, microbatches and ranks of a process share it.
 
-    fused_functions(package, device, folder, later) -> [Fused]    in place of those of an imported program's layer files
+    fused_functions(package, folder) -> [Fused]         in place of those of an imported program's layer files
+    lacks(device) -> str                    what Inductor would need on this machine and is not there
     host_compiler()                         the C++ compiler that Inductor finds; None if there is none
 
 `w`, the parameters of a region, is handed on as a plain dict of the names that the function's text reads: what is
@@ -19,7 +20,6 @@ import os
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from csc.runtime.compiled_function import MISSING, CompiledFunction, KeptFunction
-from csc.runtime.flat_tensors import layouts_of, structure_of, tensors_of
-from csc.runtime.function_order import FunctionOrder, code
+from csc.runtime.flat_tensors import Layout, empty_as, layouts_of, nested_as, structure_of, tensors_of
+from csc.runtime.function_order import FunctionOrder, code, form_of
 from csc.runtime.outside_reads import outside_read
 from csc.runtime.tried_function import tried
 
@@ -38,8 +38,10 @@ log = logging.getLogger("csc")
 
 FUNCTIONS = ("forward", "backward_input", "backward_weight", "backward")
 LAYOUTS = 8  # of the arguments of one function: what comes with more is run as it is
+SEEN = 64  # layouts that are known at once, whatever runs with them
 Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 COMPILED, KEPT, AS_IT_IS = "compiled", "found in the cache", "runs as it is"
+OTHERS = "other layouts of its arguments came"
 
 
 @dataclass(frozen=True)
@@ -54,21 +56,15 @@ class FusedRow:
     why: str = ""
 
 
-def fused_functions(package: str, device: torch.device, folder: Path, later: bool = False) -> list[Fused]:
-    """The template functions of a program, each compiled when it is first called; later: found if they are kept, once
-    they are switched on. folder: where what is made is kept, and taken from.
-
-    Without a C++ compiler for a CPU nothing changes, but for a sentence in the log.
+def fused_functions(package: str, folder: Path) -> list[Fused]:
+    """The template functions of a program, which run as they are until they are switched on. folder: where what is made
+    is kept, and taken from.
     """
-    lacks = _lacks(device)
-    if lacks:
-        log.warning("fuse: the functions run as they are: %s", lacks)
-        return []
     start = f"{package}.layers."
     found = []
     for name, module in sorted(sys.modules.items()):
         if name.startswith(start) and name != f"{start}tables":
-            found += _fused(module, folder, later)
+            found += _fused(module, folder)
     return found
 
 
@@ -78,14 +74,14 @@ def host_compiler() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-def _lacks(device: torch.device) -> str:
-    """What Inductor would need and is not there; empty if it has all."""
+def lacks(device: torch.device) -> str:
+    """Empty if it has all."""
     if device.type != "cpu" or host_compiler() is not None:
         return ""
     return "there is no C++ compiler on this machine; install g++ or clang, or set CXX to one"
 
 
-def _fused(module: ModuleType, folder: Path, later: bool) -> list[Fused]:
+def _fused(module: ModuleType, folder: Path) -> list[Fused]:
     text, found = "", []
     for name in FUNCTIONS:
         function = getattr(module, name, None)
@@ -94,7 +90,7 @@ def _fused(module: ModuleType, folder: Path, later: bool) -> list[Fused]:
         shown = f"{module.__name__.rpartition('.')[2]}.{name}"
         text = text or code(Path(function.__code__.co_filename).read_text())
         try:
-            fused = Fused(shown, function, text, folder, later)
+            fused = Fused(shown, function, text, folder)
         except ValueError as error:
             log.warning("fuse: %s runs as it is: %s", shown, error)
             continue
@@ -104,28 +100,27 @@ def _fused(module: ModuleType, folder: Path, later: bool) -> list[Fused]:
 
 
 class Fused:
-    """A template function that is compiled for the layouts of its first call, and for others that come. ValueError if
-    `w` is used otherwise than by names in the text, which could not be told from outside; or something else than
-    arguments and torch is, which would be compiled as it was then.
+    """A template function, and what stands for it with certain layouts of its arguments: nothing is compiled in a call.
+    ValueError if `w` is used otherwise than by names in the text, which could not be told from outside; or something
+    else than arguments and torch is, which would be compiled as it was then.
 
-    text: of its file, as csc.runtime.function_order gives it. later: it is never compiled by its calls: what is kept is
-    used, where it was tried beside the function as it is, and once `on`. differs: in what those do that were not near
-    enough. ordered: keys that were compiled for it ahead, by this start. rows: what has become of it.
+    text: of its file, as csc.runtime.function_order gives it. on: what was taken is used. differs: in what those do
+    that were not near enough.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], text: str, folder: Path, later: bool = False) -> None:
-        self.name, self.plain, self.on = name, function, not later
-        self.rows: list[FusedRow] = []
+    def __init__(self, name: str, function: Callable[..., Any], text: str, folder: Path) -> None:
+        self.name, self.plain, self.on = name, function, False
+        self._rows: dict[str, FusedRow] = {}  # by form
         self.differs: list[str] = []
-        self._tries = False
-        self.ordered: set[str] = set()
-        self._text, self._folder, self._later = text, folder, later
+        self._tries, self._tried = False, set[str]()
+        self._text, self._folder = text, folder
         outside = outside_read(function)
         if outside:
             raise ValueError(f"it uses {outside}, and is compiled for arguments and torch alone")
         self._names = _read_of_w(function)
         self._place = list(inspect.signature(function).parameters).index("w") if self._names else -1
-        self._known: dict[Layouts, CompiledFunction | None] = {}
+        self._taken: dict[str, CompiledFunction | None] = {}  # by form; None: computes nothing
+        self._known: dict[Layouts, CompiledFunction | None] = {}  # as calls came
         self._watch: _Watch | None = None
 
     def __call__(self, *given: Any) -> Any:
@@ -144,48 +139,90 @@ class Fused:
             return self._watch.call(self, layouts, given, tensors)
         if self._tries:
             return self._try(layouts, given, tensors)
-        if layouts not in self._known and self._later:
-            return self.plain(*given)
         if layouts not in self._known:
-            self._known[layouts] = self._first(given, tensors) if len(self._known) < LAYOUTS else None
+            if len(self._known) == SEEN:
+                return self.plain(*given)
+            self._known[layouts] = self._first(given, tensors)
         compiled = self._known[layouts]
         return self.plain(*given) if compiled is None else compiled(tensors)
 
+    def _first(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:
+        """What was taken for arguments like these."""
+        layouts = layouts_of(tensors)
+        form = form_of(structure_of(given), layouts)
+        if form not in self._taken:
+            others = ", ".join(f"{dtype} {sizes} {strides}" for dtype, _, sizes, strides in layouts)
+            if not any(row.why == OTHERS for row in self.rows):
+                log.warning("fuse: %s runs as it is with layouts that it was not compiled for", self.name)
+            log.debug("fuse: %s was not compiled for %s", self.name, others)
+            self._rows[form] = FusedRow(self.name, AS_IT_IS, 0.0, OTHERS)
+        return self._taken.get(form)
+
     def tries(self, tries: bool) -> None:
-        """Whether it runs as it is, with what is kept beside it at the first call with certain layouts."""
+        """Whether it runs as it is, with what was taken beside it at the first call with certain layouts."""
         self._tries = tries
 
     def _try(self, layouts: Layouts, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
-        if layouts in self._known or len(self._known) == LAYOUTS:
+        if layouts in self._known:
             return self.plain(*given)
-        compiled = self._known[layouts] = self._first(given, tensors)
+        form = form_of(structure_of(given), layouts_of(tensors))
+        compiled = self._taken.get(form)
         if compiled is None:
             return self.plain(*given)
+        self._known[layouts] = compiled
+        self._tried.add(form)
         results, why = tried(self.plain, given, compiled, tensors)
         if why:
             self.differs.append(f"{self.name}: {why}")
         return results
 
-    def _first(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:
-        """Compile, or find what is kept; None for what cannot be compiled, which runs as it is from here on."""
-        start = time.perf_counter()
-        kept = self.kept(given, tensors)
+    def make(self, order: FunctionOrder, wait: bool) -> None:
+        """Compile it in this process, unless it is kept. Without wait BeingMadeError if another process does. Any error
+        of the trace or the compiler.
+        """
+        tensors = iter(empty_as(order.layouts))
+        given = tuple([nested_as(one, tensors) for one in order.structure])
+        self._ordered(order.structure, order.layouts).made(self.plain, given, wait)
+
+    def take(self, order: FunctionOrder, how: str) -> str:
+        """Use what is kept of this once it is switched on. Why not; "" if it is there."""
         try:
-            if self._later:
-                there = kept.read()
-                found, was_kept = (None, True) if there is MISSING else (there, True)
-            else:
-                found, was_kept = kept.made(self.plain, given)
-        except Exception as error:  # of whatever stands in the file; run as it is, its own errors come again
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            log.warning("fuse: %s runs as it is: %s", self.name, reason)
-            self.rows.append(FusedRow(self.name, AS_IT_IS, 0.0, reason))
-            return None
+            found = self._ordered(order.structure, order.layouts).read()
+        except Exception as error:  # of the folder, or of what is not torch's
+            return f"{type(error).__name__}: {error}"
+        if found is MISSING:
+            return "what was compiled is not to be read"
+        self._taken[order.form] = found
         if found is not None:
-            how = KEPT if was_kept and kept.key not in self.ordered else COMPILED
-            self.rows.append(FusedRow(self.name, how, found.seconds))
-            log.info("fuse: %s %s in %.2f s", self.name, how, found.seconds if how == COMPILED else _since(start))
-        return found
+            self._rows[order.form] = FusedRow(self.name, how, found.seconds)
+            log.info("fuse: %s %s%s", self.name, how, f" in {found.seconds:.2f} s" if how == COMPILED else "")
+        return ""
+
+    def refuse(self, form: str, why: str) -> bool:
+        """Run as it is for arguments of this form, whatever was taken; whether it would not have."""
+        if form in self._taken and self._taken[form] is None:
+            return False
+        self._taken[form] = None
+        self._known.clear()
+        self._rows[form] = FusedRow(self.name, AS_IT_IS, 0.0, why)
+        return True
+
+    @property
+    def untried(self) -> list[str]:
+        """The forms of what was taken and has not been called beside the function as it is."""
+        return [form for form, one in self._taken.items() if one is not None and form not in self._tried]
+
+    @property
+    def rows(self) -> list[FusedRow]:
+        """What has become of it, for all forms."""
+        return list(self._rows.values())
+
+    def order(self, structure: Any, layouts: list[Layout]) -> FunctionOrder:
+        """To have it compiled for these."""
+        return FunctionOrder.of(self.plain, self._ordered(structure, layouts))
+
+    def _ordered(self, structure: Any, layouts: list[Layout]) -> KeptFunction:
+        return KeptFunction(self.plain.__name__, self._text, structure, layouts, self._folder)
 
     def watch(self, repeats: bool) -> None:
         """From now on it runs as it is, and what it is called with is noted. repeats: every call runs; else one of each
@@ -200,11 +237,7 @@ class Fused:
 
     def kept(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> KeptFunction:
         """For such arguments."""
-        return KeptFunction(self.plain.__name__, self._text, structure_of(given), layouts_of(tensors), self._folder)
-
-
-def _since(start: float) -> float:
-    return time.perf_counter() - start
+        return self._ordered(structure_of(given), layouts_of(tensors))
 
 
 class _Watch:

@@ -172,8 +172,8 @@ class Background:
             try:
                 worker = worker or CompileWorker(POLITE)
                 why = worker.make(order)
-            except (OSError, WorkerGoneError) as error:
-                why = str(error)
+            except Exception as error:  # whoever waits has to be answered
+                why = str(error) or type(error).__name__
                 if worker is not None:
                     worker.close()
                 worker = None  # the next one has another

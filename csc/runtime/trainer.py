@@ -59,7 +59,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("csc")
 
-UNEVEN, STALE, NOTHING_AHEAD, BUSY = 1, 2, 4, 8  # what ranks say before a step, as bits
+UNEVEN, STALE, NOTHING_AHEAD = 1, 2, 4  # what ranks say before a step, as bits
+FUSED = 8  # times what csc.runtime.fused_program says
+SAID = 8 * FUSED  # above all of them
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -102,7 +104,7 @@ class Trainer:
         self.own = OwnParameters(program, self.transport, self.device, weights, kept, data)
         self._manifests = [program.manifest]
         self._is_profiled, self._within = is_profiled, within
-        self.fused = _members(artifacts, self.device) if fused else None
+        self.fused = _members(program, artifacts, self.device, self.transport.ranks) if fused else None
         self._members: list[list[Rank]] = []
         self._members = [self._loaded(program)]
         self.trace = trace
@@ -223,10 +225,8 @@ class Trainer:
                 batches.check_present(one.program.manifest, microbatch.tensors, names, rank.rank)
         part = any(is_part(manifest, self._manifests[microbatch.program]) for microbatch in dealt.all)
         said = NOTHING if alone else batches.said(manifest, dealt, replica)
-        return replace(said, value=float(UNEVEN * part + STALE * self.own.stale + BUSY * self._is_busy(dealt))), dealt
-
-    def _is_busy(self, dealt: batches.Microbatches) -> bool:
-        return self.fused is not None and self.fused.busy({microbatch.program for microbatch in dealt.all})
+        fused = 0 if self.fused is None else self.fused.says({microbatch.program for microbatch in dealt.all})
+        return replace(said, value=float(UNEVEN * part + STALE * self.own.stale + FUSED * fused)), dealt
 
     @torch.no_grad()
     def run(
@@ -234,7 +234,7 @@ class Trainer:
     ) -> torch.Tensor:
         """A step that all ranks have agreed on in a meeting; see `train_step`. flags: those that any rank has said:
         UNEVEN if microbatches of some replica may leave parameters out, STALE if parameters were stepped in shards,
-        BUSY if functions for its sizes are being compiled.
+        and what they have said of compiled functions.
         encoding: what ranks do for the next step, unless any said NOTHING_AHEAD.
         """
         state = torch.get_rng_state() if self.program.manifest.random else None
@@ -289,8 +289,9 @@ class Trainer:
             runs[rank.rank] = step(
                 rank, ranks, own, held, self.trace, drawn, bool(flags & UNEVEN), counts, profiled, self._within, coming
             )
+        meeting = self.transport.meeting
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
-        with nullcontext() if self.fused is None else self.fused.step(calls, hold=bool(flags & BUSY)):
+        with nullcontext() if self.fused is None else self.fused.step(calls, flags // FUSED, meeting):
             return interleave(runs) if turns is None else together(runs, turns)
 
     @torch.no_grad()
@@ -365,14 +366,14 @@ class Trainer:
 
 
 def flags(heard: Sequence[Heard]) -> int:
-    """What any rank said: UNEVEN, STALE, BUSY."""
+    """What any rank said."""
     return reduce(or_, (int(one.value) for one in heard), 0)
 
 
-def _members(artifacts: Path | None, device: torch.device) -> FusedMembers:
+def _members(program: LoadedProgram, folder: Path | None, device: torch.device, ranks: Sequence[int]) -> FusedMembers:
     from csc.runtime.fused_members import FusedMembers  # which imports what only compiled functions need
 
-    return FusedMembers(artifacts, device)
+    return FusedMembers(folder, device, [program.manifest.mesh.coordinates(rank).pp for rank in ranks])
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

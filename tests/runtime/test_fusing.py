@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from csc.runtime import compiled_function, inductor
+from csc.runtime.flat_tensors import layouts_of
 
 CPU = torch.device("cpu")
 LAYER = """
@@ -47,32 +48,30 @@ def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
     del sys.modules["written.layers.linear"]
 
 
-def test_without_a_compiler_functions_run_as_they_are(
-    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
-    before = layer.forward
-    inductor.fused_functions("written", CPU, tmp_path)
-    assert layer.forward is before
-    assert "there is no C++ compiler on this machine; install g++ or clang" in caplog.text
+    assert "there is no C++ compiler on this machine; install g++ or clang" in inductor.lacks(CPU)
+    assert not inductor.lacks(torch.device("meta"))
 
 
 def test_what_reads_all_of_w_runs_as_it_is(layer: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = layer.backward_input
-    inductor.fused_functions("written", CPU, tmp_path)
+    inductor.fused_functions("written", tmp_path)
     assert layer.backward_input is before
     assert isinstance(layer.forward, inductor.Fused)
     assert "fuse: linear.backward_input runs as it is: it uses w otherwise" in caplog.text
 
 
-def test_what_is_no_full_graph_runs_as_it_is(
-    layer: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    inductor.fused_functions("written", CPU, tmp_path)
+def test_what_is_no_full_graph_is_not_made(layer: ModuleType, tmp_path: Path) -> None:
+    inductor.fused_functions("written", tmp_path)
     kept = torch.ones(3, 2)
+    order = layer.backward_weight.order([None], layouts_of([kept]))
+    with pytest.raises(Exception, match="data-dependent"):
+        layer.backward_weight.make(order, wait=True)
+    assert layer.backward_weight.take(order, inductor.COMPILED) == "what was compiled is not to be read"
+    layer.backward_weight.on = True
     for _ in range(2):
         assert torch.equal(layer.backward_weight(kept)["bias"], kept.sum(0))
-    assert len([one for one in caplog.records if "linear.backward_weight runs as it is" in one.message]) == 1
 
 
 OUTSIDE = {
@@ -100,7 +99,7 @@ def test_what_uses_more_than_its_arguments_runs_as_it_is(
     text = f"{LAYER}\ndef helper():\n    return open('x').read()\n\ndef backward(x):\n{OUTSIDE[what]}\n    return x\n"
     rewrite(layer, text)
     plain = layer.backward
-    inductor.fused_functions("written", CPU, tmp_path)
+    inductor.fused_functions("written", tmp_path)
     assert layer.backward is plain and isinstance(layer.forward, inductor.Fused)
     assert f"linear.backward runs as it is: it uses {what}, and is compiled for" in caplog.text
 
@@ -108,54 +107,65 @@ def test_what_uses_more_than_its_arguments_runs_as_it_is(
 def test_constants_and_functions_of_the_file_are_its_text(layer: ModuleType, tmp_path: Path) -> None:
     text = "    return scaled(x) + sum(len(SCALE) for _ in range(2))\n"
     rewrite(layer, f"{LAYER}\nSCALE = (2.0, 3)\n\ndef scaled(x):\n    return x * SCALE[0]\n\ndef backward(x):\n{text}")
-    inductor.fused_functions("written", CPU, tmp_path)
+    inductor.fused_functions("written", tmp_path)
     assert isinstance(layer.backward, inductor.Fused)
+
+
+def taken(layer: ModuleType, monkeypatch: pytest.MonkeyPatch, *given: torch.Tensor) -> list[list[int]]:
+    """forward is compiled for these, and on; the sizes of what is given to what stands for it."""
+    called: list[list[int]] = []
+
+    def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        called.append([one.numel() for one in tensors])
+        return [(tensors[0] + 1) * (1 + 1e-6)]
+
+    monkeypatch.setattr(inductor.KeptFunction, "read", lambda self: inductor.CompiledFunction(near, None, 2.0))
+    for one in given:
+        layouts = layouts_of([one, torch.ones(2), torch.eye(2)])
+        assert not layer.forward.take(layer.forward.order([None, {"bias": None, "weight": None}], layouts), "compiled")
+    layer.forward.on = True
+    return called
 
 
 def test_parameters_are_handed_on_by_the_names_in_the_text(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever `w` is, and whatever else it holds."""
-    inductor.fused_functions("written", CPU, tmp_path)
-    seen = []
-    monkeypatch.setattr(layer.forward, "_first", lambda given, _: seen.append(given[1]) or (lambda tensors: tensors[0]))
+    inductor.fused_functions("written", tmp_path)
+    called = taken(layer, monkeypatch, torch.ones(1, 2))
     w = {"weight": torch.eye(2), "bias": torch.ones(2), "other": torch.ones(9)}
     layer.forward(torch.ones(1, 2), w)
-    assert [sorted(one) for one in seen] == [["bias", "weight"]]
+    assert called == [[2, 2, 4]]
 
 
-def test_later_sizes_are_compiled_by_no_call(
+def test_functions_run_compiled_once_they_are_on(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They run as they are until they are switched on, and from then on wherever nothing was tried."""
-    inductor.fused_functions("written", CPU, tmp_path, later=True)
-    x, w = torch.ones(1, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
-    called: list[int] = []
-
-    def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        called.append(len(tensors[0]))
-        return [(tensors[0] + 1) * (1 + 1e-6)]
-
-    kept: list[object] = [inductor.MISSING, inductor.CompiledFunction(near, None, 2.0)]
-    monkeypatch.setattr(inductor.KeptFunction, "read", lambda self: kept.pop(0))
-    assert torch.equal(layer.forward(x, w), x + 1) and len(kept) == 2
+    """For what they were taken for, and not where another rank cannot; when they are tried, as they are."""
+    inductor.fused_functions("written", tmp_path)
+    x, w = torch.ones(3, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
+    called = taken(layer, monkeypatch, x, torch.ones(5, 2))
+    layer.forward.on = False
+    assert torch.equal(layer.forward(x, w), x + 1) and not called
     layer.forward.tries(True)
     for rows in (1, 3, 3):
         assert torch.equal(layer.forward(torch.ones(rows, 2), w), torch.full((rows, 2), 2.0)), "as it is"
     layer.forward.tries(False)
-    assert called == [3] and not layer.forward.differs
+    assert called == [[6, 2, 4]] and not layer.forward.differs
+    (left,) = layer.forward.untried
+    assert layer.forward.refuse(left, "why") and not layer.forward.refuse(left, "why")
     layer.forward.on = True
-    for rows in (1, 3, 4):
+    for rows in (1, 3, 4, 5):
         layer.forward(torch.ones(rows, 2), w)
-    assert called == [3, 3]
-    assert [(row.name, row.how, row.seconds) for row in layer.forward.rows] == [
-        ("linear.forward", "found in the cache", 2.0)
-    ]
+    assert called == [[6, 2, 4]] * 2
+    told = [(row.name, row.how, row.seconds, row.why) for row in layer.forward.rows]
+    assert told[:2] == [("linear.forward", "compiled", 2.0, ""), ("linear.forward", "runs as it is", 0.0, "why")]
+    assert {row[3] for row in told[2:]} == {"other layouts of its arguments came"}
 
 
 def test_what_is_watched_is_noted_once_and_run_as_it_is(layer: ModuleType, tmp_path: Path) -> None:
     """In a real step every call runs; in a rehearsal one of each kind. A dimension with one place has no stride."""
-    inductor.fused_functions("written", CPU, tmp_path)
+    inductor.fused_functions("written", tmp_path)
     w = {"weight": torch.eye(2), "bias": torch.ones(2)}
     for repeats in (True, False):
         layer.forward.watch(repeats)
@@ -167,24 +177,27 @@ def test_what_is_watched_is_noted_once_and_run_as_it_is(layer: ModuleType, tmp_p
         assert inductor.FunctionOrder.read(next(iter(orders.values())).line()) == next(iter(orders.values()))
 
 
-def test_other_layouts_are_compiled_apart_and_not_without_end(
-    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_layouts_run_as_they_are(
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is compiled for one layout would read another one wrongly; what is no tensor is not compiled for."""
-    inductor.fused_functions("written", CPU, tmp_path)
-    made = []
-    monkeypatch.setattr(layer.forward, "_first", lambda given, _: made.append(given[0].stride()))
+    """What is compiled for one layout would read another one wrongly, and nothing was compared with it."""
+    inductor.fused_functions("written", tmp_path)
+    called = taken(layer, monkeypatch, torch.ones(2, 2))
     w = {"weight": torch.eye(2), "bias": torch.ones(2)}
-    layouts = [torch.ones(rows, 2) for rows in range(1, 20)] + [torch.ones(2, 3).t()] * 2
-    for x in layouts:
-        assert torch.equal(layer.forward(x, w), x + 1)
-    assert len(made) == inductor.LAYOUTS
+    others = [torch.ones(rows, 2) for rows in range(3, 90)] + [torch.ones(2, 2).t(), torch.ones(1, 2).expand(2, 2)] * 2
+    for x in (*others, torch.ones(2, 2, dtype=torch.float64)):
+        given = w if x.dtype == torch.float32 else {name: one.double() for name, one in w.items()}
+        assert torch.equal(layer.forward(x, given), x + 1)
+    assert not called and len(layer.forward.rows) <= inductor.SEEN + 1
+    assert "linear.forward runs as it is with layouts that it was not compiled for" in caplog.text
+    layer.forward(torch.ones(2, 2), w)
+    assert not called, "so many that none is looked up any more"
     with pytest.raises(TypeError):
         layer.forward(None, w)
 
 
 def test_a_program_is_fused_once(layer: ModuleType, tmp_path: Path) -> None:
-    inductor.fused_functions("written", CPU, tmp_path)
+    inductor.fused_functions("written", tmp_path)
     first = layer.forward
-    inductor.fused_functions("written", CPU, tmp_path, later=True)
+    inductor.fused_functions("written", tmp_path)
     assert layer.forward is first
