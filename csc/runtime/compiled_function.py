@@ -7,6 +7,7 @@ layouts, and of all settings that Inductor looks at; of the machine and of csc t
     kept.read() -> CompiledFunction | None | MISSING        None: the function computes nothing
     kept.made(function, given, wait) -> (what `read` gives, was it there)    compiles it if it is not there
     CompiledFunction(tensors) -> what the function returns
+    settings(folder) -> Inductor's, for what is kept there
 
 Of several processes that need a function the first one makes it, the others wait for it, or turn to another one first.
 """
@@ -98,8 +99,7 @@ class KeptFunction:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        with _kept_in(self.folder):
-            return _settings(self.folder)
+        return settings(self.folder)
 
     @cached_property
     def _file(self) -> Path:
@@ -145,8 +145,14 @@ def write_whole(file: Path, text: str) -> None:
     beside.replace(file)
 
 
+def settings(folder: Path) -> dict[str, Any]:
+    """For Inductor, of what is kept in a folder."""
+    with _kept_in(folder):
+        return _settings(folder)
+
+
 def _settings(folder: Path) -> dict[str, Any]:
-    """For Inductor. What a text draws itself is what it draws as it is. Which vector instructions can be built for is
+    """What a text draws itself is what it draws as it is. Which vector instructions can be built for is
     found out once for a folder, which is of one CPU, compiler and torch: else each process asks.
     """
     drawn: dict[str, Any] = {"fallback_random": True}

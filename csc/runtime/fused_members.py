@@ -48,8 +48,8 @@ class FusedMembers:
         kept = None if own else KeptProgram(self._folder.path, _key(program, self._positions))
         self._programs.append(
             FusedProgram(
-                len(self._programs), functions, kept, self._device, self._background, self._positions,
-                lacks(self._device), later,
+                len(self._programs), functions, self._folder.path, kept, self._device, self._background,
+                self._positions, lacks(self._device), later,
             )
         )  # fmt: skip
 

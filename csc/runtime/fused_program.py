@@ -7,7 +7,7 @@ compiled function beside the one that it stands for. If one differs on any rank,
 program whose functions cannot be run without values, but that its second step waits. *busy*: something is being
 compiled for the program in the background, or is to be tried. *settled*: see csc.runtime.fused_words.
 
-    program = FusedProgram(number, functions, kept, device, background, without, later)
+    program = FusedProgram(number, functions, folder, kept, device, background, without, later)
     program.says -> flags           before each step: BUSY, PREPARES, READY
     program.before(calls, hold)     in each step; hold: some rank is busy with a program of this step
     program.word(hold), .settle(words, hold)       in a step in which some rank prepares, or is ready and none is busy
@@ -20,14 +20,16 @@ stay alike to the bit.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from csc.runtime.compiled_function import BeingMadeError
+from csc.runtime.compiled_function import BeingMadeError, settings
 from csc.runtime.function_order import FunctionOrder
 from csc.runtime.fused_words import FusedWord
 from csc.runtime.inductor import COMPILED, KEPT, Fused, FusedRow
@@ -38,24 +40,25 @@ from csc.runtime.side_by_side import Background, make_side_by_side, worker_count
 
 log = logging.getLogger("csc")
 
+UNLIKE = "not all ranks' C++ compilers build for the same vector instructions"
 MET = 4  # steps with a size, before it is compiled: not what comes once
 BUSY, PREPARES, READY = 1, 2, 4  # what a program says before a step
 Call = tuple[Rank, Mapping[str, Any], Mapping[str, torch.Tensor]]  # microbatch and weights
 
 
 class FusedProgram:
-    """Of this process' ranks. number: in the order in which all ranks take programs. kept: None where nothing is kept
-    for other processes. without: why this process cannot compile; "": it can.
+    """Of this process' ranks. number: in the order in which all ranks take programs. folder: of what is compiled. kept:
+    None where nothing is kept for other processes. without: why this process cannot compile; "": it can.
     """
 
     def __init__(
-        self, number: int, functions: list[Fused], kept: KeptProgram | None, device: torch.device,
+        self, number: int, functions: list[Fused], folder: Path, kept: KeptProgram | None, device: torch.device,
         background: Background, positions: Sequence[int] = (0,), without: str = "", later: bool = False,
     ) -> None:  # fmt: skip
         self._number, self._positions, self._without = number, positions, without
         self._functions, self._background, self._device = functions, background, device
         self._by_name = {one.name: one for one in functions}
-        self._kept, self._later = kept, later
+        self._folder, self._kept, self._later = folder, kept, later
         self._steps, self._notes_at = 0, MET if later else 0  # the step in which calls are noted; 0: in none
         self._watches, self._noted, self._settled = False, False, False
         self._orders: list[tuple[Fused, FunctionOrder]] = []
@@ -225,13 +228,16 @@ class FusedProgram:
         if self._settled or not (self._without or notes or ready):
             return None
         differs = next((why for one in self._functions for why in one.differs), "")
-        return FusedWord(self._number, self._positions, self._without or differs, self._refused, notes)
+        return FusedWord(self._number, self._positions, self._built(), self._without or differs, self._refused, notes)
+
+    def _built(self) -> str:
+        return "" if self._without else json.dumps(settings(self._folder), sort_keys=True)
 
     def settle(self, words: Sequence[FusedWord], hold: bool) -> None:
         """words: of all ranks, on any program."""
         ours = [one for one in words if one.program == self._number]
         for word in ours:
-            self._nothing = self._nothing or word.everything
+            self._nothing = self._nothing or word.everything or ("" if word.built in (ours[0].built, "") else UNLIKE)
             self._elsewhere |= word.refused
         own = self.word(hold)
         if own is not None and not own.notes:

@@ -24,12 +24,14 @@ FUNCTIONS = "compiled functions"  # the operation
 @dataclass(frozen=True)
 class FusedWord:
     """program: its number in the order in which all ranks take them. positions: those of its ranks here on the pp axis.
-    everything: why none of its functions is to run compiled; "": each for itself. refused: why a function is not to, by
-    its name and form. notes: what the functions are called with could not be told ahead, and is noted in this step.
+    built: with what its functions are compiled. everything: why none is to run compiled; "": each for itself. refused:
+    why a function is not to, by its name and form. notes: what the functions are called with could not be told ahead,
+    and is noted in this step.
     """
 
     program: int
     positions: Sequence[int]
+    built: str = ""
     everything: str = ""
     refused: Mapping[str, str] = field(default_factory=dict)
     notes: bool = False

@@ -52,6 +52,11 @@ class Function:
         return new
 
 
+@pytest.fixture(autouse=True)
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_program, "settings", lambda folder: {})
+
+
 class Order:
     shown, is_kept = "layer.forward", False
     structure, layouts = None, ()
@@ -76,11 +81,11 @@ def orders() -> list[Any]:
 
 
 def later(function: Any, background: Any) -> FusedProgram:
-    return FusedProgram(1, [function], None, CPU, background, later=True)
+    return FusedProgram(1, [function], Path("nowhere"), None, CPU, background, later=True)
 
 
 def first(functions: list[Any], kept: KeptProgram | None = None, **given: Any) -> FusedProgram:
-    return FusedProgram(0, functions, kept, CPU, Background(), **given)  # type: ignore[arg-type]
+    return FusedProgram(0, functions, Path("nowhere"), kept, CPU, Background(), **given)  # type: ignore[arg-type]
 
 
 def step(program: FusedProgram, others: int = 0, words: list[FusedWord] | None = None, calls: Any = None) -> None:
@@ -281,8 +286,11 @@ def test_what_another_rank_cannot_compile_runs_as_it_is(orders: list[Any], caplo
     )
     assert function.on and function.refused == dict.fromkeys(("form a", "form b"), "OSError: no space left")
     assert "layer.forward runs as it is, as on another rank: OSError: no space left" in caplog.text
-    step(first([other]), words=[FusedWord(0, (1,), "there is no C++ compiler")], calls=CALLS)
+    step(first([other]), words=[FusedWord(0, (1,), "", "there is no C++ compiler")], calls=CALLS)
     assert not other.on and "all functions run as they are, as there is no C++ compiler" in caplog.text
+    unlike = Function(orders)
+    step(first([unlike]), words=[FusedWord(0, (0,), "other")], calls=CALLS)
+    assert not unlike.on and "not all ranks' C++ compilers build for the same vector instructions" in caplog.text
     alone = Function(orders)
     step(first([alone], without="there is none"), calls=CALLS)
     assert not alone.on and not alone.watches

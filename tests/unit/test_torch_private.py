@@ -384,10 +384,15 @@ def test_inductor_settings() -> None:
 
 
 def test_vector_sets_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those alone that the CPU names."""
+    """Of those alone that the CPU names; asked twice."""
     from torch._inductor import cpu_vec_isa
 
     class No:
+        _avx_code, builds = cpu_vec_isa.VecISA._avx_code, [False, True]
+
+        def check_build(self, code: str) -> bool:
+            return self.builds.pop(0)
+
         def __str__(self) -> str:
             return "avx2 other"
 
@@ -399,6 +404,8 @@ def test_vector_sets_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     assert private_artifacts.vector_sets_are_proven()
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "other"])
     assert not private_artifacts.vector_sets_are_proven()
+    assert private_artifacts.vector_sets_are_proven()
+    assert callable(cpu_vec_isa.VecISA.check_build)
 
 
 def test_is_no_grad_region() -> None:
