@@ -7,7 +7,7 @@ other devices are treated as the CPU is. A *wire* is where tensors lie when a pr
     at(device), use(device), synchronize(device)                                       working on it
     generator(device), set_generator(device, state), forked(device)                    its random numbers
     title(device), memory(device), capability(device), profile(type)                   what it is
-    watch_memory(device), peak_memory(device)                                          what was taken of it
+    watch_memory(device), peak_memory(device), held_memory(device)                     what was taken of it
     wire(device, backends), meeting_place(backends), aborts(backend)                   process groups
     TYPES, SWITCHES, ASKED                                                             what code may say of devices
 """
@@ -229,6 +229,12 @@ def peak_memory(device: torch.device) -> int:
     if one is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
     return int(one.module.max_memory_allocated(device))
+
+
+def held_memory(device: torch.device) -> int:
+    """Bytes that tensors take now; of a device that is no accelerator nothing is known: 0."""
+    one = _accelerator(device)
+    return 0 if one is None else int(one.module.memory_allocated(device))
 
 
 def watch_memory(device: torch.device) -> None:

@@ -3,7 +3,8 @@
     csc verify benchmarks/gpu/model.py:llava --mesh pp=2       a LLaVA, encoder frozen
     csc verify benchmarks/gpu/model.py:llama --mesh cp=2       a Llama, documents packed in rows
 
-CSC_GPU_DEVICE names another device than the first accelerator of this machine.
+CSC_GPU_DEVICE names another device than the accelerators of this machine. Under torchrun each process has its own, as
+csc places it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from benchmarks.step_time.cases import Case
 from benchmarks.step_time.models import build
 from csc import devices
 
-DEVICE = torch.device(os.environ.get("CSC_GPU_DEVICE") or devices.default())
+
+def own_device(device: torch.device | str) -> torch.device:
+    """Of this process: rank 1 of a machine with two GPUs makes its model on the second one."""
+    local, neighbours = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return torch.device(device) if local is None else devices.placed(device, int(local), int(neighbours))[0]
+
+
+DEVICE = own_device(os.environ.get("CSC_GPU_DEVICE") or devices.default())
 LLAVA = Case("llava", 256, 256, layers=4, frozen="encoder")
 LLAMA = Case("llama", 256, 512, layers=4, padded=False)
 DOCUMENT = 128  # tokens

@@ -5,20 +5,25 @@ PIECES: in the order in which they run, the shortest and most telling first
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PYTHON = sys.executable
 CSC = str(Path(PYTHON).with_name("csc"))
 TARGET = "benchmarks/gpu/model.py"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+FIRST = os.environ.get(VISIBLE, "0").partition(",")[0]
 MESHES = ("dp=1", "pp=2", "cp=2", "tp=2", "dp=2,pp=2", "pp=2,cp=2")
 
 
 @dataclass(frozen=True)
 class Piece:
     """shows: what it tells, in a clause. command: from the root of the repository. devices: GPUs it takes at least.
-    minutes: after which it is stopped; together they stay below 40 for one device.
+    environment: variables beside those that there are. minutes: after which it is stopped; together they stay below 40
+    for one device.
     """
 
     name: str
@@ -26,6 +31,7 @@ class Piece:
     command: tuple[str, ...]
     minutes: float
     devices: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def _torchrun(ranks: int, *command: str) -> tuple[str, ...]:
@@ -54,7 +60,7 @@ PIECES = (
     Piece("verify packed", "documents packed in a row, context parallel", _verify("llama", "cp=2"), 1.5),
     Piece(
         "shared device", "two gloo processes on one GPU: steps as in one process",
-        _torchrun(2, "-m", "benchmarks.gpu.train", "--mesh", "pp=2"), 2,
+        _torchrun(2, "-m", "benchmarks.gpu.train", "--mesh", "pp=2"), 2, environment={VISIBLE: FIRST},
     ),
     Piece(
         "nccl pp", "two processes over NCCL: steps as in one process",

@@ -60,7 +60,8 @@ def outcomes(directory: Path, device: str) -> dict[str, Outcome]:
 def run(piece: Piece, directory: Path, device: str) -> Outcome:
     """Run a piece with its children, end them all after its minutes, and keep the outcome."""
     start = time.perf_counter()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
+    own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
+    environment = {**os.environ, **piece.environment, **own}
     process = subprocess.Popen(
         piece.command, cwd=ROOT, env=environment, text=True, errors="replace", start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

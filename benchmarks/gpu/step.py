@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.step [--rounds 10] [--rivals eager csc] [--width 1024] [--dtype bfloat16]
 
 Rivals take turns; a step is timed from an idle device until it is idle again. over eager: the median of pairs. planned:
-the bytes that csc's plan has for the step, beside the most that PyTorch's allocator held.
+the bytes that csc's plan has for the step, beside the most that PyTorch's allocator held without what was there
+before the rival came: models and gradients of the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import copy
 import json
 import time
+from collections.abc import Mapping
 from statistics import median
 
 import torch
@@ -59,16 +61,23 @@ def seconds(step: Step, model: nn.Module) -> float:
     return spent
 
 
+def result_bytes(found: Mapping[str, torch.Tensor]) -> int:
+    """Of copies that are kept for comparison."""
+    return sum(one.untyped_storage().nbytes() for one in found.values())
+
+
 def measure(case: Case, names: tuple[str, ...], rounds: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
     """All rivals of a case; see the module."""
     model, batch = on_device(case)
     model = model.to(dtype)
     batch = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
-    models = {name: copy.deepcopy(model) for name in names}
+    models: dict[str, nn.Module] = {}
     steps: dict[str, Step] = {}
     found: dict[str, dict[str, float]] = {}
     results = {}
     for name in names:
+        others = devices.held_memory(DEVICE)
+        models[name] = copy.deepcopy(model)
         start = time.perf_counter()
         steps[name], compiled = step_of(name, models[name], batch)
         loss = steps[name]()
@@ -79,7 +88,7 @@ def measure(case: Case, names: tuple[str, ...], rounds: int, dtype: torch.dtype)
         seconds(steps[name], models[name])
         devices.watch_memory(DEVICE)
         seconds(steps[name], models[name])
-        found[name]["peak_mb"] = devices.peak_memory(DEVICE) / 2**20
+        found[name]["peak_mb"] = (devices.peak_memory(DEVICE) - others - result_bytes(results[name])) / 2**20
         if compiled is not None:
             found[name]["planned_mb"] = compiled.metrics["planned_memory"] / 2**20
     rows = [{name: seconds(steps[name], models[name]) for name in turn(names, i)} for i in range(rounds)]

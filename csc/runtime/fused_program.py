@@ -32,7 +32,7 @@ import torch
 from csc.runtime.compiled_function import BeingMadeError, settings
 from csc.runtime.function_order import FunctionOrder
 from csc.runtime.fused_words import FusedWord
-from csc.runtime.inductor import COMPILED, KEPT, Fused, FusedRow
+from csc.runtime.inductor import ALL, COMPILED, KEPT, Fused, FusedRow
 from csc.runtime.kept_program import CalledForm, KeptProgram
 from csc.runtime.rank import Rank
 from csc.runtime.rehearsal import rehearse
@@ -153,7 +153,7 @@ class FusedProgram:
             try:
                 found |= {order.key: (one, order) for order in one.watched()}
             except Exception as error:  # of a C++ compiler that does not work, say
-                self._refuse(one, "", f"{type(error).__name__}: {error}")
+                self._refuse(one, ALL, f"{type(error).__name__}: {error}")
         return list(found.values())
 
     # on the way
@@ -178,7 +178,7 @@ class FusedProgram:
                     self._refuse(one, order.form, why)
 
     def _refuse(self, function: Fused, form: str, why: str) -> None:
-        """Of this rank's own. form: "" for all."""
+        """Of this rank's own."""
         log.warning("fuse: %s runs as it is%s: %s", function.name, self._when, why)
         self._refused[_named(function, form)] = why
         function.refuse(form, why)
@@ -231,7 +231,10 @@ class FusedProgram:
         return FusedWord(self._number, self._positions, self._built(), self._without or differs, self._refused, notes)
 
     def _built(self) -> str:
-        return "" if self._without else json.dumps(settings(self._folder), sort_keys=True)
+        try:
+            return "" if self._without else json.dumps(settings(self._folder), sort_keys=True)
+        except Exception:  # of a compiler that does not work: then nothing was taken, and each function says why
+            return ""
 
     def settle(self, words: Sequence[FusedWord], hold: bool) -> None:
         """words: of all ranks, on any program."""
@@ -266,7 +269,7 @@ class FusedProgram:
     def _refuse_elsewhere(self) -> None:
         """Run as they are, here too, the functions that a rank could not have compiled."""
         for one, order in self._orders:
-            why = self._elsewhere.get(_named(one, order.form)) or self._elsewhere.get(_named(one, "")) or self._nothing
+            why = self._elsewhere.get(_named(one, order.form)) or self._elsewhere.get(_named(one, ALL)) or self._nothing
             if why and one.refuse(order.form, why) and not self._nothing:
                 log.warning("fuse: %s runs as it is%s, as on another rank: %s", one.name, self._when, why)
 

@@ -38,6 +38,7 @@ log = logging.getLogger("csc")
 
 FUNCTIONS = ("forward", "backward_input", "backward_weight", "backward")
 LAYOUTS = 8  # of the arguments of one function: what comes with more is run as it is
+ALL = ""  # in place of a form
 SEEN = 64  # layouts that are known at once, whatever runs with them
 Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 COMPILED, KEPT, AS_IT_IS = "compiled", "found in the cache", "runs as it is"
@@ -150,7 +151,7 @@ class Fused:
         """What was taken for arguments like these."""
         layouts = layouts_of(tensors)
         form = form_of(structure_of(given), layouts)
-        if form not in self._taken:
+        if form not in self._taken and ALL not in self._taken:
             others = ", ".join(f"{dtype} {sizes} {strides}" for dtype, _, sizes, strides in layouts)
             if not any(row.why == OTHERS for row in self.rows):
                 log.warning("fuse: %s runs as it is with layouts that it was not compiled for", self.name)
@@ -199,7 +200,7 @@ class Fused:
         return ""
 
     def refuse(self, form: str, why: str) -> bool:
-        """Run as it is for arguments of this form, whatever was taken; whether it would not have."""
+        """Run as it is for arguments of this form, or of ALL, whatever was taken; whether it would not have."""
         if form in self._taken and self._taken[form] is None:
             return False
         self._taken[form] = None

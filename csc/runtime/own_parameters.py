@@ -52,6 +52,7 @@ class OwnParameters:
         self.specs = [p for p in self._manifest.parameters if positions & set(p.ranks)]
         self.parts = Shards(mesh, transport, device, self._manifest.zero)
         self.values, self._empty = self.parts.parameters(program, self.specs, given, kept)
+        refuse_elsewhere(self.values, device)
         self.data = self._data_shards(data)
         self._compare(self.parts.sources)
         self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
@@ -361,3 +362,13 @@ class OwnParameters:
                 saving.discard(directory, manifest, position, save)
             raise
         meeting.hold("the index of what is saved", index)
+
+
+def refuse_elsewhere(values: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """InputError if a parameter lies on another device of this machine than the one that this process works on."""
+    for name, one in values.items():
+        if one.device.type == device.type and one.device.index != device.index:
+            raise InputError(
+                f"parameter {name!r} is on {one.device}, and this process works on {device}", "compile",
+                f"make each process' model on its own device, which LOCAL_RANK tells: model.to('{device}')",
+            )  # fmt: skip

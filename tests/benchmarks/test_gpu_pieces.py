@@ -13,6 +13,7 @@ import torch
 
 import csc
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import model, step
 from benchmarks.gpu.graphs import GraphRow, refused, shown
 from benchmarks.gpu.pieces import CSC, PIECES, PYTHON, Piece
 from benchmarks.gpu.report import report
@@ -110,3 +111,25 @@ def test_a_step_counts_what_is_captured_as_often_as_it_runs() -> None:
     cells = [list(column.cells) for column in table.columns]
     assert [column[-1] for column in cells] == ["a step: 2 of 3", "", "20.000", "10.000", "1.000", ""]
     assert cells[2][1] == "why not"
+
+
+def test_each_process_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models made on the first GPU by all ranks would leave all but one with parameters elsewhere."""
+    monkeypatch.setattr(model.devices, "placed", lambda device, local, count: (torch.device("meta", local % count), ""))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert model.own_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert model.own_device("cpu") == torch.device("meta", 1)
+
+
+def test_memory_of_the_other_rivals_is_not_a_rivals_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that counts: what is held when a rival comes, and copies of its gradients, are not its peak."""
+    held = iter([1000, 5000])
+    monkeypatch.setattr(step.devices, "held_memory", lambda device: next(held))
+    monkeypatch.setattr(step.devices, "peak_memory", lambda device: 2**20 + 9000)
+    monkeypatch.setattr(step, "result_bytes", lambda found: 100)
+    monkeypatch.setattr(step, "on_device", lambda case: (torch.nn.Linear(2, 2), {"input": torch.ones(1, 2)}))
+    monkeypatch.setattr(step, "step_of", lambda name, model, batch: (lambda: torch.ones(()), None))
+    found = step.measure(step.cases(8, 1)[0], ("eager", "csc"), 1, torch.float32)
+    assert [round(one["peak_mb"] * 2**20) for one in found.values()] == [2**20 + 7900, 2**20 + 3900]

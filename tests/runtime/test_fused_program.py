@@ -310,6 +310,7 @@ def test_no_function_stays_watched(monkeypatch: pytest.MonkeyPatch, caplog: pyte
             raise RuntimeError("no working C++ compiler")
 
     monkeypatch.setattr(fused_program, "rehearse", lambda *_: None)
+    monkeypatch.setattr(fused_program, "settings", no)
     functions = [Failing([]), Failing([])]
     program = first(functions)
     step(program, calls=CALLS)

@@ -196,6 +196,17 @@ def test_other_layouts_run_as_they_are(
         layer.forward(None, w)
 
 
+def test_what_is_refused_whole_says_so_once(
+    layer: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inductor.fused_functions("written", tmp_path)
+    layer.forward.refuse(inductor.ALL, "no compiler")
+    layer.forward.on = True
+    x, w = torch.ones(2, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
+    assert torch.equal(layer.forward(x, w), x + 1) and not caplog.messages
+    assert [row.why for row in layer.forward.rows] == ["no compiler"]
+
+
 def test_a_program_is_fused_once(layer: ModuleType, tmp_path: Path) -> None:
     inductor.fused_functions("written", tmp_path)
     first = layer.forward

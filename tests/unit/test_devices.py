@@ -13,6 +13,7 @@ import torch
 
 from csc import devices
 from csc.errors import InputError
+from csc.runtime.own_parameters import refuse_elsewhere
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -124,3 +125,15 @@ def test_modules_of_torch_have_what_is_asked() -> None:
         assert [name for name in one.asked if not hasattr(one.module, name)] == []
     used = set(re.findall(r"\.module\.(\w+)", (ROOT / "csc/devices.py").read_text()))
     assert used == set(asked) - {"total_memory"}
+
+
+def test_parameters_on_another_device_of_the_machine_are_refused() -> None:
+    """As of a rank whose model was made on the first GPU. No data: these tensors have none."""
+    from csc.torch_private.traces import FakeTensorMode
+
+    with FakeTensorMode():
+        values = {"a": torch.empty(2), "b": torch.empty(2, device="cuda:1")}
+    refuse_elsewhere(values, torch.device("cuda:1"))
+    refuse_elsewhere({"a": torch.empty(2, device="meta")}, torch.device("cuda:0"))
+    with pytest.raises(InputError, match="parameter 'b' is on cuda:1, and this process works on cuda:0"):
+        refuse_elsewhere(values, torch.device("cuda:0"))
