@@ -200,6 +200,7 @@ def test_what_is_refused_whole_says_so_once(
     layer: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inductor.fused_functions("written", tmp_path)
+    caplog.clear()
     layer.forward.refuse(inductor.ALL, "no compiler")
     layer.forward.on = True
     x, w = torch.ones(2, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
