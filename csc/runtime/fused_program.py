@@ -95,7 +95,7 @@ class FusedProgram:
         if self._noted and self._made.is_set() and not self._tried:
             self._take(self._to_make)
             self._try(True)
-        if self._steps == self._notes_at:
+        if self._steps == self._notes_at and not self._without:
             self._note()
 
     # ahead of the first step
@@ -174,6 +174,9 @@ class FusedProgram:
         for one, order in self._orders:
             if order.key in made:
                 why = self._failed.get(order.key) or one.take(order, COMPILED)
+                if why and not self._later and order.key not in self._failed:  # what another process could not make
+                    self._here(order, True)
+                    why = self._failed.get(order.key) or one.take(order, COMPILED)
                 if why:
                     self._refuse(one, order.form, why)
 
@@ -213,7 +216,7 @@ class FusedProgram:
             self._background.make(self._to_make, self._is_made)
 
     def _is_made(self, order: FunctionOrder, why: str) -> None:
-        if why:
+        if why and self._later:
             self._failed[order.key] = why.partition("\n")[0]
         self._left.discard(order.key)
         if not self._left:

@@ -296,6 +296,39 @@ def test_what_another_rank_cannot_compile_runs_as_it_is(orders: list[Any], caplo
     assert not alone.on and not alone.watches
 
 
+@pytest.mark.usefixtures("rehearsed")
+def test_what_a_process_beside_cannot_make_is_made_here(orders: list[Any]) -> None:
+    """And what is neither runs as it is."""
+
+    class Made(Function):
+        there = False
+
+        def __init__(self, orders: list[Any], error: Exception | None) -> None:
+            super().__init__(orders)
+            self.error, self.there = error, False
+
+        def make(self, order: Any, wait: bool) -> None:
+            assert wait
+            if self.error is not None:
+                raise self.error
+            self.there = True
+
+    good, bad = Made(orders, None), Made(orders, RuntimeError("no\nmore"))
+    step(first([good]), calls=CALLS)
+    assert good.on and not good.refused
+    step(first([bad]), calls=CALLS)
+    assert bad.on and bad.refused == dict.fromkeys(("form a", "form b"), "RuntimeError: no")
+
+
+def test_without_a_compiler_no_later_size_is_compiled(orders: list[Any]) -> None:
+    function, background = Function(orders), Background()
+    program = FusedProgram(1, [function], Path("nowhere"), None, CPU, background, without="none", later=True)  # type: ignore
+    for _ in range(MET + 3):
+        step(program)
+    assert not background.orders and not function.watches and not program.says
+    assert program.word(hold=False) is not None, "for ranks that have one"
+
+
 def test_no_function_stays_watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One left behind would give a real step tensors without values."""
 
