@@ -28,6 +28,7 @@ import torch
 # too. Fewer tokens in a chunk read the weight and its gradient more often (docs/memory.md has seconds).
 ROOM_ON_CPU, ROOM = 128 * 2**20, 2**30
 FEWEST = 16  # tokens of a chunk
+IN_CACHE = 2**22  # bytes of logits that a CPU goes over several times while they are at hand
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -42,10 +43,10 @@ def room_on(device: torch.device) -> int:
 
 
 def rows_of(weight: torch.Tensor) -> int:
-    """Tokens of a chunk: the power of two whose logits fill the room for them."""
+    """Tokens of a chunk: as many as fill the room for their logits, in multiples of FEWEST."""
     classes, width = weight.shape
     most = max(room_on(weight.device) // (classes * wide(weight.dtype).itemsize), width // 2)
-    return max(FEWEST, 1 << max(0, most.bit_length() - 1))
+    return max(FEWEST, most // FEWEST * FEWEST)
 
 
 def linear_cross_entropy(
@@ -139,6 +140,17 @@ def _check(x: Any, weight: Any, bias: Any, labels: Any, rows: int) -> None:
         )
 
 
+def _losses(logits: torch.Tensor, classes: torch.Tensor, share: torch.Tensor, wanted: bool) -> torch.Tensor:
+    """Of some tokens [tokens, 1]. The gradients of the logits are written over these if they are wanted."""
+    own = logits.gather(1, classes)
+    most = logits.amax(1, keepdim=True)
+    chances = torch.softmax(logits, 1, out=logits)
+    losses = (most - own) - chances.amax(1, keepdim=True).log()  # a label's own chance may be too small for a number
+    if wanted:
+        chances.mul_(share)[torch.arange(len(classes), device=classes.device), classes[:, 0]] -= share[:, 0]
+    return losses
+
+
 class _Sweep:
     """The chunks one after the other. Sums over chunks are wide: gradients of narrow operands are rounded once."""
 
@@ -152,6 +164,8 @@ class _Sweep:
         self.sums_in_product = x.device.type != "cpu" and x.dtype is not self.wide
         _, self.to_x, self.to_weight, self.to_bias = output_mask
         self.logits = x.new_empty((min(rows, len(x)), len(weight)), dtype=self.wide)  # of every chunk in turn
+        row = len(weight) * self.wide.itemsize
+        self.at_once = max(1, IN_CACHE // row if x.device.type == "cpu" else rows)
         self.d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if self.to_x else x.new_empty(0)
         self.d_weight = weight.new_zeros(weight.shape if self.to_weight else 0, dtype=self.wide)
         self.d_bias = weight.new_zeros(weight.shape[:1] if self.to_bias else 0, dtype=self.wide)
@@ -165,19 +179,15 @@ class _Sweep:
         """The losses of these tokens, their gradients added. classes, share: [tokens, 1]."""
         x = self.x[part]
         logits, bent = self._logits(x)
-        own = logits.gather(1, classes)
-        most = logits.amax(1, keepdim=True)
-        powers = logits.sub_(most).exp_()
-        total = powers.sum(1, keepdim=True)
-        losses = total.log() + (most - own)  # a sure token's is far smaller than its logits
-        if self.to_x or self.to_weight or self.to_bias:
-            d_logits = powers.mul_(share / total)
-            d_logits[torch.arange(len(x), device=x.device), classes[:, 0]] -= share[:, 0]
+        wanted = self.to_x or self.to_weight or self.to_bias
+        several = zip(*(t.split(self.at_once) for t in (logits, classes, share)), strict=True)
+        losses = torch.cat([_losses(some, own, shares, wanted) for some, own, shares in several])
+        if wanted:
             if bent is not None:
-                d_logits.mul_(bent.square_().neg_().add_(1))
+                logits.mul_(bent.square_().neg_().add_(1))
             if self.scale != 1:
-                d_logits.mul_(self.scale)
-            self._add(part, x, d_logits)
+                logits.mul_(self.scale)
+            self._add(part, x, logits)
         return losses[:, 0]
 
     def _logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

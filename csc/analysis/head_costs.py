@@ -12,8 +12,8 @@ from torch import fx
 from csc.ir import graph as g
 
 NAME = "csc::linear_cross_entropy"
-# Times that each logit is read or written: made, its row's maximum, minus that, its power, their sum; its gradient.
-LOSS_PASSES, GRADIENT_PASSES = 7, 2
+# Times that each logit is read or written: made, its softmax a few rows at a time between two maxima; its gradient.
+LOSS_PASSES, GRADIENT_PASSES = 5, 2
 
 
 def products(node: fx.Node) -> int:

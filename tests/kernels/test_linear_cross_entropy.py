@@ -141,6 +141,28 @@ def test_without_labels_the_mean_is_no_number_and_the_gradients_are_zero() -> No
     assert all(torch.equal(found[name], one) and not one.any() for name, one in expected.items())
 
 
+def test_a_label_whose_chance_is_too_small_for_a_number_has_its_loss() -> None:
+    weight = torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True)
+    given = {"x": torch.tensor([[300.0], [-300.0], [0.5]], requires_grad=True), "weight": weight, "bias": None}
+    given["labels"] = torch.tensor([2, 0, 1])  # of chances e**-600, e**-600 and a third or so
+    found = results(linear_cross_entropy(**given, ignored=IGNORED), given)
+    expected = results(dense(**given), given)
+    assert expected["loss"] > 400
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [7, 64])
+def test_a_few_rows_at_a_time_are_those_of_a_chunk(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from csc.kernels import linear_cross_entropy as head
+
+    given = operands(40, 23, 5, torch.float32, biased=True, seed=2)
+    whole = call(given, [True] * 4, rows)
+    monkeypatch.setattr(head, "IN_CACHE", 3 * 23 * 4)  # three rows
+    for one, other in zip(call(given, [True] * 4, rows), whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("label", [5, -1])
 def test_a_label_that_is_no_class_is_refused(label: int) -> None:
     given = operands(9, 5, 3, torch.float32, biased=False, seed=0)
@@ -172,9 +194,9 @@ def test_a_chunk_fills_its_room(classes: int, width: int, device: str) -> None:
         weight = torch.empty(classes, width, dtype=torch.bfloat16, device=device)
     rows, logit = rows_of(weight), 4 * classes
     room = max(ROOM_ON_CPU if device == "cpu" else ROOM, classes * width * 4 // 2)
-    assert rows & (rows - 1) == 0 and rows >= FEWEST
-    assert rows * logit <= room < 2 * rows * logit
-    assert rows_of(weight.double()) in (max(FEWEST, rows // 2), width // 2)
+    assert rows % FEWEST == 0 and rows >= FEWEST
+    assert rows * logit <= room < (rows + FEWEST) * logit
+    assert rows_of(weight.double()) in (rows // 2 // FEWEST * FEWEST, width // 2)
 
 
 def test_no_value_of_a_sweep_is_larger_than_a_chunk_or_an_operand() -> None:
