@@ -14,7 +14,8 @@ import torch
 from csc.errors import CscError, InputError, user_line
 from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 
-# What torch.export says when a parameter's `.data`, or a tensor from elsewhere, was written to.
+# What torch.export says when a parameter's `.data`, or a tensor from elsewhere, was written to. With three dimensions
+# a linear map of torch's gives a view of what it has made within itself, which is such a tensor.
 CONSTANT = r"fake tensor in the exported program constant's list.*model attribute: model((?:\.\w+)*?)\.lifted_tensor"
 
 WRAPPED = ("storage of TensorWrapper", "functorch tensor")  # tensors within a function that torch.func transforms
@@ -52,10 +53,11 @@ def untraceable(
         )
     if changed is not None:
         return InputError(
-            "the model changes a parameter while it runs",
+            "the model changes a parameter while it runs, or a part of what a linear map gave (y[:, 0] = ...)",
             where or changed[1].lstrip(".") or "model",
             "leave its forward without side effects: clamp or normalise the parameter itself where it is used "
-            "(weight.clamp(...), not weight.data.clamp_(...)), or change it after the optimizer's step",
+            "(weight.clamp(...), not weight.data.clamp_(...)), or change it after the optimizer's step; write to a "
+            "copy of the linear map's result (y = linear(x).clone())",
         )
     within = traceback.extract_tb(root.__traceback__)
     if any(words in str(root) for words in WRAPPED) or any(TRANSFORMS in frame.filename for frame in within):

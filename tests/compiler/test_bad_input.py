@@ -112,6 +112,26 @@ def test_a_model_that_changes_its_parameters() -> None:
     refused(step, "changes a parameter while it runs", "second.weight", "weight.clamp(")
 
 
+class WritingToLinear(nn.Module):
+    def __init__(self, copied: bool) -> None:
+        super().__init__()
+        self.linear, self.copied = nn.Linear(4, 4), copied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        y = y.clone() if self.copied else y
+        y[:, 0] = y[:, 0] * 3
+        return y.square().mean()
+
+
+def test_a_model_that_writes_to_a_part_of_a_linear_maps_result() -> None:
+    """A view of what torch makes within `linear`. The remedy is one."""
+    example = {"x": torch.randn(3, 5, 4)}
+    step = lambda: csc.compile(WritingToLinear(False), example=example)  # noqa: E731
+    refused(step, "a part of what a linear map gave", "model", "linear(x).clone()")
+    csc.compile(WritingToLinear(True), mesh="pp=1", example=example).train_step(example)  # compared with eager
+
+
 def test_a_model_that_fails_by_itself() -> None:
     refused(
         lambda: csc.compile(Fails(), example=batch()),
