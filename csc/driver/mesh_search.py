@@ -278,14 +278,17 @@ class MeshSearch:
             self.found.rows[one] = self._row(one, one.options, planned, False)
 
     def _ordered(self, one: MeshCandidate, numbers: Problem, planned: PipelinePlan) -> MeshRow:
-        """By the order of ranks in which this plan is the fastest; planned for it if that may make it the best."""
+        """By the order of ranks in which this plan is the fastest; planned for it if that may make it the best: with
+        ZeRO-3 a plan for gathers between nodes says less of one for gathers within them.
+        """
         program = self.problems.program(one.layout, one.options)
         best = self._row(one, one.options, planned, True)
         orders = priced_orders(
             program, one.options, numbers, planned.stages, planned.placement, planned.schedule
         )  # fmt: skip
+        room = (NEAR if one.options.zero == 3 else ROOM) * self.found.best
         for other in sorted(orders[1:], key=lambda each: each.seconds):
-            gains = other.seconds < min(best.seconds, ROOM * self.found.best) * (1 - GAIN)
+            gains = other.seconds < min(best.seconds, room) * (1 - GAIN)
             again = _planned(other.problem) if gains else None
             if again is not None:
                 best = min(best, self._row(one, other.options, again, True), key=_rank)
