@@ -22,18 +22,19 @@ OF_IMAGES = (4, 5)  # dimensions of what torch knows channels_last of
 def tensors_of(nested: Any) -> list[torch.Tensor]:
     """In order. TypeError for what is no tensor, tuple or dict."""
     found: list[torch.Tensor] = []
-    _collect(nested, found)
+    _collect((nested,), found)
     return found
 
 
-def _collect(nested: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(nested, torch.Tensor):
-        found.append(nested)
-    elif isinstance(nested, (tuple, dict)):
-        for one in nested.values() if isinstance(nested, dict) else nested:
+def _collect(several: tuple[Any, ...] | dict[str, Any], found: list[torch.Tensor]) -> None:
+    """A call for each tuple and dict, not for each tensor: every call of a compiled function asks."""
+    for one in several.values() if isinstance(several, dict) else several:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, (tuple, dict)):
             _collect(one, found)
-    else:
-        raise TypeError(f"a {type(nested).__name__} is no tensor, tuple or dict")
+        else:
+            raise TypeError(f"a {type(one).__name__} is no tensor, tuple or dict")
 
 
 def structure_of(nested: Any) -> Any:
@@ -67,5 +68,5 @@ def nested_as(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if structure is None:
         return next(tensors)
     if isinstance(structure, dict):
-        return {name: nested_as(one, tensors) for name, one in structure.items()}
-    return tuple([nested_as(one, tensors) for one in structure])
+        return {n: next(tensors) if one is None else nested_as(one, tensors) for n, one in structure.items()}
+    return tuple([next(tensors) if one is None else nested_as(one, tensors) for one in structure])
