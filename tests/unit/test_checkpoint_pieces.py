@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from csc.checkpoints.pieces import boxes_written
+from csc.ir.groups import SHARD, WHOLE
 from csc.ir.mesh import Mesh
 from csc.runtime.boxes import put, sizes
 from csc.runtime.specs import ParameterSpec
@@ -25,7 +26,11 @@ def specs(mesh: Mesh) -> list[ParameterSpec]:
         if shape[:1] == (8,) and mesh.tp == 2:
             boxes = tuple((((2 * t, 2 * t + 2), (4 + 2 * t, 6 + 2 * t)), ((0, 6),)) for t in range(2))
         ranks = (number % mesh.pp,)
-        found.append(ParameterSpec(f"p{number}", shape, torch.float32, number % 3 > 0, ranks, ranks, boxes=boxes))
+        weight = SHARD if boxes else WHOLE
+        trained = number % 3 > 0
+        found.append(
+            ParameterSpec(f"p{number}", shape, torch.float32, trained, ranks, ranks, weight=weight, boxes=boxes)
+        )
     return found
 
 

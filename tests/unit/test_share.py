@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from csc.driver.share import FLAGS, UNSERVED
-from csc.runtime import trainer
+from csc.runtime import fused_program, trainer
 
 
 def test_no_bit_of_a_trainer_is_that_of_a_rank_without_a_program() -> None:
-    said = (trainer.UNEVEN, trainer.STALE, trainer.NOTHING_AHEAD, trainer.BUSY)
-    assert len({*said, UNSERVED, FLAGS}) == 6
+    of_functions = (fused_program.BUSY, fused_program.PREPARES, fused_program.READY)
+    said = (trainer.UNEVEN, trainer.STALE, trainer.NOTHING_AHEAD, *(trainer.FUSED * bit for bit in of_functions))
+    assert len({*said, UNSERVED, FLAGS}) == 8
     assert all(bit.bit_count() == 1 for bit in (*said, UNSERVED, FLAGS))
     assert sum(said) < UNSERVED and sum(said) + UNSERVED < FLAGS
