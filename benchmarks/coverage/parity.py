@@ -30,7 +30,7 @@ MESHES: tuple[tuple[str, int], ...] = (
 )  # fmt: skip
 SETS = ("everything", "projector", "LoRA", "encoder frozen")
 ENCODER = re.compile(r"(^|\.)(vision_tower|visual|vision_model|audio_tower|audio_model)\.")
-ADAPTED = r".*(q_proj|v_proj|o_proj|gate_proj|down_proj|linear_fc1|fc1)"
+ADAPTED = r".*(q_proj|v_proj|o_proj|gate_proj|down_proj|linear_fc1|fc1|c_attn)"
 RATE, CLIP, STEPS = 1e-3, 0.5, 3
 
 
