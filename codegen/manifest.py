@@ -14,9 +14,8 @@ from csc.codegen.tables_file import seeds
 
 import csc
 from csc.ir import graph as g
-from csc.ir import groups
-from csc.ir.groups import Placement
-from csc.ir.program import LOSS, Context, Options, Parameter, Program, compute_dtypes
+from csc.ir.parameter_placements import gradient_placement, weight_placement
+from csc.ir.program import LOSS, Context, Options, Program, compute_dtypes
 
 FORMAT = 4
 
@@ -95,8 +94,8 @@ def _weights(program: Program) -> dict[str, Any]:
             {
                 "name": p.name, "shape": list(p.shape), "dtype": _dtype(p.dtype), "trainable": p.trainable,
                 **({"compute": _dtype(computed[p.name])} if computed[p.name] != p.dtype else {}),
-                "stages": holders[p.name], "weight": _weight(p).to_dict(),
-                **({"gradient": _gradient(p).to_dict()} if p.trainable else {}),
+                "stages": holders[p.name], "weight": weight_placement(p).to_dict(),
+                **({"gradient": gradient_placement(p).to_dict()} if p.trainable else {}),
                 **({"reached": False} if p.trainable and p.name not in reached else {}),
                 **({"boxes": p.boxes} if p.boxes else {}),
                 **({"repeated": True} if p.name in repeated else {}),
@@ -136,28 +135,6 @@ def _repeated(program: Program) -> set[str]:
         counts = Counter(name for region in stage.regions for name in set(of_region[region].parameters))
         found |= {name for name, count in counts.items() if count > 1}
     return found
-
-
-def _weight(parameter: Parameter) -> Placement:
-    if not parameter.boxes:
-        return groups.WHOLE
-    return groups.HELD if _held_twice(parameter) else groups.SHARD
-
-
-def _gradient(parameter: Parameter) -> Placement:
-    """Before REDUCE."""
-    if _held_twice(parameter):
-        return groups.HELD_SUMMED if parameter.copied else groups.HELD_EQUAL
-    if parameter.boxes:
-        return groups.SHARD_SUMMED
-    if parameter.parts:
-        return groups.ALL_SUMMED
-    return groups.COPIES_SUMMED if parameter.copied else groups.SUMMED
-
-
-def _held_twice(parameter: Parameter) -> bool:
-    """Whether several tensor-parallel ranks have a box."""
-    return len(set(parameter.boxes)) < len(parameter.boxes)
 
 
 def _messages(program: Program) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""What a step takes behind its last action: gradients added over data-parallel ranks, the optimizer's step.
+"""What a step takes behind its last action: gradients added over the ranks that have parts of them, the optimizer's
+step.
 
 Terms: see csc.ir.groups. The ring algorithms' costs: an all-reduce moves 2 (n - 1) / n of the bytes over the slowest of
 its links, a reduce-scatter or an all-gather half of that. AdamW reads a parameter, its gradient and two moments, and
@@ -12,13 +13,15 @@ writes all but the gradient; with `zero` each rank does its share, and the param
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from csc.passes.pipeline_problem import profiles
 
 from csc.analysis.hardware import Hardware, Wire
 from csc.ir.groups import Group
+from csc.ir.parameter_placements import gradient_placement
 from csc.ir.program import Options, Parameter, Program
 
 MOVED = 7  # times a parameter's size, of AdamW
@@ -59,7 +62,7 @@ def least_behind(program: Program, options: Options) -> float:
     trained = [one for one in program.parameters if one.trainable and one.name in names]
     size = sum(_local(one) * one.dtype.itemsize for one in trained) / options.mesh.pp
     profile = profiles(program, options)[0]
-    ends = (_end(size, replace(options, mesh=mesh), profile, 0) for mesh in options.mesh.orders())
+    ends = (_end({Group.DATA: size}, replace(options, mesh=mesh), profile, 0) for mesh in options.mesh.orders())
     return min(end.seconds for end in ends)
 
 
@@ -67,20 +70,26 @@ def _ends(program: Program, options: Options, regions: Sequence[Collection[str]]
     """By the hardware profile of each rank; nothing is taken to run beside the last actions. regions: by pipeline rank,
     their names.
     """
-    sizes = {one.name: _local(one) * one.dtype.itemsize for one in program.parameters if one.trainable}
+    trained = {one.name: one for one in program.parameters if one.trainable}
     of_region = {region.name: region.parameters for region in program.regions}
     found = []
     for rank, profile in enumerate(profiles(program, options)):
-        names = {name for region in regions[rank] for name in of_region[region]}
-        found.append(_end(sum(sizes.get(name, 0) for name in names), options, profile, rank))
+        sizes: Counter[Group] = Counter()
+        for name in {name for region in regions[rank] for name in of_region[region]} & trained.keys():
+            one = trained[name]
+            sizes[gradient_placement(one).parts or Group.DATA] += _local(one) * one.dtype.itemsize
+        found.append(_end(sizes, options, profile, rank))
     return found
 
 
-def _end(size: float, options: Options, profile: Hardware, rank: int) -> StepEnd:
-    """Of the pipeline rank, which holds so many bytes of what is trained."""
-    group = options.mesh.group(Group.DATA, 0, [rank])
-    seconds = MOVED * size / (len(group) if options.zero else 1) / profile.reached_bandwidth
-    return StepEnd(_reduced(size, group, profile, options.zero), seconds)
+def _end(sizes: Mapping[Group, float], options: Options, profile: Hardware, rank: int) -> StepEnd:
+    """Of the pipeline rank. sizes: bytes that it holds of what is trained, by the group whose ranks have parts of the
+    gradients.
+    """
+    steps_on = len(options.mesh.group(Group.DATA, 0, [rank])) if options.zero else 1
+    seconds = MOVED * sum(sizes.values()) / steps_on / profile.reached_bandwidth
+    groups = {what: options.mesh.group(what, 0, [rank]) for what in sizes}
+    return StepEnd(sum(_reduced(sizes[what], groups[what], profile, options.zero) for what in sizes), seconds)
 
 
 def _local(parameter: Parameter) -> int:

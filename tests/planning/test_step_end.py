@@ -23,3 +23,17 @@ def test_gradients_are_added_and_the_optimizer_steps(zero: int, rounds: int, sha
     moved = sum(end.reduce for end in ends) - 2 * rounds * a100.within.latency
     assert moved == pytest.approx(rounds * trained / 2 / a100.within.bandwidth)
     assert sum(end.optimizer for end in ends) == pytest.approx(7 * trained / share / a100.reached_bandwidth)
+
+
+@pytest.mark.parametrize("own", [1, long(2)])
+def test_gradients_of_ranks_that_share_out_samples_are_added(own: int) -> None:
+    """Nothing else trains, and there is one replica: all that is moved goes over tp, or over the copies within it."""
+    compiled = csc.compile(
+        hf.llava(), mesh=f"tp={2 * own},vision_tower.tp={own}", example=hf.llava_batch(4), hardware="a100",
+        freeze=["multi_modal_projector", "language_model"], check=False,
+    )  # fmt: skip
+    a100 = hardware("a100")
+    (end,) = step_ends(compiled.program, compiled.options)
+    trained = sum(p.numel() * 4 for n, p in compiled.model.named_parameters() if "vision_tower" in n)
+    most = 2 * a100.within.latency + trained / a100.within.bandwidth
+    assert most / own * 0.9 < end.reduce <= most
