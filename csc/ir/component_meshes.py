@@ -17,6 +17,7 @@ from typing import Any
 from csc.errors import InputError
 
 AXES = ("dp", "pp", "cp", "tp")
+OWN, STAGES = ".tp", ".pp"  # behind the name of a component with a tp, or pipeline stages, of its own
 
 
 def check_own_tp(mesh: Any) -> None:
@@ -65,7 +66,7 @@ def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[s
         )  # fmt: skip
     whole = make(**{**meshes[largest], "pp": sum(staged.values()) or 1})
     found: dict[str, Any] = whole.to_dict()
-    found |= {f"{name}.pp": pp for name, pp in staged.items() if len(staged) > 1}
+    found |= {f"{name}{STAGES}": pp for name, pp in staged.items() if len(staged) > 1}
     for name, sizes in meshes.items():
         own = make(**sizes)
         if own.tp not in (1, whole.tp):
@@ -80,7 +81,7 @@ def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[s
                 + "Every pipeline stage has as many ranks: give all components the same dp * tp, and cp to one alone; "
                 "the option context spreads an encoder's tokens over fewer cp ranks",
             )  # fmt: skip
-        found[f"{name}.tp"] = own.tp
+        found[f"{name}{OWN}"] = own.tp
     return found
 
 

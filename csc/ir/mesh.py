@@ -24,10 +24,8 @@ from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 from csc.errors import InputError
-from csc.ir.component_meshes import check_own_tp, check_size, sizes_by_axis
+from csc.ir.component_meshes import AXES, OWN, STAGES, check_own_tp, check_size, sizes_by_axis
 from csc.ir.groups import Group
-
-OWN, STAGES = ".tp", ".pp"  # behind the name of a component with a tp, or pipeline stages, of its own
 
 
 class Coordinates(NamedTuple):
@@ -69,7 +67,7 @@ class Mesh:
     components: tuple[tuple[str, int], ...] = ()
     own_stages: tuple[tuple[str, int], ...] = ()
 
-    AXES: ClassVar[tuple[str, ...]] = ("dp", "pp", "cp", "tp")
+    AXES: ClassVar[tuple[str, ...]] = AXES
 
     def __post_init__(self) -> None:
         for axis in self.AXES:
