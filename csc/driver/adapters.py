@@ -24,6 +24,7 @@ from csc.checkpoints import restoring
 from csc.checkpoints.step_index import StepIndex
 from csc.checkpoints.writing import ADAPTERS
 from csc.driver.checkpoint import write_config
+from csc.driver.notices import notice
 from csc.driver.pretrained_files import model_of, write_pretrained
 from csc.errors import InputError, MissingPackage
 from csc.runtime.reading import read_json
@@ -35,23 +36,38 @@ ITS_CONFIG = "adapter_config.json"  # as PEFT calls it
 
 
 def note_adapters(model: Any, folder: Path) -> None:
-    """And the base's configuration."""
+    """And the base's configuration. A configuration that PEFT cannot write is no error of a save: a line says so."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        (folder / ADAPTERS).unlink(missing_ok=True)  # of another model that was saved there
+        return
+    try:
+        told = {name: _told(config) for name, config in model.peft_config.items()}
+    except Exception as error:  # PEFT says all kinds of things
+        notice(
+            f"{folder.name} does not tell its adapters, and `csc checkpoint convert` names weights as the model does: "
+            f"{type(error).__name__}: {first_line(error)}"
+        )
         return
     write_config(model.get_base_model(), folder)
-    told = {}
-    for name, config in model.peft_config.items():
-        with tempfile.TemporaryDirectory(prefix="csc-") as made:
-            config.save_pretrained(made)
-            told[name] = json.loads((Path(made) / ITS_CONFIG).read_text())
     published(folder / ADAPTERS, lambda path: path.write_text(json.dumps(told, indent=2) + "\n"))
 
 
+def _told(config: Any) -> Any:
+    with tempfile.TemporaryDirectory(prefix="csc-") as made:
+        config.save_pretrained(made)
+        return json.loads((Path(made) / ITS_CONFIG).read_text())
+
+
 def write_adapters(index: StepIndex, out: Path, tell: Callable[[str], None]) -> None:
-    """Adapters are read at once, the base's weights tensor by tensor. InputError if PEFT makes no such model of it, or
-    a parameter is missing.
+    """Adapters are read at once, the base's weights tensor by tensor. With a base that is not of transformers, which
+    nothing here can make, all in the model's own names. InputError if PEFT makes no such model, or a parameter is
+    missing.
     """
-    wrapped, of_base = _wrapped(index.folder)
+    made = model_of(index.folder)
+    if made is None:
+        write_pretrained(index, out, tell)
+        return
+    wrapped, of_base = _wrapped(index.folder, made)
     own = {name: stored for name, stored in index.parameters.items() if name not in of_base}
     base = {of_base[name]: stored for name, stored in index.parameters.items() if name in of_base}
     lacking = [name for name, _ in wrapped.named_parameters() if name not in index.parameters]
@@ -63,24 +79,20 @@ def write_adapters(index: StepIndex, out: Path, tell: Callable[[str], None]) -> 
     tell(f"adapters, {sum(one.nbytes() for one in own.values()) / 1e9:.1f} GB")
     values = {name: restoring.whole(index, stored, repr(name)) for name, stored in own.items()}
     wrapped.save_pretrained(str(out), state_dict=values)
-    for made in out.iterdir():
-        flushed(made)
+    for file in out.iterdir():
+        flushed(file)
     write_pretrained(replace(index, parameters=base), out / BASE, tell)
 
 
-def _wrapped(folder: Path) -> tuple[Any, Mapping[str, str]]:
-    """The model without values, and what parameters and buffers of the base are called in it: {there: in the base}."""
+def _wrapped(folder: Path, base: Any) -> tuple[Any, Mapping[str, str]]:
+    """The model of a base, without values, and what parameters and buffers of the base are called in it: {there: in the
+    base}.
+    """
 
     def fail(what: str) -> InputError:
         return InputError(what, str(folder / ADAPTERS), "take another copy of it, or an older checkpoint")
 
     told = read_json(folder / ADAPTERS, fail)
-    base = model_of(folder)
-    if base is None:
-        raise InputError(
-            "the model below the adapters is not one of transformers", str(folder),
-            "write the adapters with save_adapter of the compiled model, or convert to dcp",
-        )  # fmt: skip
     try:
         from peft import PeftConfig, get_peft_model
     except ModuleNotFoundError as error:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import csc
 from tests.compiler.tensor_models import BATCHES, MODELS
+from tests.compiler.tensor_worker import said_of_weights
 
 CLIP, STEP = 0.5, {"lr": 1e-3, "eps": 1e-6}  # with a smaller eps AdamW makes steps of rounding
 
@@ -73,18 +74,8 @@ def taken_up(case: dict[str, Any], directory: Path) -> None:
 
 def drawn_apart(case: dict[str, Any], directory: Path) -> None:
     """The second copy of the encoder has other weights; what csc says of it."""
-    model, batch = MODELS[case["model"]](), BATCHES[case["model"]](case["samples"])
-    rank, said = int(os.environ["RANK"]), "nothing"
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "vision_tower" in name and name.endswith("fc1.weight") and rank >= 2:
-                parameter.add_(1)
-    try:
-        csc.compile(model, mesh=case["mesh"], example=batch).train_step(batch)
-    except csc.CscError as error:
-        said = str(error)
-    (directory / f"said_{rank}.txt").write_text(said)
-    dist.destroy_process_group()
+    second = int(os.environ["RANK"]) >= 2
+    said_of_weights(case, directory, lambda name: second and "vision_tower" in name and name.endswith("fc1.weight"))
 
 
 def go_on(case: dict[str, Any], directory: Path, mesh: str, run: bool) -> list[float]:

@@ -141,6 +141,31 @@ def test_a_base_that_adapters_have_changed_is_not_changed_again(tmp_path: Path) 
     assert not (tmp_path / "none").exists()
 
 
+class Scored(torch.nn.Module):
+    """Not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.v_proj = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.v_proj(self.q_proj(x).relu()).square().mean()
+
+
+def test_adapters_that_peft_or_transformers_cannot_write_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No save fails for it, and weights are converted in the model's own names."""
+    model, batch = adapted(Scored(), target_modules=["q_proj", "v_proj"]), {"x": torch.randn(2, 4)}
+    run = csc.CheckpointManager(tmp_path / "run", csc.compile(model, mesh="pp=1", example=batch, check=False))
+    run.save(1)
+    assert (tmp_path / "run" / "step-00000001" / "adapters.json").is_file()
+    monkeypatch.setattr(LoraConfig, "save_pretrained", lambda self, directory: json.dumps({1j}))
+    run.save(2)
+    for step in (1, 2):
+        made = convert(tmp_path / "run", tmp_path / f"out{step}", "hf", step).made
+        found = load_file(made / "model.safetensors")
+        assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+
+
 @pytest.mark.parametrize("text", ["{", "{}", '{"default": {"peft_type": "NONE"}}', '{"other": {"peft_type": "LORA"}}'])
 def test_a_damaged_list_of_adapters_makes_nothing(mixed: csc.CompiledModel, text: str, tmp_path: Path) -> None:
     csc.CheckpointManager(tmp_path / "run", mixed).save(1)
