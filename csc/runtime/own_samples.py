@@ -140,6 +140,11 @@ def _sources(words: Sequence[Told], replicas: Sequence[int]) -> dict[str, int]:
     return found
 
 
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """With memory of its own, as safetensors wants it: labels may be the very tensor of the tokens."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
 def _moved(
     meeting: Meeting, source: int, names: Sequence[str], ready: Sequence[Mapping[str, Any]], features: bool
 ) -> dict[str, torch.Tensor]:
@@ -150,7 +155,7 @@ def _moved(
     own = {}
     if rank == source:
         places = [(name, *name.split("/", 2)[1:]) for name in names]
-        own = {key: ready[int(place)][name].detach().cpu().contiguous() for key, place, name in places}
+        own = {key: _apart(ready[int(place)][name]) for key, place, name in places}
         if features and rank == 0:
             return own
 

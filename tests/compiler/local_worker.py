@@ -38,7 +38,11 @@ STEPS: dict[str, list[list[Batch]]] = {
 
 
 def relabelled(batch: Batch, number: int) -> Batch:
-    """Other labels, of which some do not count: their numbers differ from microbatch to microbatch."""
+    """Other labels, of which some do not count: their numbers differ from microbatch to microbatch. The first has the
+    very tensor of its tokens, as is common.
+    """
+    if not number:
+        return {**batch, "labels": batch["input_ids"]}
     labels = batch["labels"].clone()
     labels[:, : 1 + 2 * number] = -100
     return {**batch, "labels": labels}
