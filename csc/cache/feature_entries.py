@@ -32,6 +32,7 @@ from safetensors.torch import save
 from csc.cache.store import size_in_bytes
 from csc.errors import InputError
 from csc.runtime.reading import checked_file
+from csc.runtime.saving import with_own_memory
 from csc.runtime.weights import bytes_of
 
 log = logging.getLogger("csc")
@@ -79,7 +80,7 @@ class FeatureCache:
         file = self._file(key)
         if file.exists():
             return True
-        dense = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+        dense = {name: with_own_memory(tensor) for name, tensor in tensors.items()}
         content = save(dense, {HASH: _hash(key, dense)})
         if not self._has_room(len(content)):
             return False

@@ -30,6 +30,7 @@ from csc.capture.guards import Guards
 from csc.ir import stored
 from csc.ir.program import Program
 from csc.ir.unstorable import Unstorable
+from csc.runtime.saving import with_own_memory
 
 PREFIX = "program/"
 Files = Mapping[str, bytes]
@@ -139,5 +140,4 @@ def text_of(tree: Any) -> bytes:
 
 
 def _saved(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Each with memory of its own: views of one tensor are allowed here, and not in safetensors."""
-    return save_tensors({n: t.detach().to("cpu", copy=True).contiguous().clone() for n, t in tensors.items()})
+    return save_tensors({name: with_own_memory(tensor) for name, tensor in tensors.items()})

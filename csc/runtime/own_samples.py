@@ -26,6 +26,7 @@ from safetensors.torch import load, save
 
 from csc.errors import StepFailed
 from csc.runtime.meeting import OWN_SAMPLES, Meeting
+from csc.runtime.saving import with_own_memory
 from csc.runtime.words import SAME_SAMPLES
 
 CHUNK = 32 * 2**20  # bytes
@@ -140,11 +141,6 @@ def _sources(words: Sequence[Told], replicas: Sequence[int]) -> dict[str, int]:
     return found
 
 
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """With memory of its own, as safetensors wants it: labels may be the very tensor of the tokens."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-
-
 def _moved(
     meeting: Meeting, source: int, names: Sequence[str], ready: Sequence[Mapping[str, Any]], features: bool
 ) -> dict[str, torch.Tensor]:
@@ -155,7 +151,7 @@ def _moved(
     own = {}
     if rank == source:
         places = [(name, *name.split("/", 2)[1:]) for name in names]
-        own = {key: _apart(ready[int(place)][name]) for key, place, name in places}
+        own = {key: with_own_memory(ready[int(place)][name]) for key, place, name in places}
         if features and rank == 0:
             return own
 

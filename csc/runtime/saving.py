@@ -11,6 +11,7 @@ reads them; other readers leave it alone.
     discard(directory, manifest, position, save)                 a shard of a save that failed
     check_rest(format)                                           whether what no program reads has values
     digest(tensor) -> str                                        of its bytes
+    with_own_memory(tensor) -> tensor                            a dense copy on the CPU
 """
 
 from __future__ import annotations
@@ -173,6 +174,11 @@ def _clear(directory: Path, listed: set[str]) -> None:
         if (_SHARD.fullmatch(file.name) and file.name not in listed) or _UNFINISHED.fullmatch(file.name):
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
+
+
+def with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """As safetensors wants all that it writes together: labels may be the very tensor of the tokens, or a view."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -335,6 +335,15 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
         FeatureCache(tmp_path, limit="much")
 
 
+def test_features_may_be_one_tensor_and_a_part_of_it(tmp_path: Path) -> None:
+    kept, whole = FeatureCache(tmp_path), torch.randn(3, 4)
+    given = {"first": whole, "again": whole, "part": whole[1:]}
+    assert kept.write("key", given)
+    found = kept.read("key")
+    assert found is not None and found.keys() == given.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+
+
 def test_evaluation_runs_the_encoder(tmp_path: Path) -> None:
     kept, whole = compiled_for("pp=1", tmp_path), compiled_for("pp=1", None)
     assert float(kept.eval_step(llava_batch(4))) == float(whole.eval_step(llava_batch(4)))
