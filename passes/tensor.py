@@ -49,17 +49,8 @@ def tensor(program: Program, options: Options) -> Program:
     found = _Agreement(program, ranks, number, _of_shards(program), _computed_alike(program, fewer)).choices()
     written_out = any(WRITTEN_OUT in note for note in program.notes)
     for size in sorted(set(ranks.values())):
-        own = {name: one for name, one in found.items() if ranks[name] == size}
-        less = max(n for n in (1, mesh.division, *dict(mesh.components).values()) if n < size)
-        _check(own, size, _asked(size, mesh), written_out, less)
+        _check({name: one for name, one in found.items() if ranks[name] == size}, size, mesh, written_out)
     return _applied(program, found, number, ranks, mesh)
-
-
-def _asked(ranks: int, mesh: Mesh) -> str:
-    """The size, as a user gave it."""
-    if ranks == mesh.tp:
-        return f"tp={ranks}"
-    return ", ".join(f"{component}.tp={tp}" for component, tp in mesh.components if tp == ranks)
 
 
 def _templates_apart(program: Program, components: Collection[str]) -> Program:
@@ -165,34 +156,33 @@ def _made_of_the_batch(program: Program) -> set[str]:
     }
 
 
-def _check(found: Mapping[str, ShardChoice], ranks: int, asked: str, written_out: bool, less: int) -> None:
-    """InputError if an axis does not divide, or none was found. asked: the mesh's words for the ranks. written_out:
-    whether attention is. less: the next size that the mesh has.
+def _check(found: Mapping[str, ShardChoice], ranks: int, mesh: Mesh, written_out: bool) -> None:
+    """InputError if an axis does not divide, or none was found. ranks: tp, or that of the components with so many of
+    their own. written_out: whether attention is.
     """
+    asked, what = f"tp={ranks}", "this model"
+    if ranks < mesh.tp:
+        asked, what = ", ".join(f"{component}.tp={tp}" for component, tp in mesh.components if tp == ranks), "it"
     odd = [odd for choice in found.values() for odd in choice.odd]
     if odd:
         sizes = {(axis.size, axis.groups) for choice in found.values() for axis in choice.axes}
         largest = next(
             n for n in range(ranks - 1, 0, -1)
-            if all(one.divides(n) for one in odd) and all(fits(size, groups, n) for size, groups in sizes)
+            if (ranks == mesh.tp or mesh.tp % n == 0) and all(one.divides(n) for one in odd)
+            and all(fits(size, groups, n) for size, groups in sizes)
         )  # fmt: skip
         first = odd[0]
         raise InputError(
             f"{first.size} {first.what} of {first.parameter} cannot be divided by {asked}{_readers(first, ranks)}",
-            "mesh",
-            f"the largest tp below it that divides {_what(asked)} is {largest}{DROPPED if written_out else ''}",
+            "mesh", f"the largest tp below it that divides {what} is {largest}{DROPPED if written_out else ''}",
         )  # fmt: skip
     if not any(choice.graph is not None for choice in found.values()):
         reasons = list(dict.fromkeys(reason for choice in found.values() for reason in choice.reasons))
+        less = max(n for n in (1, mesh.division, *dict(mesh.components).values()) if n < ranks)
         raise InputError(
-            f"{asked} divides nothing of {_what(asked)}: csc found neither heads nor hidden features in a layer",
-            "mesh",
+            f"{asked} divides nothing of {what}: csc found neither heads nor hidden features in a layer", "mesh",
             "; ".join([f"make tp {less}" if less > 1 else "leave tp at 1", *reasons[:3]]),
-        )
-
-
-def _what(asked: str) -> str:
-    return "this model" if asked.startswith("tp=") else "it"
+        )  # fmt: skip
 
 
 def _readers(odd: OddAxis, ranks: int) -> str:

@@ -173,6 +173,7 @@ def test_what_cannot_be_divided_so() -> None:
             "tp=6,vision_tower.tp=3",
             "4 heads of self_attn.q_proj.weight cannot be divided by vision_tower.tp=3.*divides it is 2",
         ),
+        ("tp=9,vision_tower.tp=3", "divided by vision_tower.tp=3.*divides it is 1"),  # 2 does, and does not divide 9
     ):
         with pytest.raises(InputError, match=said):
             llava(8, mesh=mesh).trainer()
