@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from csc.passes.encoder_context import component_of, spread_encoder, summed_over
 from csc.passes.sample_shards import SampleShards
-from csc.passes.tensor import COPIES, GROUP
+from csc.passes.tensor import GROUPS
 from torch import fx
 
 from csc.analysis.cutting import shared_nodes
@@ -44,8 +44,10 @@ def data_parallel(program: Program, options: Options) -> Program:
                 "spread either its samples or its tokens",
             )  # fmt: skip
     for component, tp in options.mesh.components:
-        if tp < options.mesh.tp:
-            program = _spread(program, component, "tp" if tp == 1 else "copies", options.mesh.tp // tp)
+        ranks = options.mesh.tp_ranks(component)
+        if tp < ranks:
+            axis = "copies" if tp > 1 else "tp" if ranks == options.mesh.tp else "division"
+            program = _spread(program, component, axis, ranks // tp)
     return program
 
 
@@ -70,19 +72,20 @@ def _spread(program: Program, component: str, axis: str, ranks: int) -> Program:
     return replace(found, contexts=(last, *found.contexts[:-1]), notes=(*found.notes, note))
 
 
-_HELD = {"tp": "its weights are whole", "copies": "its layers are divided within each of these"}
+_WHOLE = "its weights are whole"
+_HELD = {"tp": _WHOLE, "division": _WHOLE, "copies": "its layers are divided within each of these"}
 
 
 def _sharing(axis: str, ranks: int) -> str:
-    return f"{ranks} tp ranks" if axis == "tp" else f"{ranks} groups of tp ranks"
+    return f"{ranks} groups of tp ranks" if axis == "copies" else f"{ranks} tp ranks"
 
 
 def _samples(program: Program, component: str, axis: str, ranks: int, inside: Collection[fx.Node]) -> Program:
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
     shards = SampleShards(program.graph, inside, component, ranks, program.fake_mode)
-    name = unique("tp_group" if axis == "tp" else "tp_copies", {node.name for node in program.graph.nodes})
-    graph = shards.run(name, number, GROUP if axis == "tp" else COPIES)
+    name, role = GROUPS[axis]
+    graph = shards.run(unique(name, {node.name for node in program.graph.nodes}), number, role)
     note = f"{component}: {_sharing(axis, ranks)} share out {shards.axis.size} samples of a microbatch; {_HELD[axis]}"
     parameters = summed_over(program.parameters, shards.parts, axis)
     return replace(program, graph=graph, parameters=parameters, notes=(*program.notes, note))

@@ -32,7 +32,8 @@ BLOCKS_PER_RANK = 8  # fewer leave the dispatch nothing to choose from
 LARGEST_BLOCK = 128
 ATTENTIONS = (ATTENTION, SDPA)
 ASKED = {
-    "cp": "context asks to spread {component}", "tp": "the mesh has tp ranks share out the tokens of {component}",
+    "cp": "context asks to spread {component}",
+    **dict.fromkeys(("tp", "division"), "the mesh has tp ranks share out the tokens of {component}"),
     "copies": "the mesh has groups of tp ranks share out the tokens of {component}",
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from csc.analysis.costs import basis
 from csc.analysis.hardware import Hardware
 from csc.errors import InputError, ScheduleError
 from csc.ir import graph as g
+from csc.ir.mesh import Mesh
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.ir.schedule import Schedule, part
 from csc.planning.coarse import together
@@ -69,6 +70,7 @@ def partition(program: Program, options: Options) -> Program:
         for index, members in enumerate(decided.stages)
     )
     assert {stage.rank for stage in built} == set(range(options.mesh.pp))
+    _refuse_uneven(program, built, options.mesh)
     profiles = numbers.profiles(program, options)
     divided = replace(program, stages=built, messages=_messages(program, problem, home))
     ahead = encoded_ahead(divided, decided, options)
@@ -85,6 +87,21 @@ def partition(program: Program, options: Options) -> Program:
         ahead=ahead.orders if ahead is not None else None,
     )
     return replace(divided, plan=record)
+
+
+def _refuse_uneven(program: Program, stages: Sequence[Stage], mesh: Mesh) -> None:
+    """InputError for a parameter of stages with different numbers of ranks, which no two of these hold alike."""
+    held: dict[str, int] = {}
+    for stage in stages:
+        for name in stage.parameters if mesh.narrow else ():
+            if held.setdefault(name, mesh.width(stage.rank)) != mesh.width(stage.rank):
+                components = " and ".join(
+                    sorted({region.component for region in program.regions if name in region.parameters})
+                )
+                raise InputError(
+                    f"{name} is a parameter of {components}, which are on different numbers of ranks", "mesh",
+                    "put both on as many: leave dp of the one on fewer out of the mesh",
+                )  # fmt: skip
 
 
 def _basis(program: Program, profiles: Sequence[Hardware], fuse: bool) -> str:
@@ -118,8 +135,8 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
         )  # fmt: skip
     given = _given(program, options)
     if given is None and options.mesh.own_stages:
-        given = own_stages(problem, options.mesh.own_stages)
-    placement = options.placement
+        given = own_stages(problem, options.mesh.own_stages, dict(options.mesh.narrow))
+    placement = tuple(range(options.mesh.pp)) if options.mesh.narrow else options.placement
     written = given_schedule(options)
     if written is not None:
         placement = tuple(written.placement.values())

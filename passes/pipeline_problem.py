@@ -9,7 +9,7 @@ limits(program, options) -> (bytes, ...) | None  what each pipeline rank may hol
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from csc import devices
@@ -61,7 +61,7 @@ def problem(program: Program, options: Options) -> Problem:
     most = limits(program, options)
     left = [None] * options.mesh.pp if most is None else list(most)
     found = Problem(
-        units, values(program), options.mesh.pp, options.microbatches, left[0], links(own, options.mesh),
+        units, values(program, options.mesh), options.mesh.pp, options.microbatches, left[0], links(own, options.mesh),
         scale=None, gathering=gathering(own, options), waiting=True, action=max(one.action for one in own),
         handling=max(one.handling for one in own),
     )  # fmt: skip
@@ -129,13 +129,15 @@ def links(own: Sequence[Hardware], mesh: Mesh) -> Network:
     mesh; devices fill nodes in the order of their global ranks, and a node has devices of one profile.
     """
     node, free, before = -1, 0, None
-    nodes: list[list[int]] = [[] for _ in range(mesh.pp)]
+    of_device: list[int] = []
     for device in range(mesh.size):
         position = mesh.coordinates(device).pp
         if not free or own[position] is not before:
             node, free, before = node + 1, own[position].ranks_per_node, own[position]
         free -= 1
-        nodes[position].append(node)
+        of_device.append(node)
+    widest = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pp == mesh.pp - 1]
+    nodes = [[of_device[mesh.sender(rank, position)] for rank in widest] for position in range(mesh.pp)]
     found = network(own[0])
     in_a_row = all(one == [rank // own[0].ranks_per_node] for rank, one in enumerate(nodes))
     if in_a_row and all(one == own[0] for one in own):
@@ -148,9 +150,10 @@ def _link(wire: Wire) -> Link:
     return Link(wire.latency, wire.bandwidth)
 
 
-def values(program: Program) -> tuple[Value, ...]:
-    """The values that regions hand to each other, with their bytes."""
+def values(program: Program, mesh: Mesh | None = None) -> tuple[Value, ...]:
+    """The values that regions hand to each other, with their bytes: what a rank sends. mesh: of one rank."""
     position = {region.name: i for i, region in enumerate(program.regions)}
+    components = [region.component for region in program.regions]
     readers: dict[str, dict[int, bool]] = {}
     for region in program.regions:
         for value, needed in zip(region.activations, region.dx):
@@ -162,13 +165,21 @@ def values(program: Program) -> tuple[Value, ...]:
             maker=position[region.name],
             readers=tuple(readers[value]),
             gradient=tuple(readers[value].values()),
-            size=sizes[value][0],
+            size=sizes[value][0] * _receivers(mesh, components, position[region.name], readers[value]),
             gradient_size=sizes[value][1],
         )
         for region in program.regions
         for value in region.outputs
         if value in readers
     )
+
+
+def _receivers(mesh: Mesh | None, components: Sequence[str], maker: int, readers: Collection[int]) -> int:
+    """How many ranks each rank of what makes a value sends it to."""
+    own = components[maker]
+    if mesh is None or own not in dict(mesh.narrow) or all(components[reader] == own for reader in readers):
+        return 1
+    return mesh.tp // mesh.tp_ranks(own)
 
 
 def names(program: Program) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from csc.kernels.collectives import SHARE
 from csc.kernels.context import GATHER, OWN, WHOLE
-from csc.passes.tensor import COPIES, GROUP
+from csc.passes.tensor import GROUPS
 from torch import fx
 
 from csc.analysis.gradient_flow import carrying
@@ -77,8 +77,8 @@ class PartsEdge:
 
 
 class EqualEdge:
-    """axis: tp, or copies within it. local: the calls that run on shards. parts: of the parameters that lead to these
-    alone.
+    """axis: tp, or one of what it is made of. local: the calls that run on shards. parts: of the parameters that lead
+    to these alone.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class EqualEdge:
         """The number of the group."""
         with self._mode:
             number = torch.empty((), dtype=torch.int64)
-        name, role = ("tp_group", GROUP) if self.axis == "tp" else ("tp_copies", COPIES)
+        name, role = GROUPS[self.axis]
         self.group = g.add_placeholder(graph, unique(name, self._names), number, role)
 
     def whole(self, call: Write, shard: fx.Node, plan: fx.Node, dim: int, tokens: int) -> fx.Node:

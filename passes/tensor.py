@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.naming import unique
-from csc.ir.program import Box, Options, Parameter, Program, Template
+from csc.ir.program import Box, Options, Parameter, Program, Region, Template
 
 Use = tuple[str, str]  # a template and the name of a parameter in it
 DROPPED = (
@@ -24,6 +24,8 @@ DROPPED = (
 )
 GROUP = ("tensor", "number")  # the role of the number of a rank's group
 COPIES, DIVISION = ("tensor", "copies"), ("tensor", "division")  # of its groups within that: see csc.ir.groups
+GROUPS = {"tp": ("tp_group", GROUP), "copies": ("tp_copies", COPIES), "division": ("tp_division", DIVISION)}
+"""By axis, the name and role of a placeholder for the number."""
 
 
 def tensor(program: Program, options: Options) -> Program:
@@ -41,14 +43,16 @@ def tensor(program: Program, options: Options) -> Program:
         return program
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
-    fewer = mesh.held_in_copies
+    fewer = dict.fromkeys(mesh.held_in_copies, mesh.division) | dict(mesh.narrow)
     program = _templates_apart(program, fewer)
-    ranks = {
-        region.template: mesh.division if region.component in fewer else mesh.tp for region in program.regions
-    }  # fmt: skip
-    found = _Agreement(program, ranks, number, _of_shards(program), _computed_alike(program, fewer)).choices()
+    ranks = {region.template: fewer.get(region.component, mesh.tp) for region in program.regions}
+    whole = _of_shards(program) | _uses(program, lambda region, _: fewer.get(region.component) == 1)
+    copied = {one.name for one in program.parameters if one.copied}
+    alike = _uses(program, lambda region, name: region.component in mesh.held_in_copies and name not in copied)
+    # copies compute alike what they do not share out: REDUCE adds up over all of tp or none, so graphs add up
+    found = _Agreement(program, ranks, number, whole, alike).choices()
     written_out = any(WRITTEN_OUT in note for note in program.notes)
-    for size in sorted(set(ranks.values())):
+    for size in sorted({mesh.tp, *(tp for _, tp in mesh.components if tp > 1)} & set(ranks.values())):
         _check({name: one for name, one in found.items() if ranks[name] == size}, size, mesh, written_out)
     return _applied(program, found, number, ranks, mesh)
 
@@ -66,19 +70,6 @@ def _templates_apart(program: Program, components: Collection[str]) -> Program:
             region = replace(region, template=names[name])
         regions.append(region)
     return replace(program, templates=templates, regions=tuple(regions)) if names else program
-
-
-def _computed_alike(program: Program, components: Collection[str]) -> set[Use]:
-    """Uses in these components of parameters that their copies compute alike: REDUCE adds up over all of tp, or over
-    none of it, so their gradients are to be equal over both.
-    """
-    copied = {one.name for one in program.parameters if one.copied}
-    return {
-        (region.template, local)
-        for region in program.regions if region.component in components
-        for name, local in zip(region.parameters, program.templates[region.template].parameters, strict=True)
-        if name not in copied
-    }  # fmt: skip
 
 
 @dataclass
@@ -139,11 +130,16 @@ class _Agreement:
 def _of_shards(program: Program) -> set[Use]:
     """Uses of parameters whose gradients are parts since ranks share out samples: those stay whole."""
     parts = {one.name for one in program.parameters if one.parts}
+    return _uses(program, lambda _, name: name in parts)
+
+
+def _uses(program: Program, wanted: Callable[[Region, str], bool]) -> set[Use]:
+    """Of parameters by their names, in regions."""
     return {
         (region.template, local)
         for region in program.regions
         for name, local in zip(region.parameters, program.templates[region.template].parameters, strict=True)
-        if name in parts
+        if wanted(region, name)
     }
 
 

@@ -141,7 +141,8 @@ def region_costs(
     of_variant = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
     seen = shares(program)
     wires = {} if mesh is None else exchanges.wires(mesh, hardware)
-    fewer = {one: exchanges.within(wires) for one in mesh.held_in_copies} if mesh is not None else {}
+    several = (*mesh.held_in_copies, *dict(mesh.narrow)) if mesh is not None else ()
+    fewer = {one: exchanges.within(wires) for one in several}
     timed: dict[tuple[str, tuple[str, ...]], Seconds] = {}
     found = []
     for region in program.regions:

@@ -6,7 +6,7 @@ large one each rank sums a piece for all.
 
     exchange(node) -> Exchange or None       of a call of a graph: over which axis, and how many bytes come to a rank
     wires(mesh, hardware) -> {axis: (ranks, Wire)}      the slowest wire of any group of ranks along the axis
-    within(known) -> {axis: (ranks, Wire)}        of components whose layers fewer ranks divide
+    within(known) -> {axis: (ranks, Wire)}        of components whose layers fewer ranks divide, or on fewer ranks
     seconds(exchange, wires) -> float        0 along an axis that is not among the wires
 
 Attention starts on a rank's own keys while those of others come, so it takes the longer of the two; all other
@@ -22,7 +22,7 @@ from torch import fx
 
 from csc.analysis.hardware import Hardware, Wire
 from csc.ir import graph as g
-from csc.ir.groups import SHARING, Group
+from csc.ir.groups import SHARING
 from csc.ir.mesh import Mesh
 from csc.kernels.collectives import arriving
 
@@ -78,12 +78,12 @@ def exchange(node: fx.Node) -> Exchange | None:
 def wires(mesh: Mesh, hardware: Hardware) -> dict[str, tuple[int, Wire]]:
     """Devices fill nodes in the order of their global ranks."""
     found = {}
-    division = {"division": Group.DIVISION} if mesh.copies > 1 else {}
-    for axis, group in (dict(SHARING) | division).items():
+    for axis, group in SHARING.items():
         listed = mesh.groups(group)
+        most = max(map(len, listed))
         apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
-        if len(listed[0]) > 1:
-            found[axis] = (len(listed[0]), hardware.between if apart else hardware.collective or hardware.within)
+        if most > 1 and (axis != "division" or mesh.copies > 1):
+            found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
     if mesh.components and "cp" not in found and "tp" in found:
         found["cp"] = found["tp"]  # which alone share tokens then
     return found

@@ -30,10 +30,13 @@ Sound = set[tuple[fx.Graph, int]]
 
 @dataclass(frozen=True)
 class Over:
-    """Ranks that are asked about. axis: tp, or one of what it is made of; division: then the size of that."""
+    """Ranks that are asked about. axis: tp, or one of what it is made of; division: then the size of that; single:
+    components of which there is one copy.
+    """
 
     axis: str = "tp"
     division: int = 0
+    single: frozenset[str] = frozenset()
 
     def boxes(self, parameter: Parameter) -> tuple[Box, ...]:
         """Of one of its groups."""
@@ -41,16 +44,19 @@ class Over:
             return parameter.boxes[:: self.division]
         return parameter.boxes[: self.division] if self.axis == "division" else parameter.boxes
 
-    def parts(self, parameter: Parameter) -> bool:
+    def parts(self, parameter: Parameter, component: str) -> bool:
         """Whether gradients are."""
-        return parameter.parts or (self.axis == "copies" and parameter.copied)
+        if self.axis == "copies":
+            return component not in self.single and (parameter.parts or parameter.copied)
+        return parameter.parts
 
     def elsewhere(self, program: Program) -> set[tuple[str, str]]:
         """The roles of what leads to ranks along the other axis."""
-        if self.axis == "copies":
-            return {("tensor", "division")}
-        plans = {("context", f"{one.component}.plan") for one in program.contexts if one.axis == "copies"}
-        return {("tensor", "copies"), *plans} if self.axis == "division" else set()
+        if self.axis == "tp":
+            return set()
+        other = "division" if self.axis == "copies" else "copies"
+        plans = {("context", f"{one.component}.plan") for one in program.contexts if one.axis == other}
+        return {("tensor", other), *plans}
 
 
 ALL = Over()
@@ -58,10 +64,13 @@ ALL = Over()
 
 def verify_on(mesh: Mesh, program: Program, after: str, sound: dict[str, Sound]) -> None:
     """sound: by axis, as `verify_placements` has it."""
-    apart = {component for component, tp in mesh.components if tp < mesh.tp}
+    narrow = dict(mesh.narrow)
+    apart = {
+        component for component, tp in mesh.components if tp < mesh.tp_ranks(component) and component not in narrow
+    }
     whole = {component for component, tp in mesh.components if tp == 1}
     asked = {ALL: apart} if mesh.copies == 1 else {
-        Over("copies", mesh.division): apart, Over("division", mesh.division): whole,
+        Over("copies", mesh.division, frozenset(narrow)): apart, Over("division", mesh.division): whole,
     }  # fmt: skip
     for over, loose in asked.items():
         verify_placements(program, after, sound.setdefault(over.axis, set()), loose, over)
@@ -99,7 +108,7 @@ def verify_placements(
     seen: set[object] = set()
     for region in program.regions:  # in this order: what is amiss in one makes those behind it unknown
         held, free = entering[region.name], tuple(value in loose for value in region.activations)
-        parts = tuple(over.parts(parameters[name]) for name in region.parameters)
+        parts = tuple(over.parts(parameters[name], region.component) for name in region.parameters)
         key = (region.template, region.variant, free, tuple(held.items()), parts)
         if key in seen:
             continue
@@ -142,8 +151,7 @@ def _tables(program: Program, over: Over) -> dict[str, Placement]:
         return {}
     names = program.shared.output_node().meta["names"]
     given: dict[tuple[str, str], Placement] = {n.meta["role"]: EQUAL for n in g.placeholders(program.shared)}
-    ranks = ("tp", over.axis) if over.axis == "copies" else ("tp",)
-    given |= {("context", f"{one.component}.tokens"): 0 for one in program.contexts if one.axis in ranks}
+    given |= {("context", f"{one.component}.tokens"): 0 for one in program.contexts if one.axis in ("tp", over.axis)}
     given |= dict.fromkeys(over.elsewhere(program) & given.keys(), ELSEWHERE)
     return dict(zip(names, _outputs(program.shared, given)))
 

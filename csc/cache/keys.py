@@ -58,7 +58,17 @@ def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
 def trace_key(model: str, batch: Any, options: Options) -> str:
     """model: its key; batch: the key of a match (csc.capture.guards)."""
     chosen = [getattr(options, name) for name in OF_TRACES]
-    return _hash(["trace", model, repr(batch), options.mesh.sizes(Group.LAYER), options.mesh.components, repr(chosen)])
+    return _hash(
+        [
+            "trace",
+            model,
+            repr(batch),
+            options.mesh.sizes(Group.LAYER),
+            options.mesh.components,
+            options.mesh.narrow,
+            repr(chosen),
+        ]
+    )
 
 
 def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:

@@ -238,8 +238,8 @@ class Compiler:
 def _key(match: Match, options: Options) -> Any:
     """Of traced graphs."""
     return (
-        match.key, options.loss_weight, options.mesh.sizes(Group.LAYER), options.mesh.components, options.context,
-        options.precision, options.keep_fp32, options.loss_chunk, options.sequence_parallel,
+        match.key, options.loss_weight, options.mesh.sizes(Group.LAYER), options.mesh.components, options.mesh.narrow,
+        options.context, options.precision, options.keep_fp32, options.loss_chunk, options.sequence_parallel,
     )  # fmt: skip
 
 

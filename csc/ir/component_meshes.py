@@ -6,6 +6,8 @@ and share out its samples or tokens with these.
     check_own_tp(mesh)                    InputError for an own tp that no groups of the mesh's ranks have
     check_size(what, size)                InputError for what is no size
     sizes_by_axis(meshes, make)           {"a": dict(tp=4), "b": dict(tp=1, dp=4)} -> {"tp": 4, "b.tp": 1, ...}
+    own_words(mesh) -> {"b.tp": 1, ...}   what components have of their own, as texts name it
+    own_of(sizes)                         the same as fields of a Mesh
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from csc.errors import InputError
+from csc.ir.narrow_positions import tp_ranks
 
 AXES = ("dp", "pp", "cp", "tp")
-OWN, STAGES = ".tp", ".pp"  # behind the name of a component with a tp, or pipeline stages, of its own
+OWN = (".tp", ".pp", ".dp")  # behind the name of a component, its own
 
 
 def check_own_tp(mesh: Any) -> None:
@@ -66,23 +69,46 @@ def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[s
         )  # fmt: skip
     whole = make(**{**meshes[largest], "pp": sum(staged.values()) or 1})
     found: dict[str, Any] = whole.to_dict()
-    found |= {f"{name}{STAGES}": pp for name, pp in staged.items() if len(staged) > 1}
+    found |= {f"{name}.pp": pp for name, pp in staged.items() if len(staged) > 1}
     for name, sizes in meshes.items():
         own = make(**sizes)
         if own.tp not in (1, whole.tp):
             replace(whole, components=((name, own.tp),))  # which says so
-        apart = sizes.get("cp", whole.cp) != whole.cp
-        if apart or own.dp * own.tp != whole.dp * whole.tp:
-            what = f"cp={sizes['cp']}" if apart else f"dp * tp = {own.dp * own.tp}"
-            nearest = f"The nearest that fits: {name} with dict(tp={own.tp}, dp={whole.dp * whole.tp // own.tp}). "
+        if sizes.get("cp", whole.cp) != whole.cp:
             raise InputError(
-                f"{name} has {what} in a mesh where {largest} has {whole}", "mesh",
-                ("" if apart else nearest)
-                + "Every pipeline stage has as many ranks: give all components the same dp * tp, and cp to one alone; "
-                "the option context spreads an encoder's tokens over fewer cp ranks",
+                f"{name} has cp={sizes['cp']} in a mesh where {largest} has {whole}", "mesh",
+                "Every pipeline stage shares sequences among as many ranks: give cp to one component alone; the option "
+                "context spreads an encoder's tokens over fewer cp ranks",
             )  # fmt: skip
-        found[f"{name}{OWN}"] = own.tp
+        if own.dp * own.tp > whole.dp * whole.tp:
+            raise InputError(
+                f"{name} has dp * tp = {own.dp * own.tp} in a mesh where {largest} has {whole}", "mesh",
+                f"No stage has more ranks than those of the component with the largest tp. The nearest that fits: "
+                f"{name} with dict(tp={own.tp}, dp={whole.dp * whole.tp // own.tp})",
+            )  # fmt: skip
+        found[f"{name}.tp"] = own.tp
+        found |= {f"{name}.dp": own.dp} if own.dp * own.tp < whole.dp * whole.tp else {}
     return found
+
+
+def own_words(mesh: Any) -> dict[str, int]:
+    """See the module."""
+    tp = dict(mesh.components)
+    found = {f"{name}.tp": size for name, size in mesh.components}
+    found |= {f"{name}.pp": size for name, size in mesh.own_stages}
+    return found | {f"{name}.dp": mesh.dp * ranks // tp.get(name, mesh.tp) for name, ranks in mesh.narrow}
+
+
+def own_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """See the module. sizes: those of the mesh are among them."""
+    tp, pp, dp = (
+        {name.removesuffix(axis): size for name, size in sizes.items() if name.endswith(axis)} for axis in OWN
+    )
+    narrow = [
+        (name, tp_ranks(name, size, tp.get(name, sizes.get("tp", 1)), sizes.get("dp", 1), sizes.get("tp", 1)))
+        for name, size in dp.items()
+    ]  # fmt: skip
+    return {"components": tuple(tp.items()), "own_stages": tuple(pp.items()), "narrow": tuple(narrow)}
 
 
 def check_size(what: str, size: object) -> None:

@@ -26,7 +26,7 @@ from csc.errors import InputError
 
 
 class Group(StrEnum):
-    """What ranks have in common. Each rank is in exactly one group of each kind."""
+    """What ranks have in common. Each rank is in exactly one group of each kind, but for `PIPELINE`."""
 
     WORLD = "world"
     """Everyone: meetings, the seed of a step, the loss that all return."""
@@ -43,13 +43,17 @@ class Group(StrEnum):
     COPIES = "copies"
     """Those of `TENSOR` that hold the same of a component which fewer ranks divide: they share out its samples."""
     DIVISION = "division"
-    """Those of `TENSOR` that divide the layers of such a component: neighbours. Without one these are all of them."""
+    """Those of `TENSOR` that divide the layers of such a component: neighbours. Without one these are all of them;
+    where some positions have fewer ranks than others, so many of them.
+    """
     HOLDERS = "holders"
     """`DATA` and `COPIES` together: those of a position that hold the same of such a component."""
     LAYER = "layer"
     """Those that meet within a stage: `CONTEXT` and `TENSOR` together."""
     PIPELINE = "pipeline"
-    """One of each position, in its order: they hand activations and their gradients to each other."""
+    """One of each position, in its order: they hand activations and their gradients to each other. A rank of a position
+    with fewer ranks than others is in several.
+    """
     REPLICA = "replica"
     """Those that are given the same samples, at all positions."""
 
@@ -77,7 +81,9 @@ _ALONG: Mapping[Group, tuple[str, ...]] = {
 
 WITHIN_TP = ("copies", "division")
 """What tp is made of, the last one fastest: ranks that hold the same, and those that divide what they hold."""
-SHARING: Mapping[str, Group] = {"cp": Group.CONTEXT, "tp": Group.TENSOR, "copies": Group.COPIES}
+SHARING: Mapping[str, Group] = {
+    "cp": Group.CONTEXT, "tp": Group.TENSOR, "copies": Group.COPIES, "division": Group.DIVISION,
+}  # fmt: skip
 """By axis, the groups whose ranks can share the tokens of one sequence."""
 
 

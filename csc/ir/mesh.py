@@ -3,7 +3,8 @@
 Terms: *dp* replicas of the data, *pp* pipeline stages, *cp* shards of a sequence, *tp* shards of a layer.
 Ranks count through the axes in the order dp, pp, cp, tp, the last one fastest: with cp = tp = 1, rank =
 dp_index * pp + stage. Devices fill nodes in the order of ranks, so the last axes stand within a node. `order` puts pp
-elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, and stages on other nodes.
+elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, and stages on other nodes. A *narrow*
+position has fewer tp ranks than the others; all of these stand in front.
 
     Mesh(dp=1, pp=1, cp=1, tp=1, order=AXES)    .size    .rank_of(dp, pp, cp, tp)    .coordinates(rank)
     .group(Group.DATA, rank)  .groups(Group.DATA)      lists of ranks: see csc.ir.groups
@@ -12,20 +13,27 @@ elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, an
     .components                                        those that have another tp: (("vision_tower", 1),)
     .division  .copies                                 what tp is made of: see `Mesh.division`
     .own_stages                                        and those with pipeline stages of their own, out of pp
+    .narrow                                            of these those on fewer ranks: (("vision_tower", 2),)
+    .width(position)  .receivers(rank, position)  .sender(rank, position)      what that makes of tp, and of messages
     Mesh.parse("pp=3,dp=2") -> Mesh
     Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cached_property
+from itertools import accumulate, product
 from typing import Any, ClassVar, NamedTuple
 
 from csc.errors import InputError
-from csc.ir.component_meshes import AXES, OWN, STAGES, check_own_tp, check_size, sizes_by_axis
+from csc.ir.component_meshes import AXES, OWN, check_own_tp, check_size, own_of, own_words, sizes_by_axis
 from csc.ir.groups import Group
+from csc.ir.mesh_words import order_of, sizes_of_device_mesh, sizes_of_text
+from csc.ir.narrow_positions import check_narrow
 
 
 class Coordinates(NamedTuple):
@@ -51,6 +59,7 @@ class Mesh:
         components: Components with a tp of their own, and this; on the same ranks, which share out its samples instead.
         own_stages: Components with pipeline stages of their own, and how many of the pp; the others share the rest, or
             if nothing is left those of the last one.
+        narrow: Of these, components on fewer ranks, and how many tp ranks each replica has at their stages.
         ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
     Raises:
@@ -66,6 +75,7 @@ class Mesh:
     ranks: int | None = None
     components: tuple[tuple[str, int], ...] = ()
     own_stages: tuple[tuple[str, int], ...] = ()
+    narrow: tuple[tuple[str, int], ...] = ()
 
     AXES: ClassVar[tuple[str, ...]] = AXES
 
@@ -100,6 +110,8 @@ class Mesh:
         object.__setattr__(self, "order", self._plain_order())
         object.__setattr__(self, "components", tuple(sorted(self.components)))
         object.__setattr__(self, "own_stages", tuple(sorted(self.own_stages)))
+        object.__setattr__(self, "narrow", tuple(sorted((name, tp) for name, tp in self.narrow if tp != self.tp)))
+        check_narrow(self)
 
     def _plain_order(self) -> tuple[str, ...]:
         """The order, with axes of size 1 where they stand by default."""
@@ -118,7 +130,41 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.ranks or self.dp * self.pp * self.cp * self.tp
+        return self.ranks or self.dp * self.cp * sum(self._widths)
+
+    @cached_property
+    def _widths(self) -> tuple[int, ...]:
+        of, stages = dict(self.narrow), dict(self.own_stages)
+        in_front = [width for name, width in of.items() for _ in range(stages[name])]
+        return (*in_front, *[self.tp] * (self.pp - len(in_front)))
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """How many ranks stand in front of each position, and behind the last one, for one index of the slower axes."""
+        each = (math.prod(self._size(axis, position) for axis in self._faster) for position in range(self.pp))
+        return (0, *accumulate(each))
+
+    @property
+    def _slower(self) -> tuple[str, ...]:
+        """Than pp; so they count ranks."""
+        return self.order[: self.order.index("pp")]
+
+    @property
+    def _faster(self) -> tuple[str, ...]:
+        return self.order[self.order.index("pp") + 1 :]
+
+    def _size(self, axis: str, position: int) -> int:
+        return self.width(position) if axis == "tp" else int(getattr(self, axis))
+
+    def width(self, position: int) -> int:
+        """How many tp ranks there are at an index on the pp axis.
+
+        Raises:
+            IndexError: There is no such position.
+        """
+        if not 0 <= position < self.pp:
+            raise IndexError(f"pp index {position} is outside 0..{self.pp - 1} of {self}")
+        return self._widths[position]
 
     def rank_of(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Rank at these coordinates.
@@ -126,13 +172,19 @@ class Mesh:
         Raises:
             IndexError: They lie outside the mesh.
         """
-        rank, at = 0, Coordinates(dp, pp, cp, tp)
-        for axis in self.order:
-            size, index = getattr(self, axis), getattr(at, axis)
+        at = Coordinates(dp, pp, cp, tp)
+        for axis in self.AXES:
+            index, size = getattr(at, axis), self._size(axis, pp)
             if not 0 <= index < size:
                 raise IndexError(f"{axis} index {index} is outside 0..{size - 1} of {self}")
-            rank = rank * size + index
-        return rank
+        ahead, inside = (self._index(at, axes) for axes in (self._slower, self._faster))
+        return ahead * self._starts[-1] + self._starts[pp] + inside
+
+    def _index(self, at: Coordinates, axes: Sequence[str]) -> int:
+        found = 0
+        for axis in axes:
+            found = found * self._size(axis, at.pp) + getattr(at, axis)
+        return found
 
     def coordinates(self, rank: int) -> Coordinates:
         """Inverse of `rank_of`.
@@ -148,10 +200,25 @@ class Mesh:
             )  # fmt: skip
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is outside 0..{self.size - 1} of {self}")
-        found: dict[str, int] = {}
-        for axis in reversed(self.order):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
+        ahead, rank = divmod(rank, self._starts[-1])
+        position = bisect_right(self._starts, rank) - 1
+        found = {"pp": position}
+        for axes, index in ((self._slower, ahead), (self._faster, rank - self._starts[position])):
+            for axis in reversed(axes):
+                index, found[axis] = divmod(index, self._size(axis, position))
         return Coordinates(**found)
+
+    def receivers(self, rank: int, position: int) -> tuple[int, ...]:
+        """The ranks at a position to which a rank sends what it has made for the stages there: its counterpart; from a
+        narrow position all whose counterpart it is; to one nobody, where another has the same to send.
+        """
+        at, there = self.coordinates(rank), self.width(position)
+        return tuple(self.rank_of(at.dp, position, at.cp, tp) for tp in range(at.tp, there, self.width(at.pp)))
+
+    def sender(self, rank: int, position: int) -> int:
+        """The rank at a position from which a rank receives."""
+        at = self.coordinates(rank)
+        return self.rank_of(at.dp, position, at.cp, at.tp % self.width(position))
 
     def group(self, what: Group, rank: int, positions: Sequence[int] | None = None) -> tuple[int, ...]:
         """The ranks of the group of this kind that `rank` is in, ascending.
@@ -166,38 +233,46 @@ class Mesh:
             IndexError: The mesh has no such rank.
         """
         at = self.coordinates(rank)
-        dp, pp, cp = (
-            range(getattr(self, axis)) if axis in what.along else (getattr(at, axis),) for axis in self.AXES[:-1]
-        )
-        tp = self._parts_of_layers(what, at.tp)
-        if positions is None:
-            return tuple(sorted(self.rank_of(*one) for one in product(dp, pp, cp, tp)))
-        return tuple(self.rank_of(d, p, c, t) for p, d, c, t in product(positions, dp, cp, tp))
+        dp, cp = (range(getattr(self, axis)) if axis in what.along else (getattr(at, axis),) for axis in ("dp", "cp"))
+        everywhere = range(self.pp) if "pp" in what.along else (at.pp,)
+        found = tuple(
+            self.rank_of(d, p, c, t)
+            for p in (everywhere if positions is None else positions)
+            for d, c, t in product(dp, cp, self._parts_of_layers(what, at.tp, p))
+        )  # fmt: skip
+        return tuple(sorted(found)) if positions is None else found
 
     def groups(self, what: Group, positions: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
         """All groups of a kind, in the order of their coordinates on the other axes: every rank (with positions: every
         rank there) is in one of them.
         """
-        inside = (*what.along, *(["pp"] if positions is not None else []))
-        others = product(
-            *(range(1 if axis in inside else getattr(self, axis)) for axis in self.AXES[:-1]),
-            sorted({self._parts_of_layers(what, part)[0] for part in range(self.tp)}),
-        )  # fmt: skip
-        return tuple(self.group(what, self.rank_of(*one), positions) for one in others)
+        there = range(self.pp) if positions is None else positions
+        found, seen = [], set[int]()
+        for d, p, c in product(range(self.dp), there, range(self.cp)):
+            for t in range(self.width(p)):
+                rank = self.rank_of(d, p, c, t)
+                if rank not in seen:
+                    found.append(self.group(what, rank, positions))
+                    seen.update(found[-1])
+        return tuple(found)
 
-    def _parts_of_layers(self, what: Group, part: int) -> Sequence[int]:
-        """The indices on the tp axis of the ranks of a group that one of them is in."""
+    def _parts_of_layers(self, what: Group, part: int, position: int) -> Sequence[int]:
+        """The indices on the tp axis of the ranks of a group at a position, that of a rank with this index."""
+        width = self.width(position)
+        part %= width
         first = part // self.division * self.division
-        for axis, found in (("tp", range(self.tp)), ("copies", range(part - first, self.tp, self.division)),
-                            ("division", range(first, first + self.division))):  # fmt: skip
+        for axis, found in (("tp", range(width)), ("copies", range(part - first, width, self.division)),
+                            ("division", range(first, min(first + self.division, width)))):  # fmt: skip
             if axis in what.along:
                 return found
         return (part,)
 
     @property
     def division(self) -> int:
-        """How many neighbours divide the layers of components with a tp between 1 and the mesh's; that one without."""
-        return next((tp for _, tp in self.components if 1 < tp < self.tp), self.tp)
+        """How many neighbours divide the layers of components with a tp between 1 and the mesh's, or are a narrow
+        position's; the mesh's tp without these.
+        """
+        return next((tp for _, tp in (*self.components, *self.narrow) if 1 < tp < self.tp), self.tp)
 
     @property
     def copies(self) -> int:
@@ -207,7 +282,11 @@ class Mesh:
     @property
     def held_in_copies(self) -> tuple[str, ...]:
         """Those components."""
-        return tuple(component for component, tp in self.components if 1 < tp < self.tp)
+        return tuple(component for component, tp in self.components if 1 < tp < self.tp_ranks(component))
+
+    def tp_ranks(self, component: str) -> int:
+        """How many tp ranks of a replica have a component."""
+        return dict(self.narrow).get(component, self.tp)
 
     def place(self, axis: str, rank: int) -> int:
         """A rank's index on an axis, or on one of those that tp is made of.
@@ -255,19 +334,15 @@ class Mesh:
         if self.is_open:
             return {"ranks": self.ranks}
         sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in self.AXES}
-        sizes |= dict(self._own())
+        sizes |= own_words(self)
         return sizes if self.order == self.AXES else sizes | {"order": "-".join(self.order)}
-
-    def _own(self) -> list[tuple[str, int]]:
-        found = [(f"{component}{OWN}", tp) for component, tp in self.components]
-        return found + [(f"{component}{STAGES}", pp) for component, pp in self.own_stages]
 
     def __str__(self) -> str:
         """`pp=3,dp=2`: what `parse` reads; axes of size 1 are left out."""
         if self.is_open:
             return f"ranks={self.ranks}"
         named = [f"{a}={getattr(self, a)}" for a in self.AXES if getattr(self, a) > 1] or ["dp=1"]
-        named += [f"{name}={size}" for name, size in self._own()]
+        named += [f"{name}={size}" for name, size in own_words(self).items()]
         order = "-".join(axis for axis in self.order if getattr(self, axis) > 1)
         return ",".join(named if self.order == self.AXES else [*named, f"order={order}"])
 
@@ -278,23 +353,7 @@ class Mesh:
         Raises:
             InputError: It is anything else.
         """
-        form = f"Write NAME=SIZE with commas between, for example pp=3,dp=2; names: {', '.join(cls.AXES)}; or ranks=6"
-        sizes: dict[str, Any] = {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            axis, equals, size = (p.strip() for p in part.partition("="))
-            if axis == "order" and equals and axis not in sizes:
-                sizes[axis] = size
-                continue
-            if not equals or not size.isdecimal():
-                raise InputError(f"{part!r} is not NAME=SIZE", f"mesh {text!r}", form)
-            if axis not in (*cls.AXES, "ranks") and not axis.endswith((OWN, STAGES)):
-                raise InputError(f"there is no axis {axis!r}", f"mesh {text!r}", form)
-            if axis in sizes:
-                raise InputError(f"axis {axis} is given twice", f"mesh {text!r}", form)
-            sizes[axis] = int(size)
-        if not sizes.keys() - {"order"}:
-            raise InputError("no axis is given", f"mesh {text!r}", form)
-        return cls._named(sizes)
+        return cls._named(sizes_of_text(text))
 
     @classmethod
     def of(cls, mesh: Mesh | Mapping[str, int] | str | Any) -> Mesh:
@@ -315,53 +374,19 @@ class Mesh:
             return cls._named(
                 sizes_by_axis(mesh, cls) if any(isinstance(one, Mapping) for one in mesh.values()) else dict(mesh)
             )
-        names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
-        if shape is None:
-            raise InputError(
-                f"{type(mesh).__name__} is not a mesh",
-                "mesh",
-                "Give a Mesh, a dict, text like pp=3,dp=2 or a torch DeviceMesh",
-            )
-        if not names:
-            raise InputError(
-                "the DeviceMesh has no axis names",
-                "mesh",
-                f"Pass mesh_dim_names out of {', '.join(cls.AXES)}",
-            )
-        sizes = dict(zip(names, (int(n) for n in shape), strict=True))
-        found, order = cls._named(sizes), [name for name in names if sizes[name] > 1]
-        if [n for n in order if n != "pp"] != [a for a in ("dp", "cp", "tp") if a in order]:
-            usual = ", ".join(a for a in cls.AXES if a in names)
-            raise InputError(
-                f"the DeviceMesh has its axes in the order {', '.join(names)}",
-                "mesh",
-                f"Ranks count through the axes in the order {usual}, pp anywhere: create the DeviceMesh so",
-            )
-        return cls._named({**found.to_dict(), "order": "-".join(order)}) if order else found
+        return cls._named(sizes_of_device_mesh(mesh))
 
     @classmethod
     def _named(cls, sizes: Mapping[str, Any]) -> Mesh:
         """From sizes by axis and, as text, the order of some or all axes: the others stand as by default."""
-        own, stages = (
-            tuple((name.removesuffix(end), size) for name, size in sizes.items() if name.endswith(end))
-            for end in (OWN, STAGES)
-        )
-        sizes = {name: size for name, size in sizes.items() if not name.endswith((OWN, STAGES))}
+        own = own_of(sizes)
+        sizes = {name: size for name, size in sizes.items() if not name.endswith(OWN)}
         unknown = [name for name in sizes if name not in (*cls.AXES, "order", "ranks")]
         if unknown:
             raise InputError(f"there is no axis {unknown[0]!r}", "mesh", f"The axes are {', '.join(cls.AXES)}")
         axes = {name: size for name, size in sizes.items() if name != "order"}
-        found = cls(**axes, components=own, own_stages=stages)
+        found = cls(**axes, **own)
         if "order" not in sizes:
             return found
-        named = str(sizes["order"]).split("-")
-        ahead = named[: named.index("pp")] if "pp" in named else []
-        rest = [a for a in ("dp", "cp", "tp") if a in named] == [a for a in named if a != "pp"]
-        left = [a for a in cls.AXES if getattr(found, a) > 1 and a not in named]
-        if not rest or len(set(named)) < len(named) or left:
-            raise InputError(
-                f"the order of ranks is {sizes['order']!r}", "mesh",
-                "Name the axes larger than 1: dp, cp and tp in this order, and pp where it should be, as in pp-dp-tp",
-            )  # fmt: skip
-        place = ("dp", "cp", "tp").index(ahead[-1]) + 1 if ahead else 0
-        return replace(found, order=(*("dp", "cp", "tp")[:place], "pp", *("dp", "cp", "tp")[place:]))
+        larger = [axis for axis in cls.AXES if getattr(found, axis) > 1]
+        return replace(found, order=order_of(str(sizes["order"]), larger))

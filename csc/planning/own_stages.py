@@ -1,6 +1,6 @@
 """Stages of which some belong to one component alone.
 
-own_stages(problem, own) -> [units of each stage]      own: (component, stages) pairs
+own_stages(problem, own, first) -> [units of each stage]      own: (component, stages) pairs; first: who is in front
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from csc.planning.problem import Problem
 NANOSECOND = 1e-9
 
 
-def own_stages(problem: Problem, own: Sequence[tuple[str, int]]) -> list[list[int]]:
+def own_stages(
+    problem: Problem, own: Sequence[tuple[str, int]], first: Collection[str] = ()
+) -> list[list[int]]:  # fmt: skip
     """The units of each of `problem.ranks` stages: those of a named component in as many stages of its own, in front of
     the stages of all others. If no stage is left for the others, they share those of the last component. Within both
-    the largest sum of F, B and W is as small as it can be.
+    the largest sum of F, B and W is as small as it can be. first: components whose stages stand in front of those of
+    the others.
 
     InputError for a component that is not there, has fewer units than stages, or reads what stages behind make.
     """
@@ -32,7 +35,7 @@ def own_stages(problem: Problem, own: Sequence[tuple[str, int]]) -> list[list[in
             f"the mesh gives {missing} pipeline stages of its own, and nothing of it runs for the example batch",
             "mesh", f"components: {', '.join(sorted({unit.component for unit in problem.units}))}",
         )  # fmt: skip
-    front = sorted(own, key=lambda one: of[one[0]][0])
+    front = sorted(own, key=lambda one: (one[0] not in first, of[one[0]][0]))
     left = problem.ranks - sum(stages for _, stages in own)
     rest = "all that has no stages of its own"
     if left == 0:

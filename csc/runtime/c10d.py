@@ -46,7 +46,7 @@ class _Sending:
     """A message on its way; the buffers must live until `works` are done."""
 
     microbatch: int
-    works: list[dist.Work]
+    works: list[tuple[int, dist.Work]]  # each with who receives
     buffers: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -106,7 +106,6 @@ class Distributed:
         self.compare_programs(program)
         self._groups = ProcessGroups(manifest, self.rank, timeout)
         self.meeting.closing(self._close)
-        self._pipeline = manifest.mesh.group(Group.PIPELINE, self.rank)
         self._meet_first()
         self.recent = Recent()
         self.begin_step()
@@ -145,23 +144,26 @@ class Distributed:
     # messages
 
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
-        peer = self._peer(message.destination)
+        peers = self._receivers(message.destination)
+        if not peers:
+            return
         what = str(Action.send(message.channel, microbatch))
         sending = _Sending(microbatch, [])
         for spec, tensor in zip(message.values, laid_out(message, values, self.rank), strict=True):
             if tensor.numel() == 0:
                 continue
             data = _bytes(tensor if dense(spec.shape, spec.stride) else tensor.contiguous()).to(self._wire)
-            work = self._guard(partial(dist.isend, data, peer, self._groups.messages[message.kind]), what, peer)
-            sending.works.append(work)
+            for peer in peers:
+                work = self._guard(partial(dist.isend, data, peer, self._groups.messages[message.kind]), what, peer)
+                sending.works.append((peer, work))
             sending.buffers.append(data)
         queue = self._sending.setdefault(message.channel, [])
-        while self._pollable and queue and all(work.is_completed() for work in queue[0].works):
+        while self._pollable and queue and all(work.is_completed() for _, work in queue[0].works):
             queue.pop(0)
         queue.append(sending)
 
     def post(self, message: MessageSpec, microbatch: int) -> None:
-        peer = self._peer(message.source)
+        peer = self._sender(message.source)
         what = str(Action.recv(message.channel, microbatch))
         receipts: list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]] = []
         for spec in message.values:
@@ -179,7 +181,7 @@ class Distributed:
     def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor]:
         if (message.channel, microbatch) not in self._posted:
             self.post(message, microbatch)
-        peer = self._peer(message.source)
+        peer = self._sender(message.source)
         what = str(Action.recv(message.channel, microbatch))
         waits = ", ".join(spec.name for spec in message.values)
         values = {}
@@ -203,9 +205,8 @@ class Distributed:
 
     def _release(self, channel: Message, microbatch: int) -> None:
         queue = self._sending.get(channel, [])
-        peer = self._peer(channel[2])
         for sending in [s for s in queue if s.microbatch <= microbatch]:
-            for work in sending.works:
+            for peer, work in sending.works:
                 self._guard(work.wait, str(Action.send(channel, sending.microbatch)), peer)
             queue.remove(sending)
 
@@ -324,8 +325,11 @@ class Distributed:
 
     # peers
 
-    def _peer(self, stage: int) -> int:
-        return self._pipeline[self._manifest.stages[stage].rank]
+    def _receivers(self, stage: int) -> tuple[int, ...]:
+        return self._manifest.mesh.receivers(self.rank, self._manifest.stages[stage].rank)
+
+    def _sender(self, stage: int) -> int:
+        return self._manifest.mesh.sender(self.rank, self._manifest.stages[stage].rank)
 
     def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None, waits: str = "") -> Any:
         """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost. waits: what for, in words;

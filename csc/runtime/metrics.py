@@ -38,8 +38,9 @@ def counted(manifests: Sequence[Manifest], microbatches: Sequence[Microbatch]) -
             places = mask is not None and mask.shape == text.shape and not mask.is_meta and mask.device.type == "cpu"
             tokens += int(mask.count_nonzero()) if places and mask is not None else text.numel()
             samples += len(text)
-        of_stages = manifest.plan.get("flops") or ()
-        flops += len(manifest.mesh.group(Group.LAYER, 0)) * sum(map(sum, of_stages))
+        mesh, of_stages = manifest.mesh, manifest.plan.get("flops") or ()
+        for stage, own in zip(manifest.stages, of_stages):
+            flops += len(mesh.group(Group.LAYER, 0, [stage.rank])) * sum(own)
     return StepCounts(float(tokens), float(samples), float(flops))
 
 

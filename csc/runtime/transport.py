@@ -27,7 +27,7 @@ from csc.ir.schedule import Action, Message
 from csc.runtime.consistency import Shared
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import Meeting
-from csc.runtime.specs import MessageSpec, ValueSpec
+from csc.runtime.specs import MessageSpec, StageSpec, ValueSpec
 from csc.runtime.spread import Recent
 from csc.runtime.threads import Turns
 
@@ -217,9 +217,9 @@ class InProcess:
         self.meeting = Meeting()
         self.ranks = tuple(range(self._mesh.size))
         self._hub = _Hub()
-        if len(self._mesh.group(Group.LAYER, 0)) > 1:
+        if max(map(len, self._mesh.groups(Group.LAYER))) > 1:
             self._hub.turns = Turns()
-        self._endpoints = [_Local(self._hub, rank, self._mesh) for rank in self.ranks]
+        self._endpoints = [_Local(self._hub, rank, self._mesh, program.manifest.stages) for rank in self.ranks]
 
     def failed(self, error: BaseException) -> BaseException:
         """There is nobody to tell."""
@@ -262,12 +262,13 @@ class InProcess:
 class _Local:
     """Endpoint of the in-process transport."""
 
-    def __init__(self, hub: _Hub, rank: int, mesh: Mesh) -> None:
+    def __init__(self, hub: _Hub, rank: int, mesh: Mesh, stages: Sequence[StageSpec]) -> None:
         self.rank = rank
         self.recent = hub.recent
         self.under_way: dict[int, Any] = {}
         self._hub = hub
-        self._pipeline = mesh.group(Group.PIPELINE, rank)[0]
+        self._mesh = mesh
+        self._positions = [stage.rank for stage in stages]
 
     def at(self, place: Action | str) -> None:
         """Nobody has to be told: the ranks are one process."""
@@ -275,14 +276,15 @@ class _Local:
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
         tensors = laid_out(message, values, self.rank)
         names = [spec.name for spec in message.values]
-        self._hub.mail[self._pipeline, message.channel, microbatch] = dict(zip(names, tensors, strict=True))
+        for peer in self._mesh.receivers(self.rank, self._positions[message.destination]):
+            self._hub.mail[peer, message.channel, microbatch] = dict(zip(names, tensors, strict=True))
         self._hub.changed()
 
     def post(self, message: MessageSpec, microbatch: int) -> None:
         """Nothing to announce: the sender's tensor itself will be the receiver's."""
 
     def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor] | None:
-        return self._hub.mail.pop((self._pipeline, message.channel, microbatch), None)
+        return self._hub.mail.pop((self.rank, message.channel, microbatch), None)
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str

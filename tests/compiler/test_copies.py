@@ -25,6 +25,7 @@ from tests.tiers import long
 
 pytestmark = pytest.mark.usefixtures("traces")
 TOWER = "vision_tower.tp=2"
+NARROW = "vision_tower.tp=1,vision_tower.pp=1"  # on ranks of its own, fewer than others have: see test_narrow
 
 
 def test_an_encoder_divided_by_two_beside_a_language_model_divided_by_four() -> None:
@@ -109,6 +110,17 @@ CASES: dict[str, dict[str, Any]] = {
     "shards": {"mesh": f"tp=4,dp=2,{TOWER}", "options": {"zero": 3}},
     "stages": {"mesh": f"tp=4,pp=2,{TOWER}"},
     "patches": {"model": "patches", "mesh": "tp=4,visual.tp=2"},
+    "one rank": {"mesh": f"tp=2,pp=2,{NARROW},vision_tower.dp=1"},
+    "two ranks, other images": {"mesh": f"tp=4,pp=2,{NARROW},vision_tower.dp=2"},
+    "two ranks, divided": {"mesh": "tp=4,pp=2,vision_tower.tp=2,vision_tower.pp=1,vision_tower.dp=1"},
+    "two ranks, frozen": {"mesh": f"tp=4,pp=2,{NARROW},vision_tower.dp=2", "frozen": ["vision_tower"]},
+    "one rank, shards": {"mesh": f"tp=2,pp=2,dp=2,{NARROW},vision_tower.dp=2", "options": {"zero": 3}},
+    "one rank, summed": {"mesh": f"tp=2,pp=2,dp=2,{NARROW},vision_tower.dp=2", "options": {"zero": 1}},
+    "two ranks, patches": {
+        "model": "patches",
+        "mesh": "tp=4,pp=2,visual.tp=1,visual.pp=1,visual.dp=2",
+        "microbatches": 1,
+    },
 }
 
 

@@ -331,15 +331,15 @@ def test_one_mesh_in_four_forms() -> None:
         ({"a": {"tp": 4}, "b": {"tp": 3}}, "b has tp=3.*4 ranks are no groups of 3.*fits is b.tp=2, where 2 ranks"),
         ("tp=4,b.tp=8", "b has tp=8, and the mesh has tp=4: 4 ranks are no groups of 8.*fits is b.tp=4"),
         ("tp=8,a.tp=2,b.tp=4", "a has tp=2 and b has tp=4 in a mesh of tp=8: csc makes groups of one size within tp"),
-        ({"a": {"tp": 4}, "b": {"tp": 2}}, r"b has dp \* tp = 2.*that fits: b with dict\(tp=2, dp=2\)"),
-        ({"a": {"tp": 4}, "b": {"dp": 2}}, r"b has dp \* tp = 2.*a has tp=4.*that fits: b with dict\(tp=1, dp=4\)"),
+        ({"a": {"tp": 4}, "b": {"tp": 2}}, r"b has dp \* tp = 2.*on the same ranks: b with tp=2 and dp=2"),
+        ({"a": {"tp": 4}, "b": {"dp": 2}}, r"b has dp \* tp = 2.*on the same ranks: b with tp=1 and dp=4"),
         ({"a": {"tp": 4}, "b": {"dp": 4, "pp": 2}}, "b has pp=2 in a mesh where a has no pp.*those of all components"),
         ({"a": {"tp": 4, "cp": 2}, "b": {"dp": 4, "cp": 1}}, "b has cp=1 in a mesh where a has cp=2,tp=4"),
         ("pp=2,vision_tower.pp=2", "vision_tower.pp=2 leaves none of pp=2 for the other components"),
         ("pp=2,vision_tower.pp=0", "axis pp of vision_tower has size 0"),
         ({"a": {"tp": 4}, "b": 2}, "the mesh has 2 for b.*Map components to sizes of axes"),
         ({"a": {"tp": 4}, "b": {"dp": 0}}, "axis dp of b has size 0"),
-        ("vision_tower.dp=2", "there is no axis 'vision_tower.dp'"),
+        ("vision_tower.cp=2", "there is no axis 'vision_tower.cp'"),
     ],
 )
 def test_meshes_that_cannot_be(mesh: Any, said: str) -> None:
