@@ -77,6 +77,7 @@ class Spreading:
         self._placeholders()
         for node in g.calls(self.program.graph):
             if node in self.local:
+                self.reader = node
                 self._local_call(node)
                 continue
             for used in node.all_input_nodes:
@@ -357,7 +358,8 @@ class Spreading:
             behind = node.meta["val"].dim() - 1 - dims[0]
             pads = [0, 0] * behind + [place[0], self.sizes.tokens - place[1]]
             whole = self._call(node, aten.constant_pad_nd.default, whole, pads, fill)
-        taken = self.edge.own(partial(self._call, node), node, whole, self.own, dims[0], self.sizes.shard)
+        like = self.reader if node.op == "placeholder" else node  # a parameter is of the module that reads it
+        taken = self.edge.own(partial(self._call, like), node, whole, self.own, dims[0], self.sizes.shard)
         if node in self.labels:
             shape = [-1 if d == dims[0] else 1 for d in range(node.meta["val"].dim())]
             real = self._call(node, aten.view.default, self.own["real"], shape)

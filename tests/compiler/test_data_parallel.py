@@ -155,6 +155,7 @@ def test_models_of_hugging_face(name: str) -> None:
         long("Qwen2-VL", (1, 1, 1, 1), "tp=2,dp=2,visual.tp=1", {"microbatches": 2, "zero": 3, "recompute": "full"}),
         long("Qwen3-VL", (1, 1), "tp=2,cp=2,visual.tp=1", {}),
         long("Qwen2-Audio", (1, 2), "tp=2,audio_tower.tp=1", {}),
+        long("Qwen2-Audio", (1, 2), "tp=2,pp=2,audio_tower.tp=1,audio_tower.pp=1", {}),
         long("SmolVLM", (1, 2), "tp=2,vision_model.tp=1", {}),
     ],
 )

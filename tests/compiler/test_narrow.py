@@ -92,6 +92,7 @@ def test_sounds(own: str) -> None:
         long("Qwen2-VL", (1, 1, 1, 1), "tp=4,pp=2,dp=2,visual.tp=1,visual.pp=1,visual.dp=4",
              {"microbatches": 2, "zero": 3, "recompute": "full"}),
         long("Qwen2-Audio", (1, 2), "tp=2,pp=2,audio_tower.tp=1,audio_tower.pp=1,audio_tower.dp=1", {}),
+        long("Qwen2-Audio", (1, 2), "tp=4,pp=2,audio_tower.tp=1,audio_tower.pp=1,audio_tower.dp=2", {}),
     ],
 )  # fmt: skip
 def test_any_number_and_size_of_images(
