@@ -23,7 +23,7 @@ from csc.codegen.stage_functions import StageWriter, place
 
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.ir.program import Program, Stage
+from csc.ir.program import Message, Program, Stage
 
 
 def rank_path(rank: int) -> str:
@@ -44,10 +44,9 @@ def rank_sources(index: ProgramNames, mesh: Mesh) -> dict[str, str]:
     for stage in index.program.stages:
         stages[stage.rank].append(stage)
     files: dict[str, str] = {}
-    shared = mesh.size > mesh.pp
-    for position, own in enumerate(stages):
-        written = _position(index, position, own)
-        ranks = mesh.groups(Group.POSITION)[position]
+    for position, (own, ranks) in enumerate(zip(stages, mesh.groups(Group.POSITION), strict=True)):
+        written = _position(index, position, own, mesh)
+        shared = len(ranks) > 1
         if shared:
             opening = f'"""Position {position} of {mesh.pp}: {_held(written, index.program)}, for {len(ranks)} ranks.'
             files[position_path(position)] = _file([opening, "", *written.docstring], written.imports, written.code)
@@ -74,7 +73,7 @@ class _Position:
     code: str
 
 
-def _position(index: ProgramNames, position: int, stages: Sequence[Stage]) -> _Position:
+def _position(index: ProgramNames, position: int, stages: Sequence[Stage], mesh: Mesh) -> _Position:
     claimed: set[str] = set()
     writers = []
     for stage in stages:
@@ -83,7 +82,7 @@ def _position(index: ProgramNames, position: int, stages: Sequence[Stage]) -> _P
     docstring = []
     for writer in writers:
         docstring += [f"Stage {writer.stage.index}"] if len(writers) > 1 else []
-        docstring += _contents(index, writer.stage, writer.segments)
+        docstring += _contents(index, writer.stage, writer.segments, mesh)
     functions = {name: text for writer in writers for name, text in writer.functions().items()}
     return _Position(
         tuple(stage.index for stage in stages),
@@ -152,7 +151,7 @@ def _token_shards(program: Program, mesh: Mesh, rank: int) -> list[str]:
     return [f"{'Tokens' if not i else '':<9} {row}" for i, row in enumerate(rows)]
 
 
-def _contents(index: ProgramNames, stage: Stage, parts: Sequence[Segment]) -> list[str]:
+def _contents(index: ProgramNames, stage: Stage, parts: Sequence[Segment], mesh: Mesh) -> list[str]:
     """What a stage holds, receives and sends."""
     lines = []
     for number, segment in enumerate(parts):
@@ -178,12 +177,21 @@ def _contents(index: ProgramNames, stage: Stage, parts: Sequence[Segment]) -> li
         rows = [
             f"{'' if kind == 'F' else 'gradient of '}{comment(value)} {index.types[value]} "
             f"{'from' if other == 'source' else 'to'} {place(index.program, getattr(message, other), stage)}"
+            f"{_counterparts(mesh, index.program, message)}"
             for kind in "FB"
             for message in messages.get((kind, stage.index), ())
             for value in message.values
         ]
         lines += [f"{title if not i else '':<9} {row}" for i, row in enumerate(rows or ["nothing"])]
     return lines
+
+
+def _counterparts(mesh: Mesh, program: Program, message: Message) -> str:
+    """Who of the tp ranks sends, and to how many, where one end has fewer of them."""
+    here, there = (mesh.width(program.stages[one].rank) for one in (message.source, message.destination))
+    if here < there:
+        return f", {there // here} ranks for each of {here}"
+    return f", by tp rank{f's 0 to {there - 1}' if there > 1 else ' 0'} alone" if here > there else ""
 
 
 ORDER_LINES = 6

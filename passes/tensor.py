@@ -206,7 +206,7 @@ def _applied(
         replace(region, shared=(*region.shared, tables[ranks[region.template]])) if found[region.template].meets
         else region for region in program.regions
     )  # fmt: skip
-    reasons = dict.fromkeys(reason for choice in found.values() for reason in choice.reasons)
+    reasons = dict.fromkeys(reason for name, one in found.items() if ranks[name] > 1 for reason in one.reasons)
     return replace(
         program,
         templates=templates,
