@@ -384,11 +384,8 @@ class Spreading:
     def _mixed(self, node: fx.Node, why: str) -> InputError:
         where = g.place(node)
         notes = "".join(f" ({note})" for note in self.program.notes if note.startswith(where.split(",")[0]))
-        return InputError(
-            f"{g.op_name(node)} {why}, and with {self.over} the tokens are on different ranks{notes}",
-            where,
-            f"{self.without}, or move this operation in front of the first layer",
-        )
+        what = f"{g.op_name(node)} {why}, and with {self.over} the tokens are on different ranks{notes}"
+        return InputError(what, where, f"{self.without}, or move this operation in front of the first layer")
 
 
 def _what_moves(node: fx.Node | None) -> set[fx.Node]:

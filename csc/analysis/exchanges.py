@@ -79,11 +79,12 @@ def wires(mesh: Mesh, hardware: Hardware) -> dict[str, tuple[int, Wire]]:
     """Devices fill nodes in the order of their global ranks."""
     found = {}
     for axis, group in SHARING.items():
+        if mesh.sizes(group) == (1,) or (axis == "division" and mesh.copies == 1):
+            continue
         listed = mesh.groups(group)
         most = max(map(len, listed))
         apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
-        if most > 1 and (axis != "division" or mesh.copies > 1):
-            found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
+        found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
     if mesh.components and "cp" not in found and "tp" in found:
         found["cp"] = found["tp"]  # which alone share tokens then
     return found

@@ -21,12 +21,10 @@ position has fewer tp ranks than the others; all of these stand in front.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 from csc.errors import InputError
@@ -34,6 +32,7 @@ from csc.ir.component_meshes import AXES, OWN, check_own_tp, check_size, own_of,
 from csc.ir.groups import Group
 from csc.ir.mesh_words import order_of, sizes_of_device_mesh, sizes_of_text
 from csc.ir.narrow_positions import check_narrow
+from csc.ir.rank_numbers import RankNumbers
 
 
 class Coordinates(NamedTuple):
@@ -130,7 +129,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.ranks or self.dp * self.cp * sum(self._widths)
+        return self.ranks or self._numbers.count
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:
@@ -139,22 +138,8 @@ class Mesh:
         return (*in_front, *[self.tp] * (self.pp - len(in_front)))
 
     @cached_property
-    def _starts(self) -> tuple[int, ...]:
-        """How many ranks stand in front of each position, and behind the last one, for one index of the slower axes."""
-        each = (math.prod(self._size(axis, position) for axis in self._faster) for position in range(self.pp))
-        return (0, *accumulate(each))
-
-    @property
-    def _slower(self) -> tuple[str, ...]:
-        """Than pp; so they count ranks."""
-        return self.order[: self.order.index("pp")]
-
-    @property
-    def _faster(self) -> tuple[str, ...]:
-        return self.order[self.order.index("pp") + 1 :]
-
-    def _size(self, axis: str, position: int) -> int:
-        return self.width(position) if axis == "tp" else int(getattr(self, axis))
+    def _numbers(self) -> RankNumbers:
+        return RankNumbers({axis: getattr(self, axis) for axis in self.AXES}, self.order, self._widths)
 
     def width(self, position: int) -> int:
         """How many tp ranks there are at an index on the pp axis.
@@ -174,17 +159,10 @@ class Mesh:
         """
         at = Coordinates(dp, pp, cp, tp)
         for axis in self.AXES:
-            index, size = getattr(at, axis), self._size(axis, pp)
+            index, size = getattr(at, axis), self.width(pp) if axis == "tp" else getattr(self, axis)
             if not 0 <= index < size:
                 raise IndexError(f"{axis} index {index} is outside 0..{size - 1} of {self}")
-        ahead, inside = (self._index(at, axes) for axes in (self._slower, self._faster))
-        return ahead * self._starts[-1] + self._starts[pp] + inside
-
-    def _index(self, at: Coordinates, axes: Sequence[str]) -> int:
-        found = 0
-        for axis in axes:
-            found = found * self._size(axis, at.pp) + getattr(at, axis)
-        return found
+        return self._numbers.number(dp, pp, cp, tp)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Inverse of `rank_of`.
@@ -200,13 +178,7 @@ class Mesh:
             )  # fmt: skip
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is outside 0..{self.size - 1} of {self}")
-        ahead, rank = divmod(rank, self._starts[-1])
-        position = bisect_right(self._starts, rank) - 1
-        found = {"pp": position}
-        for axes, index in ((self._slower, ahead), (self._faster, rank - self._starts[position])):
-            for axis in reversed(axes):
-                index, found[axis] = divmod(index, self._size(axis, position))
-        return Coordinates(**found)
+        return Coordinates(**self._numbers.place(rank))
 
     def receivers(self, rank: int, position: int) -> tuple[int, ...]:
         """The ranks at a position to which a rank sends what it has made for the stages there: its counterpart; from a
@@ -232,11 +204,14 @@ class Mesh:
         Raises:
             IndexError: The mesh has no such rank.
         """
-        at = self.coordinates(rank)
+        return self._group(what, self.coordinates(rank), positions)
+
+    def _group(self, what: Group, at: Coordinates, positions: Sequence[int] | None) -> tuple[int, ...]:
+        """at: of a rank, or of one that would be there if its position had as many as any."""
         dp, cp = (range(getattr(self, axis)) if axis in what.along else (getattr(at, axis),) for axis in ("dp", "cp"))
-        everywhere = range(self.pp) if "pp" in what.along else (at.pp,)
+        everywhere, number = range(self.pp) if "pp" in what.along else (at.pp,), self._numbers.number
         found = tuple(
-            self.rank_of(d, p, c, t)
+            number(d, p, c, t)
             for p in (everywhere if positions is None else positions)
             for d, c, t in product(dp, cp, self._parts_of_layers(what, at.tp, p))
         )  # fmt: skip
@@ -246,28 +221,31 @@ class Mesh:
         """All groups of a kind, in the order of their coordinates on the other axes: every rank (with positions: every
         rank there) is in one of them.
         """
-        there = range(self.pp) if positions is None else positions
-        found, seen = [], set[int]()
-        for d, p, c in product(range(self.dp), there, range(self.cp)):
-            for t in range(self.width(p)):
-                rank = self.rank_of(d, p, c, t)
-                if rank not in seen:
-                    found.append(self.group(what, rank, positions))
-                    seen.update(found[-1])
-        return tuple(found)
+        inside = (*what.along, *(["pp"] if positions is not None else []))
+        dp, pp, cp = (range(1 if axis in inside else getattr(self, axis)) for axis in self.AXES[:-1])
+        firsts = []
+        for p in pp:
+            widest = max(positions or (range(self.pp) if "pp" in inside else [p]), key=self.width)
+            parts = range(self.width(widest))
+            firsts.append(sorted({self._parts_of_layers(what, part, widest)[0] for part in parts}))
+        return tuple(
+            self._group(what, Coordinates(d, p, c, part), positions)
+            for d, p, c in product(dp, pp, cp)
+            for part in firsts[p]
+        )
 
     def _parts_of_layers(self, what: Group, part: int, position: int) -> Sequence[int]:
         """The indices on the tp axis of the ranks of a group at a position, that of a rank with this index."""
-        width = self.width(position)
+        width, along = self.width(position), what.along
         part %= width
+        if "tp" in along:
+            return range(width)
         first = part // self.division * self.division
-        for axis, found in (("tp", range(width)), ("copies", range(part - first, width, self.division)),
-                            ("division", range(first, min(first + self.division, width)))):  # fmt: skip
-            if axis in what.along:
-                return found
-        return (part,)
+        if "copies" in along:
+            return range(part - first, width, self.division)
+        return range(first, min(first + self.division, width)) if "division" in along else (part,)
 
-    @property
+    @cached_property
     def division(self) -> int:
         """How many neighbours divide the layers of components with a tp between 1 and the mesh's, or are a narrow
         position's; the mesh's tp without these.
