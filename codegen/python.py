@@ -100,6 +100,8 @@ def source(role: tuple[str, str]) -> str:
         return 'batch["random"]'
     if kind == "tensor":
         return 'batch["tp"]' if label == "number" else f'batch["tp_{label}"]'
+    if kind == "context group":
+        return 'batch["cp"]'
     if kind == "context":
         component, _, what = label.rpartition(".")
         return f'batch["context"][{quoted(component)}].{what}'

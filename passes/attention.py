@@ -38,7 +38,7 @@ def attention(program: Program, options: Options) -> Program:
     writer = Writer(graph, program.fake_mode)
     masks: Masks = {}
     notes = []
-    shared = {component for component, tp in options.mesh.components if tp < options.mesh.tp}
+    shared = {component for component, tp in options.mesh.components if tp < options.mesh.tp_ranks(component)}
     for node in g.calls(graph):
         spread = options.mesh.cp > 1 or component_of(program, node) in shared
         given = _given(node, writer, spread)

@@ -260,7 +260,7 @@ def table_name(node: fx.Node) -> str:
             node = node.args[0]
         else:
             break
-    if node.op == "placeholder" and node.meta["role"][0] in ("context", "tensor"):
+    if node.op == "placeholder" and node.meta["role"][0] in ("context", "context group", "tensor"):
         return identifier(node.name)
     if node.op == "placeholder":
         return identifier(node.meta["role"][1].split(".")[-1])

@@ -1,14 +1,18 @@
 """The calls of one component on a rank's own samples, in the graph of a whole model.
 
 Terms
+  level    ranks along an axis that share samples out: first those of cp, then those of tp or within it
   samples  what the first dimension counts of what the component reads first: images, clips. Followed through its calls
            by csc.analysis.tensor_axes
   shard    a value's entries of a rank's own samples, as many on each rank: the last slots may repeat the last sample,
            and their gradients are zero. What has no samples is whole, and equal on all ranks
   inside   the calls of the component; a call inside on shards reads nothing but shards and what is whole
 
-    SampleShards(graph, inside, component, ranks, mode).run(name, number, role) -> fx.Graph
-    .parts                       parameters whose gradients are parts of a sum over the ranks
+    SampleShards(graph, inside, component, levels, mode).run(number) -> fx.Graph      levels: {"cp": 2, "tp": 4}
+    .parts                       parameters whose gradients are parts of a sum over tp
+
+What ranks of tp compute is equal on all of them, gradients included; those of cp have each a part of every gradient,
+which REDUCE adds up whatever it is of.
 
 What cannot be is an InputError with the call: one that mixes samples, a random number for each of them, a mask of their
 own.
@@ -16,11 +20,12 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
-from csc.kernels.collectives import ALL_GATHER, OWN_PART, SHARE, slots
+from csc.kernels.collectives import ALL_GATHER, GATHER_SHARED, OWN_PART, SHARE, slots
+from csc.passes.tensor import GROUPS
 from torch import fx
 
 from csc.analysis.dimension_trees import Dim, contains, flat, found, leaf, leaves
@@ -31,6 +36,7 @@ from csc.analysis.operators.table import SIZES, relation, resized
 from csc.analysis.tensor_axes import Trees
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.naming import unique
 from csc.ir.rewrite import Writer
 from csc.torch_private.traces import FakeTensorMode
 
@@ -39,9 +45,11 @@ STAYS = (None, "regrouped", "grouped", "joined")  # how a dimension of samples m
 
 class SampleShards:
     def __init__(
-        self, graph: fx.Graph, inside: Collection[fx.Node], component: str, ranks: int, mode: FakeTensorMode
-    ) -> None:
-        self.old, self.inside, self.component, self.ranks = graph, inside, component, ranks
+        self, graph: fx.Graph, inside: Collection[fx.Node], component: str, levels: Mapping[str, int],
+        mode: FakeTensorMode,
+    ) -> None:  # fmt: skip
+        self.old, self.inside, self.component, self.levels = graph, inside, component, levels
+        self.groups: dict[str, fx.Node] = {}  # by level
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, mode)
         self.trees = self._trees()
@@ -55,11 +63,14 @@ class SampleShards:
         self.shards: dict[fx.Node, fx.Node] = {}  # as calls on shards see the others
         self.parts: set[str] = set()
 
-    def run(self, name: str, number: torch.Tensor, role: tuple[str, str]) -> fx.Graph:
-        """name, number, role: of the placeholder for the number of the rank's group."""
+    def run(self, number: torch.Tensor) -> fx.Graph:
+        """number: what the number of a group of ranks is like."""
         for node in g.placeholders(self.old):
             self.wholes[node] = g.add_placeholder(self.graph, node.name, node.meta["val"], node.meta["role"])
-        self.group = g.add_placeholder(self.graph, name, number, role)
+        taken = {node.name for node in self.old.nodes}
+        for axis in self.levels:
+            name, role = GROUPS[axis]
+            self.groups[axis] = g.add_placeholder(self.graph, unique(name, taken), number, role)
         for node in g.calls(self.old):
             if node in self.local:
                 self._on_shards(node)
@@ -162,10 +173,14 @@ class SampleShards:
         if used not in self.dims:
             return self._enter(used, reader)
         if used not in self.shards:
-            own = self._made(
-                f"own_{used.name}", reader, OWN_PART, self.wholes[used], self.dims[used], self.axis.size, self.ranks,
-                True, self.group,
-            )  # fmt: skip
+            own = self.wholes[used]
+            if "cp" in self.levels and used in self.carrying:
+                self._refuse(reader, f"reads {used.name}, of whose gradient each cp rank would have another part")
+            for axis, samples in self._entering():
+                own = self._made(
+                    f"own_{used.name}", reader, OWN_PART, own, self.dims[used], samples, self.levels[axis], True,
+                    self.groups[axis],
+                )  # fmt: skip
             own.meta["hint"] = f"own_{used.meta['role'][1] if used.op == 'placeholder' else used.name}"
             self.shards[used] = own
         return self.shards[used]
@@ -174,13 +189,15 @@ class SampleShards:
 
     def _enter(self, used: fx.Node, reader: fx.Node) -> fx.Node:
         """A value without samples for calls inside: their gradients of it are parts."""
+        if not self._over_tp and used not in self.within:
+            return self.wholes[used]
         if used not in self.within:
             own = used.op == "placeholder" and all(user in self.inside for user in used.users)
             if used in self.carrying and own:
                 self.parts.add(used.meta["role"][1])  # summed once a step
             shared = used in self.carrying and not own
             self.within[used] = (
-                self._made(f"{used.name}_shared", reader, SHARE, self.wholes[used], self.group)
+                self._made(f"{used.name}_shared", reader, SHARE, self.wholes[used], self.groups[self._over_tp])
                 if shared else self.wholes[used]
             )  # fmt: skip
         return self.within[used]
@@ -190,19 +207,40 @@ class SampleShards:
         rank's, as if it were a single sample's.
         """
         if used in self.local:
-            shard, dim, samples = self.shards[used], self.dims[used], self.axis.size
-        elif used not in self.carrying:
-            return self.within[used]
-        else:
-            shard, dim, samples = self.within[used], 0, 1
-            if not isinstance(shard.meta["val"], torch.Tensor) or not shard.meta["val"].dim():
-                self._refuse(used, "makes one result of all samples")
-        return self._made(f"{used.name}_whole", reader, ALL_GATHER, shard, dim, samples, self.ranks, self.group)
+            whole, dim = self.shards[used], self.dims[used]
+            for axis, samples in reversed(self._entering()):
+                gather = GATHER_SHARED if axis == "cp" else ALL_GATHER
+                whole = self._made(
+                    f"{used.name}_whole", reader, gather, whole, dim, samples, self.levels[axis], self.groups[axis]
+                )  # fmt: skip
+            return whole
+        whole, over = self.within[used], self._over_tp
+        if not over or used not in self.carrying:
+            return whole
+        if not isinstance(whole.meta["val"], torch.Tensor) or not whole.meta["val"].dim():
+            self._refuse(used, "makes one result of all samples")
+        return self._made(
+            f"{used.name}_whole", reader, ALL_GATHER, whole, 0, 1, self.levels[over], self.groups[over]
+        )  # fmt: skip
+
+    @property
+    def _over_tp(self) -> str:
+        """The level of tp, or within it; "": none."""
+        return next((axis for axis in self.levels if axis != "cp"), "")
+
+    def _entering(self) -> list[tuple[str, int]]:
+        """The samples among which each level shares out."""
+        found, samples = [], self.axis.size
+        for axis, ranks in self.levels.items():
+            found.append((axis, samples))
+            samples = slots(samples, ranks)
+        return found
 
     def _sizes(self, node: fx.Node, result: int) -> list[int]:
         val = node.meta["val"]
         one = val[result] if isinstance(val, (tuple, list)) else val
-        most = slots(self.axis.size, self.ranks)
+        axis, samples = self._entering()[-1]
+        most = slots(samples, self.levels[axis])
         return [
             size // self.axis.size * most if place == self.dims[node] else size for place, size in enumerate(one.shape)
         ]
@@ -220,6 +258,8 @@ class SampleShards:
         )  # fmt: skip
 
     def _remedy(self) -> str:
+        if "cp" in self.levels:
+            return f"leave {self.component}.cp out of the mesh: every cp rank then computes it whole"
         return (
             f"leave {self.component} out of the mesh, so that its layers are divided as those of other components are"
         )

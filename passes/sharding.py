@@ -88,7 +88,7 @@ class Spreading:
         self.new.output((self.mapping[loss],))
         g.erase_dead(self.new)
         for placeholder in g.placeholders(self.new):
-            if placeholder.meta["role"][0] in ("context", "tensor") and not placeholder.users:
+            if placeholder.meta["role"][0] in ("context", "context group", "tensor") and not placeholder.users:
                 self.new.erase_node(placeholder)
         return self.new
 

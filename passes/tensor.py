@@ -24,7 +24,10 @@ DROPPED = (
 )
 GROUP = ("tensor", "number")  # the role of the number of a rank's group
 COPIES, DIVISION = ("tensor", "copies"), ("tensor", "division")  # of its groups within that: see csc.ir.groups
-GROUPS = {"tp": ("tp_group", GROUP), "copies": ("tp_copies", COPIES), "division": ("tp_division", DIVISION)}
+GROUPS = {
+    "tp": ("tp_group", GROUP), "copies": ("tp_copies", COPIES), "division": ("tp_division", DIVISION),
+    "cp": ("cp_group", ("context group", "number")),
+}  # fmt: skip
 """By axis, the name and role of a placeholder for the number."""
 
 

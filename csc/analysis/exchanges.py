@@ -87,6 +87,8 @@ def wires(mesh: Mesh, hardware: Hardware) -> dict[str, tuple[int, Wire]]:
         found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
     if mesh.components and "cp" not in found and "tp" in found:
         found["cp"] = found["tp"]  # which alone share tokens then
+    if mesh.whole_sequences and "tp" not in found:
+        found["tp"] = found["cp"]  # which alone share out samples then
     return found
 
 

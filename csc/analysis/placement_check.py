@@ -25,6 +25,7 @@ from csc.ir.verifier import VerificationError
 Held = Mapping[tuple[str, str], Placement]  # by the role of a placeholder
 
 
+CONTEXT_GROUP = ("context group", "number")  # the role of the number of a rank's cp group
 Sound = set[tuple[fx.Graph, int]]
 
 
@@ -51,12 +52,12 @@ class Over:
         return parameter.parts
 
     def elsewhere(self, program: Program) -> set[tuple[str, str]]:
-        """The roles of what leads to ranks along the other axis."""
+        """The roles of what leads to ranks along another axis."""
         if self.axis == "tp":
-            return set()
+            return {CONTEXT_GROUP}
         other = "division" if self.axis == "copies" else "copies"
         plans = {("context", f"{one.component}.plan") for one in program.contexts if one.axis == other}
-        return {("tensor", other), *plans}
+        return {CONTEXT_GROUP, ("tensor", other), *plans}
 
 
 ALL = Over()

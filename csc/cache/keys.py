@@ -66,6 +66,7 @@ def trace_key(model: str, batch: Any, options: Options) -> str:
             options.mesh.sizes(Group.LAYER),
             options.mesh.components,
             options.mesh.narrow,
+            options.mesh.whole_sequences,
             repr(chosen),
         ]
     )

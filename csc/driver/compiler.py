@@ -149,7 +149,7 @@ class Compiler:
         tensors, _ = split_batch(match.batch)
         alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
         from_cache = any(captured is one for one in self.restored.values())
-        mesh = alone.mesh if alone.mesh.components else replace(alone.mesh, tp=1)
+        mesh = alone.mesh if alone.mesh.components or alone.mesh.whole_sequences else replace(alone.mesh, tp=1)
         whichever = from_cache, _key(match, replace(alone, mesh=mesh, sequence_parallel=False))
         *before, last = self.begun.get(whichever) or (with_sizes_of(captured, tensors),)
         sized = replace(last, joints=self.joints.get(name_of(captured)))
@@ -239,7 +239,8 @@ def _key(match: Match, options: Options) -> Any:
     """Of traced graphs."""
     return (
         match.key, options.loss_weight, options.mesh.sizes(Group.LAYER), options.mesh.components, options.mesh.narrow,
-        options.context, options.precision, options.keep_fp32, options.loss_chunk, options.sequence_parallel,
+        options.mesh.whole_sequences, options.context, options.precision, options.keep_fp32, options.loss_chunk,
+        options.sequence_parallel,
     )  # fmt: skip
 
 

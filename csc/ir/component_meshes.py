@@ -20,7 +20,7 @@ from csc.errors import InputError
 from csc.ir.narrow_positions import tp_ranks
 
 AXES = ("dp", "pp", "cp", "tp")
-OWN = (".tp", ".pp", ".dp")  # behind the name of a component, its own
+OWN = (".tp", ".pp", ".dp", ".cp")  # behind the name of a component, its own
 
 
 def check_own_tp(mesh: Any) -> None:
@@ -59,7 +59,7 @@ def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[s
             )  # fmt: skip
         for axis, size in sizes.items():
             check_size(f"axis {axis} of {name}", size)
-    largest = max(meshes, key=lambda name: meshes[name].get("tp", 1))
+    largest = max(meshes, key=lambda name: (meshes[name].get("tp", 1), meshes[name].get("cp", 1)))
     staged = {name: sizes["pp"] for name, sizes in meshes.items() if "pp" in sizes}
     if largest not in staged and staged:  # the largest has what the others leave, which nobody has said
         name = next(iter(staged))
@@ -74,21 +74,30 @@ def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[s
         own = make(**sizes)
         if own.tp not in (1, whole.tp):
             replace(whole, components=((name, own.tp),))  # which says so
-        if sizes.get("cp", whole.cp) != whole.cp:
-            raise InputError(
-                f"{name} has cp={sizes['cp']} in a mesh where {largest} has {whole}", "mesh",
-                "Every pipeline stage shares sequences among as many ranks: give cp to one component alone; the option "
-                "context spreads an encoder's tokens over fewer cp ranks",
-            )  # fmt: skip
-        if own.dp * own.tp > whole.dp * whole.tp:
+        cp = sizes.get("cp", whole.cp)
+        check_own_cp(name, cp, whole.cp)
+        ranks = whole.dp * whole.tp * whole.cp // cp
+        if own.dp * own.tp > ranks:
             raise InputError(
                 f"{name} has dp * tp = {own.dp * own.tp} in a mesh where {largest} has {whole}", "mesh",
                 f"No stage has more ranks than those of the component with the largest tp. The nearest that fits: "
-                f"{name} with dict(tp={own.tp}, dp={whole.dp * whole.tp // own.tp})",
+                f"{name} with dict(tp={own.tp}, dp={ranks // own.tp})",
             )  # fmt: skip
         found[f"{name}.tp"] = own.tp
-        found |= {f"{name}.dp": own.dp} if own.dp * own.tp < whole.dp * whole.tp else {}
+        found |= {f"{name}.dp": own.dp} if own.dp * own.tp < ranks else {}
+        found |= {f"{name}.cp": 1} if cp < whole.cp else {}
     return found
+
+
+def check_own_cp(component: str, cp: Any, whole: int) -> None:
+    """InputError but for that of the mesh, and 1."""
+    check_size(f"axis cp of {component}", cp)
+    if cp not in (1, whole):
+        raise InputError(
+            f"{component} has cp={cp} in a mesh of cp={whole}", "mesh",
+            f"Give it cp=1, where the {whole} ranks share out its samples; the option context spreads the tokens of an "
+            f"encoder over a divisor of {whole}",
+        )  # fmt: skip
 
 
 def own_words(mesh: Any) -> dict[str, int]:
@@ -96,19 +105,29 @@ def own_words(mesh: Any) -> dict[str, int]:
     tp = dict(mesh.components)
     found = {f"{name}.tp": size for name, size in mesh.components}
     found |= {f"{name}.pp": size for name, size in mesh.own_stages}
-    return found | {f"{name}.dp": mesh.dp * ranks // tp.get(name, mesh.tp) for name, ranks in mesh.narrow}
+    found |= {f"{name}.cp": 1 for name in mesh.whole_sequences}
+    for name, ranks in mesh.narrow:
+        replicas = mesh.dp * (mesh.cp if name in mesh.whole_sequences else 1)
+        found[f"{name}.dp"] = replicas * ranks // tp.get(name, mesh.tp)
+    return found
 
 
 def own_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """See the module. sizes: those of the mesh are among them."""
-    tp, pp, dp = (
+    tp, pp, dp, cp = (
         {name.removesuffix(axis): size for name, size in sizes.items() if name.endswith(axis)} for axis in OWN
     )
-    narrow = [
-        (name, tp_ranks(name, size, tp.get(name, sizes.get("tp", 1)), sizes.get("dp", 1), sizes.get("tp", 1)))
-        for name, size in dp.items()
-    ]  # fmt: skip
-    return {"components": tuple(tp.items()), "own_stages": tuple(pp.items()), "narrow": tuple(narrow)}
+    whole = {axis: sizes.get(axis, 1) for axis in AXES}
+    for name, size in cp.items():
+        check_own_cp(name, size, whole["cp"])
+    apart = tuple(name for name, size in cp.items() if size < whole["cp"])
+    replicas = {name: whole["dp"] * (whole["cp"] if name in apart else 1) for name in dp}
+    narrow = {name: tp_ranks(name, size, tp.get(name, whole["tp"]), replicas[name], whole["tp"])
+              for name, size in dp.items()}  # fmt: skip
+    return {
+        "components": tuple(tp.items()), "own_stages": tuple(pp.items()), "narrow": tuple(narrow.items()),
+        "whole_sequences": apart,
+    }  # fmt: skip
 
 
 def check_size(what: str, size: object) -> None:

@@ -13,6 +13,7 @@ position has fewer tp ranks than the others; all of these stand in front.
     .components                                        those that have another tp: (("vision_tower", 1),)
     .division  .copies                                 what tp is made of: see `Mesh.division`
     .own_stages                                        and those with pipeline stages of their own, out of pp
+    .whole_sequences                                   those with a cp of 1 beside the mesh's: ("vision_tower",)
     .narrow                                            of these those on fewer ranks: (("vision_tower", 2),)
     .width(position)  .receivers(rank, position)  .sender(rank, position)      what that makes of tp, and of messages
     Mesh.parse("pp=3,dp=2") -> Mesh
@@ -59,6 +60,7 @@ class Mesh:
         own_stages: Components with pipeline stages of their own, and how many of the pp; the others share the rest, or
             if nothing is left those of the last one.
         narrow: Of these, components on fewer ranks, and how many tp ranks each replica has at their stages.
+        whole_sequences: Components with a cp of 1, and this: the ranks of cp share out its samples.
         ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
     Raises:
@@ -75,6 +77,7 @@ class Mesh:
     components: tuple[tuple[str, int], ...] = ()
     own_stages: tuple[tuple[str, int], ...] = ()
     narrow: tuple[tuple[str, int], ...] = ()
+    whole_sequences: tuple[str, ...] = ()
 
     AXES: ClassVar[tuple[str, ...]] = AXES
 
@@ -110,6 +113,7 @@ class Mesh:
         object.__setattr__(self, "components", tuple(sorted(self.components)))
         object.__setattr__(self, "own_stages", tuple(sorted(self.own_stages)))
         object.__setattr__(self, "narrow", tuple(sorted((name, tp) for name, tp in self.narrow if tp != self.tp)))
+        object.__setattr__(self, "whole_sequences", tuple(sorted(self.whole_sequences)) if self.cp > 1 else ())
         check_narrow(self)
 
     def _plain_order(self) -> tuple[str, ...]:

@@ -61,17 +61,18 @@ class Kept(NamedTuple):
 Given = Mapping[str, torch.Tensor] | str | Path | None
 
 
-MEETINGS = {"tp": Group.TENSOR, "tp_copies": Group.COPIES, "tp_division": Group.DIVISION}
+MEETINGS = {
+    "tp": Group.TENSOR, "tp_copies": Group.COPIES, "tp_division": Group.DIVISION, "cp": Group.CONTEXT,
+}  # fmt: skip
 """By the batch's names of their numbers, the groups within which collectives of layers meet."""
 
 
 def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> dict[str, Met]:
-    """A rank's place among those that divide its layers, and within these; none with tp = 1. fused: its functions are
-    compiled by Inductor.
+    """A rank's place among those that divide its layers, and within these; and among those that share out samples of
+    its sequences. fused: its functions are compiled by Inductor.
     """
-    if mesh.tp == 1:
-        return {}
-    names = MEETINGS if mesh.copies > 1 else ["tp"]
+    names = [*(["tp"] if mesh.tp > 1 else []), *(["tp_copies", "tp_division"] if mesh.copies > 1 else [])]
+    names += ["cp"] if mesh.whole_sequences else []
     groups = {name: mesh.group(MEETINGS[name], rank) for name in names}
     return {
         name: Met(Membership(endpoint, group.index(rank), group), copies=fused) for name, group in groups.items()

@@ -116,6 +116,11 @@ CASES: dict[str, dict[str, Any]] = {
     "two ranks, frozen": {"mesh": f"tp=4,pp=2,{NARROW},vision_tower.dp=2", "frozen": ["vision_tower"]},
     "one rank, shards": {"mesh": f"tp=2,pp=2,dp=2,{NARROW},vision_tower.dp=2", "options": {"zero": 3}},
     "one rank, summed": {"mesh": f"tp=2,pp=2,dp=2,{NARROW},vision_tower.dp=2", "options": {"zero": 1}},
+    "other images on cp ranks": {"mesh": "cp=2,pp=2,vision_tower.cp=1"},
+    "other images on cp and tp ranks": {
+        "mesh": "cp=2,tp=2,vision_tower.cp=1,vision_tower.tp=1",
+        "options": {"zero": 1},
+    },
     "two ranks, patches": {
         "model": "patches",
         "mesh": "tp=4,pp=2,visual.tp=1,visual.pp=1,visual.dp=2",
