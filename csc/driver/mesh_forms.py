@@ -1,23 +1,24 @@
-"""The forms in which tensor-parallel ranks may divide a model, and stages that its encoders may have of their own.
+"""The forms in which ranks may divide a model, and stages that its encoders may have of their own.
 
 Terms: see csc.planning.meshes. The *encoders* are the components that have layers, but for the one whose layers run
 last, from which the loss comes.
 
     encoders(program) -> names
-    forms(names, options) -> [MeshForm]             those that come first are seldom beaten by the others
+    forms(names, options, division) -> [MeshForm]   those that come first are seldom beaten by the others
     own_stages(names, numbers) -> [own_stages]      as csc.ir.mesh has them, near the components' parts of the work
 
 Shared-out tokens come first: they take the bytes of one sum in two exchanges, or less, and divide norms and additions
-too, in seconds and in bytes.
+too, in seconds and in bytes. Ranks of cp that share out an encoder's samples do a part of what each does else.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from csc.ir.program import Options, Program
-from csc.planning.meshes import MeshForm
+from csc.planning.meshes import PLAIN, MeshDivision, MeshForm
 from csc.planning.problem import Problem
 
 OwnStages = tuple[tuple[str, int], ...]
@@ -30,12 +31,16 @@ def encoders(program: Program) -> tuple[str, ...]:
     return tuple(name for name in names if name != last)
 
 
-def forms(names: Sequence[str], options: Options) -> list[MeshForm]:
-    """A component whose tokens the options spread has no tp of its own; options that share out tokens stay so."""
+def forms(names: Sequence[str], options: Options, division: MeshDivision) -> list[MeshForm]:
+    """For a division in the plain form. A component whose tokens the options spread has no tp or cp of its own; options
+    that share out tokens stay so.
+    """
     free = tuple(name for name in names if name not in dict(options.context))
     groups = [(), free, *((name,) for name in free if len(free) > 1)] if free else [()]
-    return [MeshForm(apart, sequence) for sequence in (True, *(() if options.sequence_parallel else (False,)))
-            for apart in groups]  # fmt: skip
+    sequences = (True, *(() if options.sequence_parallel else (False,)))
+    found = [MeshForm(apart, sequence) for sequence in sequences for apart in groups] if division.tp > 1 else [PLAIN]
+    whole = tuple(sorted(free)) if division.cp > 1 else ()
+    return [*(replace(form, whole=whole) for form in found), *found] if whole else found
 
 
 def own_stages(names: Sequence[str], numbers: Problem) -> list[OwnStages]:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_several
 from csc.driver.mesh_divisions import UntracedDivisions
@@ -119,7 +120,7 @@ class MeshSearch:
                 f"give a multiple of {devices}, or fewer devices{other}",
             )  # fmt: skip
         self.encoders = encoders(first)
-        self.forms = forms(self.encoders, model.options)
+        self.forms = partial(forms, self.encoders, model.options)
         self.clock, self.seconds, self.start = clock, seconds, clock()  # from here on: the model has been captured
 
     def choice(self) -> MeshChoice:
@@ -171,7 +172,7 @@ class MeshSearch:
         if self.made and self._no_time_to_trace():
             self.found.left |= {layout: self.problems.ideal(layout) for layout in layouts}
             return []
-        for form in self.forms if division.tp > 1 else self.forms[:1]:
+        for form in self.forms(division):
             made = self._in_form(layouts, form)
             if made:
                 return made
@@ -218,8 +219,9 @@ class MeshSearch:
             if layout.mesh.tp > 1 and seconds.get(layout, found.expected[layout]) <= NEAR * found.best:
                 close.setdefault(layout.division, []).append(layout)
         for division, listed in close.items():
-            for form in self.forms:
-                if form == division.form or replace(division, form=form) in found.refused:
+            for form in self.forms(division):
+                known = form == division.form or replace(division, form=form) in found.refused
+                if known or form.whole != division.form.whole:
                     continue
                 if self._late():
                     found.left |= {one.in_form(form): self.problems.ideal(one) for one in listed}
@@ -374,7 +376,7 @@ class MeshSearch:
         refused = self.found.refused
         told = {}
         for division, why in refused.items():
-            forms = (PLAIN, *self.forms) if division.tp > 1 else (PLAIN,)
+            forms = (PLAIN, *self.forms(division))
             if all(refused.get(replace(division, form=form)) == why for form in forms):
                 division = replace(division, form=PLAIN)
             alike = {refused.get(replace(division, samples=samples)) for samples in asked} == {why}

@@ -4,8 +4,8 @@ Terms
   layout      a mesh with its microbatches: each of dp replicas takes `microbatches` of `samples` samples through its
               pipeline
   node        devices that fast links join; tensor-parallel ranks stand within one
-  form        how tensor-parallel ranks divide a model: whether they share out tokens between products
-              (`sequence_parallel`), and the components whose samples they share out instead (`vision_tower.tp=1`)
+  form        how ranks divide a model: whether those of tp share out tokens between products (`sequence_parallel`), and
+              the components whose samples they (`vision_tower.tp=1`) or those of cp (`vision_tower.cp=1`) share out
   division    what layouts that need the same traced graphs have in common: tp, cp, form and the samples of a microbatch
 
     layouts(devices, step, sizes, node, regions) -> [MeshLayout]      in the plain form
@@ -24,10 +24,11 @@ CONTEXT = 8  # ranks that share a sequence, at most
 
 @dataclass(frozen=True)
 class MeshForm:
-    """apart: components with a tp of 1."""
+    """apart: components with a tp of 1; whole: those with a cp of 1."""
 
     apart: tuple[str, ...] = ()
     sequence: bool = False
+    whole: tuple[str, ...] = ()
 
 
 PLAIN = MeshForm()
@@ -44,6 +45,7 @@ class MeshDivision:
 
     def __str__(self) -> str:
         named = [f"tp={self.tp}", f"cp={self.cp}", *(f"{component}.tp=1" for component in self.form.apart)]
+        named += [f"{component}.cp=1" for component in self.form.whole]
         return ", ".join([*named, "sequence_parallel"] if self.form.sequence else named)
 
 
@@ -58,15 +60,16 @@ class MeshLayout:
 
     @property
     def division(self) -> MeshDivision:
-        form = MeshForm(tuple(name for name, tp in self.mesh.components if tp == 1), self.sequence)
+        apart = tuple(name for name, tp in self.mesh.components if tp == 1)
+        form = MeshForm(apart, self.sequence, self.mesh.whole_sequences)
         return MeshDivision(self.mesh.tp, self.mesh.cp, self.samples, form)
 
     def in_form(self, form: MeshForm) -> MeshLayout:
-        """The same devices and samples; with a tp of 1 there is the plain form alone."""
-        if self.mesh.tp == 1:
-            return self
-        own = tuple((component, 1) for component in form.apart)
-        return replace(self, mesh=replace(self.mesh, components=own), sequence=form.sequence)
+        """The same devices and samples; with a tp (cp) of 1 nothing of the form is about tp (cp)."""
+        several = self.mesh.tp > 1
+        own = tuple((component, 1) for component in form.apart if several)
+        mesh = replace(self.mesh, components=own, whole_sequences=form.whole)
+        return replace(self, mesh=mesh, sequence=form.sequence and several)
 
     def __str__(self) -> str:
         shared = ", sequence_parallel" if self.sequence else ""

@@ -14,21 +14,36 @@ from csc.planning.mesh_bounds import least_seconds
 from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout
 from csc.planning.problem import Problem, Unit, Value, in_parts
 
+TP = MeshDivision(4, 1, 1)
+
 
 def test_forms_share_out_tokens_first_and_encoders_together_before_each() -> None:
-    found = forms(("vision", "audio"), Options())
+    found = forms(("vision", "audio"), Options(), TP)
     groups = [(), ("vision", "audio"), ("vision",), ("audio",)]
     assert found == [MeshForm(apart, sequence) for sequence in (True, False) for apart in groups]
-    assert forms(("vision",), Options()) == [
+    assert forms(("vision",), Options(), TP) == [
         MeshForm(apart, sequence) for sequence in (True, False) for apart in ((), ("vision",))
     ]
-    assert forms((), Options()) == [MeshForm((), True), PLAIN]
+    assert forms((), Options(), TP) == [MeshForm((), True), PLAIN]
+
+
+def test_ranks_of_cp_share_out_samples_of_encoders_first() -> None:
+    both, whole = ("vision", "audio"), ("audio", "vision")
+    assert forms(both, Options(), MeshDivision(1, 2, 1)) == [MeshForm(whole=whole), PLAIN]
+    assert forms((), Options(), MeshDivision(1, 2, 1)) == [PLAIN] == forms(both, Options(), MeshDivision(1, 1, 1))
+    of_tp = forms(both, Options(), TP)
+    assert forms(both, Options(), MeshDivision(4, 2, 1)) == [*(replace(one, whole=whole) for one in of_tp), *of_tp]
+    layout = MeshLayout(Mesh(dp=2, cp=2, pp=3), 2, 8).in_form(MeshForm(both, True, whole))
+    assert str(layout.mesh) == "dp=2,pp=3,cp=2,audio.cp=1,vision.cp=1" and not layout.sequence
+    assert layout.division == MeshDivision(1, 2, 2, MeshForm(whole=whole))
+    assert str(layout.division) == "tp=1, cp=2, audio.cp=1, vision.cp=1"
 
 
 def test_what_the_options_say_is_kept() -> None:
-    assert all(form.sequence for form in forms(("vision",), Options(sequence_parallel=True)))
-    spread = forms(("vision", "audio"), replace(Options(), context=(("vision", 2),)))
-    assert {form.apart for form in spread} == {(), ("audio",)}
+    assert all(form.sequence for form in forms(("vision",), Options(sequence_parallel=True), TP))
+    options = replace(Options(), context=(("vision", 2),))
+    assert {form.apart for form in forms(("vision", "audio"), options, TP)} == {(), ("audio",)}
+    assert {form.whole for form in forms(("vision", "audio"), options, MeshDivision(1, 2, 1))} == {(), ("audio",)}
 
 
 def test_a_layout_in_a_form_is_a_mesh_that_can_be_written() -> None:
