@@ -17,6 +17,8 @@ from torch import fx
 
 from csc.errors import CscError
 from csc.ir import graph as g
+from csc.ir.groups import Group
+from csc.ir.rank_entries import CONTEXT, MEETINGS, RANDOM
 from csc.torch_private.exported import OpOverload
 
 WIDTH = 100  # of code
@@ -97,14 +99,14 @@ def source(role: tuple[str, str]) -> str:
     """Where an emitted function finds a batch entry, a constant, or what the plan of the batch says."""
     kind, label = role
     if kind == "random":
-        return 'batch["random"]'
+        return f"batch[{quoted(RANDOM)}]"
     if kind == "tensor":
-        return 'batch["tp"]' if label == "number" else f'batch["tp_{label}"]'
+        return f"batch[{quoted(MEETINGS[Group.TENSOR if label == 'number' else Group(label)])}]"
     if kind == "context group":
-        return 'batch["cp"]'
+        return f"batch[{quoted(MEETINGS[Group.CONTEXT])}]"
     if kind == "context":
         component, _, what = label.rpartition(".")
-        return f'batch["context"][{quoted(component)}].{what}'
+        return f"batch[{quoted(CONTEXT)}][{quoted(component)}].{what}"
     return f"{'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
 
 

@@ -76,7 +76,7 @@ def _reasons(program: Program) -> dict[str, str]:
             found[region.name] = f"{region.name} depends on {above}, and {found[above]}"
         elif any(kind == "random" for kind, _ in read) or any(map(draws, g.calls(template.graph))):
             found[region.name] = f"{region.name} draws random numbers (dropout in train mode)"
-        elif template.divided or any(kind in ("context", "tensor") for kind, _ in read):
+        elif template.divided or any(kind in ("context", "context group", "tensor") for kind, _ in read):
             found[region.name] = f"{region.name} {SPREAD}"
         elif entries & tokens:
             found[region.name] = f"{region.name} depends on token ids ({min(entries & tokens)!r})"

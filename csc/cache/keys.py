@@ -33,7 +33,7 @@ from csc.capture.trace.training_mode import training, without_kv_cache
 from csc.ir.groups import Group
 from csc.ir.program import Options
 
-FORMAT = 4
+FORMAT = 5
 # Of the options; and the mesh within layers.
 OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk", "sequence_parallel")
 DISTRIBUTIONS = ("torch", "transformers", "triton")

@@ -10,6 +10,7 @@ from torch import nn
 
 from csc import devices
 from csc.errors import InputError
+from csc.ir.rank_entries import OWN
 
 
 def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -30,6 +31,11 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
     for name, value in batch.items():
+        if str(name).startswith(OWN):
+            raise InputError(
+                f"the batch has an entry {name!r}: what begins with {OWN!r} is what csc's programs add to a batch",
+                "example batch", "rename it",
+            )  # fmt: skip
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
                 raise InputError(

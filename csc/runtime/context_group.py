@@ -1,6 +1,6 @@
 """What an emitted program asks of a context-parallel group: attention over the tokens of all its ranks, and wholes.
 
-    attach(rank, microbatch) -> the microbatch with "context": {component: ContextPlan}     nothing to do with cp = 1
+    attach(rank, microbatch) -> the microbatch with {component: ContextPlan}     nothing to do with cp = 1
     prepare(rank, microbatch)                               the same plans ahead of the step, for `attach` to find
     plan.tokens, .real          int64 [shard], bool [shard]: the rank's tokens by slot; which slots hold one
     plan.plan                   int64: its number, by which csc::context_attention and its like find it
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from csc.ir.rank_entries import CONTEXT
 from csc.kernels import attention as kernels
 from csc.kernels.context import numbered
 from csc.kernels.mask import Mask
@@ -38,11 +39,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def attach(rank: Rank, microbatch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The microbatch with its plans, by component, under the key "context"."""
+    """The microbatch with its plans, by component, under the key CONTEXT."""
     specs = contexts(rank)
     if not specs:
         return microbatch
-    return {**microbatch, "context": {spec.component: _plan(spec, rank, microbatch) for spec in specs}}
+    return {**microbatch, CONTEXT: {spec.component: _plan(spec, rank, microbatch) for spec in specs}}
 
 
 def prepare(rank: Rank, microbatch: Mapping[str, Any]) -> None:

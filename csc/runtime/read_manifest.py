@@ -34,7 +34,7 @@ from csc.runtime.specs import (
     ValueSpec,
 )
 
-FORMAT = 4
+FORMAT = 5
 ZERO = 3  # the highest level of what data-parallel ranks divide
 LOSS_WEIGHTS = ("tokens", "sum", "mean")
 

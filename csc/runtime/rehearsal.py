@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from csc.ir.rank_entries import RANDOM
 from csc.runtime import context_group
 from csc.runtime.rank import Rank
 from csc.runtime.seeds import NO_CHANCE
@@ -33,7 +34,7 @@ def rehearse(rank: Rank, microbatch: Mapping[str, Any], weights: Mapping[str, to
     batch = {name: fake(value) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
     batch |= {name: met.number for name, met in rank.met.items()}
     if rank.program.manifest.random:
-        batch["random"] = NO_CHANCE
+        batch[RANDOM] = NO_CHANCE
     constants = {name: fake(tensor) for name, tensor in rank.constants.items()}
     whole = _whole(rank, weights, fake)
     with torch.no_grad(), mode:

@@ -4,7 +4,7 @@ Terms: the *step's seed* is drawn from torch's default generator by rank 0, once
 It is NO_CHANCE for a step that is compared with another program's (csc.kernels.dropout says what is drawn then).
 
     draw() -> int                                              this process' draw
-    attach(rank, microbatches, drawn) -> generator -> microbatches with "random": the seed of each
+    attach(rank, microbatches, drawn) -> generator -> microbatches with the seed of each
     of_microbatch(drawn, index) -> "random" of the microbatch with this index in the global batch
     seed_of(random, "model.layers.3.") -> seed of that region in a microbatch
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from csc.ir.groups import Group
+from csc.ir.rank_entries import RANDOM
 from csc.kernels.dropout import mixed
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
@@ -43,7 +44,7 @@ def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Generator[s
     step = torch.tensor([drawn if rank.rank == 0 else 0], dtype=torch.int64, device=rank.device)
     yield from wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers")
     first = rank.replica * len(microbatches)
-    return [{**batch, "random": of_microbatch(int(step), first + i)} for i, batch in enumerate(microbatches)]
+    return [{**batch, RANDOM: of_microbatch(int(step), first + i)} for i, batch in enumerate(microbatches)]
 
 
 def of_microbatch(drawn: int, index: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ from torch import nn
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
+from csc.ir.rank_entries import MEETINGS
 from csc.runtime import weights
 from csc.runtime.boxes import cut, part, put, sizes, whole_box
 from csc.runtime.exchange import Membership
@@ -61,19 +62,14 @@ class Kept(NamedTuple):
 Given = Mapping[str, torch.Tensor] | str | Path | None
 
 
-MEETINGS = {
-    "tp": Group.TENSOR, "tp_copies": Group.COPIES, "tp_division": Group.DIVISION, "cp": Group.CONTEXT,
-}  # fmt: skip
-"""By the batch's names of their numbers, the groups within which collectives of layers meet."""
-
-
 def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> dict[str, Met]:
     """A rank's place among those that divide its layers, and within these; and among those that share out samples of
     its sequences. fused: its functions are compiled by Inductor.
     """
-    names = [*(["tp"] if mesh.tp > 1 else []), *(["tp_copies", "tp_division"] if mesh.copies > 1 else [])]
-    names += ["cp"] if mesh.whole_sequences else []
-    groups = {name: mesh.group(MEETINGS[name], rank) for name in names}
+    asked = [Group.TENSOR] if mesh.tp > 1 else []
+    asked += [Group.COPIES, Group.DIVISION] if mesh.copies > 1 else []
+    asked += [Group.CONTEXT] if mesh.whole_sequences else []
+    groups = {MEETINGS[group]: mesh.group(group, rank) for group in asked}
     return {
         name: Met(Membership(endpoint, group.index(rank), group), copies=fused) for name, group in groups.items()
     }  # fmt: skip

@@ -107,7 +107,7 @@ def test_what_a_rank_file_says(tmp_path: Any) -> None:
     assert called == ["context_attention", "context_attention_backward"] and "import csc.kernels.context" in layer
     assert "[2, 32, 48]" in layer and "57" not in layer.split('"""')[2]
     tables = (tmp_path / "layers/tables.py").read_text()
-    assert 'batch["context"]["language_model"].tokens' in tables
+    assert 'batch["csc.context"]["language_model"].tokens' in tables
     assert "def language_model_visibility(batch, constants):" in tables
     assert "57, 57" not in tables
 

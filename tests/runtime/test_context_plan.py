@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
+from csc.ir.rank_entries import CONTEXT
 from csc.runtime.context_group import ContextPlan, attach
 from csc.runtime.specs import ContextSpec
 from csc.runtime.spread import spread
@@ -154,7 +155,7 @@ def test_microbatches_and_steps_with_equal_masks_shard_a_plan() -> None:
     whole, narrow = ({"ranges": ranges} for ranges in (causal(24).ranges, causal(24).ranges.clamp(max=9)))
     batches = [whole, narrow, {**whole}, {}]
     name = spec.component
-    first, second = ([[attach(rank, one)["context"][name] for one in batches] for rank in ranks] for _ in range(2))
+    first, second = ([[attach(rank, one)[CONTEXT][name] for one in batches] for rank in ranks] for _ in range(2))
     assert first == second
     assert all(mine[0] is mine[2] and len(set(map(id, mine))) == 3 for mine in first)
     assert len(transport.endpoint(0).recent.known) == 3  # planned once for all ranks
