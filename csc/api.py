@@ -51,6 +51,7 @@ def compile(
     recompute: str | Mapping[str, Any] | None = None,
     context: Mapping[str, int] | None = None,
     fuse: bool | None = None,
+    cuda_graphs: bool | None = None,
     zero: int | None = None,
     sequence_parallel: bool | None = None,
     directory: str | Path | None = None,
@@ -97,6 +98,8 @@ def compile(
             Encoders that are not named run whole on every rank; the language model is spread over all of cp.
         fuse: Compile the functions of each template with Inductor, as torch.compile does: a longer first step, shorter
             later ones, sums in another order; needs a C++ compiler on CPUs. None: False; see docs/fusing.md.
+        cuda_graphs: Record what a stage launches on a GPU, and launch it at once, with the same bits: for steps of many
+            short kernels. It takes memory for each microbatch in flight. None: False; see docs/devices.md.
         zero: What data-parallel ranks divide among each other instead of holding it alike: 1, the state of the
             optimizer, which `compiled.optimizer` makes; 2, gradients too; 3, parameters too, frozen ones included.
             None: 0, nothing; see docs/zero.md.
@@ -132,7 +135,8 @@ def compile(
         mesh=mesh if mesh is not None else Mesh(),
         freeze=freeze, cuts=cuts, stages=stages, placement=placement, schedule=schedule, chunks=chunks,
         hardware=hardware, memory=memory, microbatches=microbatches, loss_weight=loss_weight, precision=precision,
-        keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute, context=context, fuse=fuse, zero=zero,
+        keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute, context=context, fuse=fuse,
+        cuda_graphs=cuda_graphs, zero=zero,
         sequence_parallel=sequence_parallel, **misspelt,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ other devices are treated as the CPU is. A *wire* is where tensors lie when a pr
     generator(device), set_generator(device, state), forked(device)                    its random numbers
     title(device), memory(device), capability(device), profile(type)                   what it is
     watch_memory(device), peak_memory(device), held_memory(device)                     what was taken of it
+    graphs(device)                                                                     work that is launched whole
     wire(device, backends), meeting_place(backends), aborts(backend)                   process groups
     TYPES, SWITCHES, ASKED                                                             what code may say of devices
 """
@@ -37,7 +38,7 @@ class Accelerator:
 
     profile: the hardware profile (csc/analysis/profiles) that plans are made for if the user names none. switches:
     torch's own that decide what it computes, by a name. asked: functions of its module that say something of the world,
-    which a cached model may not depend on.
+    which a cached model may not depend on. graph: the class of its module that records what is launched; "": none.
     """
 
     type: str
@@ -46,6 +47,7 @@ class Accelerator:
     profile: str
     switches: Mapping[str, Callable[[], Any]]
     asked: frozenset[str]
+    graph: str = ""
 
     @property
     def module(self) -> Any:
@@ -73,6 +75,7 @@ ACCELERATORS = (
         asked=frozenset(
             {"memory_allocated", "memory_reserved", "max_memory_allocated", "mem_get_info", "current_device"}
         ),
+        graph="CUDAGraph",
     ),
 )
 
@@ -254,6 +257,57 @@ def profile(device: str) -> str:
     """The hardware profile that a program for the device is planned for by default."""
     one = _accelerator(device)
     return "cpu" if one is None else one.profile
+
+
+# its graphs
+
+
+class DeviceGraphs:
+    """Records what code launches on a device, to launch it again at once, with the same addresses (torch.cuda.graph).
+
+    A *pool* is memory that recordings take for themselves. Those that share one may write over what the others made and
+    nobody held when they were recorded. Other threads may go on using the device while one records.
+    """
+
+    def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
+        self._module, self._device = accelerator.module, device
+        self._graph = getattr(self._module, accelerator.graph)
+        self._beside = self._module.Stream(device)
+
+    def pool(self) -> Any:
+        """A new one."""
+        return self._module.graph_pool_handle()
+
+    def warm(self, run: Callable[[], None]) -> None:
+        """Run it on the stream that `record` uses: what kernels and libraries make for themselves at a first call is no
+        part of a recording.
+        """
+        own = self._module.current_stream(self._device)
+        self._beside.wait_stream(own)
+        try:
+            with self._module.stream(self._beside):
+                run()
+        finally:
+            own.wait_stream(self._beside)
+
+    def record(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        """What launches it again, on the stream that is current then; and what it returned, whose values come with the
+        first launch. RuntimeError for what cannot be recorded; nothing has run then.
+        """
+        own, graph = self._module.current_stream(self._device), self._graph()
+        recording = self._module.graph(graph, pool=pool, stream=self._beside, capture_error_mode="thread_local")
+        try:
+            with recording:
+                made = run()
+        finally:  # after an error torch leaves its stream in place
+            self._module.set_stream(own)
+        return graph.replay, made
+
+
+def graphs(device: torch.device) -> DeviceGraphs | None:
+    """None of a device that has none."""
+    one = _accelerator(device)
+    return DeviceGraphs(one, device) if one is not None and one.graph else None
 
 
 # process groups

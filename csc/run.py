@@ -61,6 +61,7 @@ class Arguments:
     timeline: Path | None = None
     emulate: float | None = None
     fuse: bool = False
+    cuda_graphs: bool = False
 
 
 def command(
@@ -95,12 +96,13 @@ def command(
         typer.Option(min=0.0, help="Do not compute: wait as long as the plan expects, times this factor."),
     ] = None,
     fuse: Annotated[bool, typer.Option(help="Compile the layers' functions with Inductor.")] = False,
+    cuda_graphs: Annotated[bool, typer.Option(help="Record what stages launch on a GPU; launch it at once.")] = False,
     debug: Annotated[bool, typer.Option(help="Tracebacks.")] = False,
 ) -> None:
     """Train with a compiled program."""
     options = Arguments(
         directory, steps, batch, data, weights, save, lr, optimizer, clip, seed, log_every, as_json, timeout,
-        timeline, emulate, fuse,
+        timeline, emulate, fuse, cuda_graphs,
     )  # fmt: skip
     raise typer.Exit(run(options, debug))
 
@@ -182,7 +184,10 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
             _say(f"no weights given: random ones, normal with standard deviation {STD}, seed {options.seed}.")
     trace = options.timeline is not None
     device = launch.device if launch else None
-    trainer = Trainer(program, weights, transport, device, trace, fused=options.fuse, artifacts=_artifacts(options))
+    trainer = Trainer(
+        program, weights, transport, device, trace, fused=options.fuse, artifacts=_artifacts(options),
+        graphs=options.cuda_graphs,
+    )  # fmt: skip
     parameters = list(trainer.parameters())
     make = torch.optim.AdamW if options.optimizer is Optimizer.adamw else torch.optim.SGD
     optimizer = make_optimizer(trainer, make, parameters, lr=options.lr) if parameters else None  # frozen stages

@@ -74,13 +74,12 @@ def _options(
     fuse: Annotated[
         bool | None, typer.Option("--fuse/--no-fuse", help="compile the layers' functions with Inductor")
     ] = None,
+    cuda_graphs: Annotated[bool | None, typer.Option(help="on GPUs, launch what a stage computes at once")] = None,
     zero: Annotated[
         int | None,
         typer.Option(help="what dp ranks divide: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters"),
     ] = None,
-    sequence_parallel: Annotated[
-        bool | None, typer.Option(help="tp ranks share out tokens in norms and additions")
-    ] = None,
+    sequence_parallel: Annotated[bool | None, typer.Option(help="tp ranks share out tokens in norms and sums")] = None,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="compare the program with eager PyTorch on the example first"),
@@ -127,7 +126,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         changes |= {"precision": given["precision"], "keep_fp32": listed(given["keep_fp32"])}
         changes |= {"freeze": listed(given["freeze"]), "cuts": listed(given["cut"])}
         changes |= {"fuse": given["fuse"], "loss_chunk": given["loss_chunk"], "zero": given["zero"]}
-        changes["sequence_parallel"] = given["sequence_parallel"]
+        changes |= {"cuda_graphs": given["cuda_graphs"], "sequence_parallel": given["sequence_parallel"]}
         changes["recompute"] = _choices(listed(given["recompute"]))
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
         changes["context"] = _context(given["context"])

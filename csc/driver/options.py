@@ -44,7 +44,7 @@ OTHERS_SAY = {  # how other libraries call what csc has under another name, and 
     ("gradient_accumulation_steps", "accumulate_grad_batches", "num_microbatches"): "microbatches=",
     ("gradient_checkpointing", "activation_checkpointing"): "recompute='selective' or 'full'",
     ("strategy", "fsdp", "deepspeed"): "mesh='dp=2,pp=2', and zero= for what dp ranks divide",
-    ("backend", "mode"): "fuse=True for Inductor; there is no other one",
+    ("backend", "mode"): "fuse=True for Inductor, cuda_graphs=True for what mode='reduce-overhead' does",
 }
 
 
@@ -247,6 +247,7 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "recompute": _recompute,
     "context": _context,
     "fuse": _switch,
+    "cuda_graphs": _switch,
     "zero": _zero,
     "sequence_parallel": _switch,
 }

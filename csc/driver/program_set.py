@@ -316,7 +316,7 @@ class ProgramSet:
             made = Trainer(
                 loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse,
                 artifacts=inductor_folder(self._compiler.store) if options.fuse else None, is_profiled=is_profiled,
-                within=below_autograd, kept=self._shards, data=self._data,
+                within=below_autograd, kept=self._shards, data=self._data, graphs=options.cuda_graphs,
             )  # fmt: skip
             if self._data is not None and made.own.data is not self._data:
                 self._data.replaced = True

@@ -8,8 +8,7 @@ Terms
   shared     the graph of what depends on the batch and on constants alone (masks); a stage computes what it uses
 
 A Program is immutable; a pass returns a new one (`dataclasses.replace`). Its fx graphs are never changed in place.
-Every fx node carries `meta["val"]` (a fake tensor: dtype, shape, stride, device), `meta["source"]` (file:line of the
-user's code, may be empty) and `meta["module"]` (path of the module that ran it).
+An fx node's `meta`: "val" (a fake tensor), "source" (file:line of the user's code, or empty), "module" (that ran it).
 """
 
 from __future__ import annotations
@@ -271,7 +270,7 @@ class Options:
     loss_chunk: tokens whose logits are there at once (pass `head`); 0: those of all; None: as large as they are.
     recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
     context: (component, ranks) that share the component's tokens; else 1 for encoders, mesh.cp for the language model.
-    fuse: the templates' functions are compiled by Inductor where they run; plans and `recompute` count on it.
+    fuse, cuda_graphs: functions are compiled by Inductor, stages are recorded, where they run; plans count on both.
     part: stages and schedule are those of a program that does more, beside which this one runs what it has of them.
     forward_only: no parameter trains: the program has F alone, and saves nothing.
     zero: what data-parallel ranks divide: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
@@ -296,6 +295,7 @@ class Options:
     recompute: tuple[tuple[str, Choice], ...] = ()
     context: tuple[tuple[str, int], ...] = ()
     fuse: bool = False
+    cuda_graphs: bool = False
     part: bool = False
     forward_only: bool = False
     zero: int = 0

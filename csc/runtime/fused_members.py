@@ -4,6 +4,7 @@ members = FusedMembers(folder, device, positions)      folder: where artifacts a
 members.add(program)                              in the order in which the trainer takes them
 members.says(numbers) -> flags                    before a step with these programs: see csc.runtime.fused_program
 with members.step(calls, flags, meeting): ...     around what computes; calls: (number of the program, call)
+members.is_settled(number)                        whether the functions of a program are those that it goes on with
 members.rows() -> [FusedRow]
 """
 
@@ -78,6 +79,10 @@ class FusedMembers:
         yield
         for number in numbers:
             self._programs[number].after()
+
+    def is_settled(self, number: int) -> bool:
+        """Whether the functions of a program are those that it goes on with."""
+        return self._programs[number].is_settled
 
     def rows(self) -> list[FusedRow]:
         """Of all functions that were called."""

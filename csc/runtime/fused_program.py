@@ -85,6 +85,11 @@ class FusedProgram:
             self._made.wait()
         return READY if self._tried else BUSY
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether what runs stays so."""
+        return self._settled
+
     def before(self, calls: Callable[[], Iterable[Call]], hold: bool) -> None:
         """See the module."""
         if self._settled:

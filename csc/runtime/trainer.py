@@ -42,6 +42,7 @@ from csc.runtime.consistency import Shared
 from csc.runtime.data_shards import DataShards
 from csc.runtime.encoding import Encoding
 from csc.runtime.executor import StepResult, Timed, Within, interleave, step
+from csc.runtime.graphed_programs import GraphedPrograms
 from csc.runtime.loaded_program import LoadedProgram, functions, visibility
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
@@ -77,7 +78,7 @@ class Trainer:
     fused: compile the templates' functions with Inductor; see csc.runtime.inductor. artifacts: where it keeps what it
     makes. is_profiled: asked in each step whether a profiler is on, which ranges are for (csc.runtime.ranges). within:
     makes a context for what computes. kept: shards of a trainer before (`shards`). data: what this process steps of
-    parameters that data-parallel ranks divide, of a trainer before (`data`).
+    parameters that data-parallel ranks divide, of a trainer before (`data`). graphs: see csc.runtime.graphed_programs.
 
     InputError or ProgramError, before any step, for whatever does not fit; RankLost if a peer goes away.
     """
@@ -97,6 +98,7 @@ class Trainer:
         within: Within = nullcontext,
         kept: Mapping[str, Kept] = MappingProxyType({}),
         data: DataShards | None = None,
+        graphs: bool = False,
     ) -> None:
         self.program = program
         self.device = _device(program, device)
@@ -105,6 +107,7 @@ class Trainer:
         self._manifests = [program.manifest]
         self._is_profiled, self._within = is_profiled, within
         self.fused = _members(program, artifacts, self.device, self.transport.ranks) if fused else None
+        self.graphs = GraphedPrograms(self.device, graphs)
         self._members: list[list[Rank]] = []
         self._members = [self._loaded(program)]
         self.trace = trace
@@ -161,7 +164,7 @@ class Trainer:
         of_rank = {rank: functions(program, rank) for rank in self.transport.ranks}
         if self.fused is not None:
             self.fused.add(program)
-        return [
+        ranks = [
             Rank(
                 program,
                 rank,
@@ -174,6 +177,7 @@ class Trainer:
             )
             for rank in self.transport.ranks
         ]
+        return self.graphs.add(ranks, self.fused)
 
     @property
     def _ranks(self) -> list[Rank]:

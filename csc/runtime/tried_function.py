@@ -5,6 +5,7 @@ the same kernels, which may meet other ranks, draw, or change a module. So the p
 compiled one is handed copies of what came of that, and what it gives them is compared as its results are.
 
     tried(plain, given, compiled, tensors) -> (what plain returns, in what the compiled one differs, "" if in nothing)
+    apart(found, wanted) -> str         in what results are too far from those of a function that rounds otherwise
 
 How far two results may be apart is told by the coarsest dtype of the tensors that a function takes and returns: NEAR
 times what it rounds by, of the norm of all entries (float32: 1e-5, docs/fusing.md); of gradients of parameters that are
@@ -52,6 +53,11 @@ def tried(
         return results, str(error) if isinstance(error, _DiffersError) else f"{type(error).__name__}: {error}"
     largest = max(map(_norm, wanted), default=0.0) if isinstance(results, dict) else 0.0
     return results, _difference(found, wanted, near, "result", NOISE * largest)
+
+
+def apart(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
+    """See the module; "": in nothing."""
+    return _difference(found, wanted, _near(wanted), "result")
 
 
 def _noted(made: list[tuple[Given, Any]], call: Given, results: Any) -> Any:

@@ -28,7 +28,7 @@ FLOORS = {
 ROOMS = {
     "csc.ir": set(),
     "csc.kernels": set(),
-    "csc.analysis": {"csc.ir", "csc.kernels.collectives"},
+    "csc.analysis": {"csc.ir", "csc.kernels.collectives", "csc.kernels.recordable"},
     "csc.composition": set(),
     "csc.masks": {"csc.kernels"},
     "csc.simulation": {"csc.ir.schedule"},

@@ -1,0 +1,59 @@
+"""What of a program's stages cannot be recorded on a device, and runs as it is: see csc.kernels.recordable.
+
+unfit_in(graph) -> str                   why its first unfit call is; "": it has none
+unfit_parts(program) -> [UnfitPart]      in the order of stages, and of F, B and W
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from csc.analysis.operators.randomness import is_random
+from csc.ir import graph as g
+from csc.ir.program import Program
+from csc.kernels.recordable import unfit
+from csc.torch_private.exported import OpOverload
+
+PARTS = {"forward": "F", "backward_input": "B", "backward_weight": "W"}
+
+
+class UnfitPart(NamedTuple):
+    """stage: its index. part: F, B or W."""
+
+    stage: int
+    part: str
+    why: str
+
+
+def unfit_in(graph: fx.Graph) -> str:
+    """See the module."""
+    for node in g.calls(graph):
+        operator = node.target
+        if not isinstance(operator, OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in operator.tags and not is_random(node):
+            continue
+        given = (g.tensor_value(one) for one in node.all_input_nodes)
+        why = unfit(operator, [one for one in given if one is not None])
+        if why:
+            return why
+    return ""
+
+
+def unfit_parts(program: Program) -> list[UnfitPart]:
+    """See the module."""
+    found = []
+    for stage in program.stages:
+        for part in PARTS:
+            whys = (
+                f"{why} ({region.name})"
+                for region in map(program.region, stage.regions)
+                if (graph := getattr(program.variants[region.variant], part)) is not None and (why := unfit_in(graph))
+            )
+            why = next(whys, "")
+            if why:
+                found.append(UnfitPart(stage.index, PARTS[part], why))
+    return found
