@@ -49,7 +49,7 @@ class GraphRow:
     why: str = ""
 
 
-class Room(Protocol):
+class GraphRoom(Protocol):
     """What all stages of a trainer share: see csc.runtime.graphed_programs."""
 
     recorder: Recorder
@@ -63,7 +63,7 @@ class Room(Protocol):
 class GraphedStage:
     """See the module. why: why nothing of it is recorded; "": nothing speaks against it."""
 
-    def __init__(self, rank: Rank, spec: StageSpec, room: Room, why: str = "") -> None:
+    def __init__(self, rank: Rank, spec: StageSpec, room: GraphRoom, why: str = "") -> None:
         self._plain = rank.functions[spec.stage]
         self._rank, self._stage, self._room = rank.rank, spec.stage, room
         self._specs = [one.local for one in rank.program.manifest.parameters if spec.stage in one.stages]
