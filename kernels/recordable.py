@@ -28,6 +28,7 @@ ASKING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 DRAWS = "a replay would draw the same numbers again"
 MEETS = "it meets other ranks"
 WAITS = "the host waits for values"
+GATHERED = "its parameters are made whole for each microbatch (zero=3)"
 
 
 def unfit(operator: Any, tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> str:

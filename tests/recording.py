@@ -27,6 +27,7 @@ class Recording:
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
         self.made: dict[Storage, torch.Tensor] = {}
         self._seen: dict[Storage, list[weakref.ref[torch.Tensor]]] = {}
+        self.written: list[torch.Tensor] = []  # places outside of the pool
         self.before: list[tuple[Recording, set[Storage]]] = []  # of the pool, and what they held when this one was done
 
     def sees(self, tensor: torch.Tensor) -> None:
@@ -65,14 +66,14 @@ class CpuRecorder:
         run()
 
     def record(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-        recording, written = Recording(), []
-        with _Recorded(recording, written):
+        recording = Recording()
+        with _Recorded(recording):
             made = run()
         recording.before = [(one, one.held()) for one in pool]
         own = recording.held()
         pool.append(recording)
         recording.spoil()
-        for one in written:  # places outside of the pool: they are written when it is launched
+        for one in recording.written:  # when it is launched, not before
             noise(one)
         number = len(self.launches)
         self.launches.append(0)
@@ -90,9 +91,9 @@ class CpuRecorder:
 
 
 class _Recorded(TorchDispatchMode):  # type: ignore[misc]
-    def __init__(self, recording: Recording, written: list[torch.Tensor]) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self._recording, self._written = recording, written
+        self._recording = recording
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,7 +110,7 @@ class _Recorded(TorchDispatchMode):  # type: ignore[misc]
             if _storage(one) in self._recording.made:
                 self._recording.sees(one)
         if operator._schema.is_mutable and _storage(given[0]) not in self._recording.made:
-            self._written.append(given[0].detach())
+            self._recording.written.append(given[0].detach())
         self._recording.calls.append((operator, *views((args, kwargs)), [one.detach() for one in made]))
         return results
 

@@ -14,7 +14,7 @@ from torch import fx
 from csc.analysis.operators.randomness import is_random
 from csc.ir import graph as g
 from csc.ir.program import Program
-from csc.kernels.recordable import unfit
+from csc.kernels.recordable import GATHERED, MEETS, unfit
 from csc.torch_private.exported import OpOverload
 
 PARTS = {"forward": "F", "backward_input": "B", "backward_weight": "W"}
@@ -43,10 +43,16 @@ def unfit_in(graph: fx.Graph) -> str:
     return ""
 
 
-def unfit_parts(program: Program) -> list[UnfitPart]:
+def unfit_parts(program: Program, ranks: int) -> list[UnfitPart]:
     """See the module."""
     found = []
     for stage in program.stages:
+        if stage.divided:
+            found.append(UnfitPart(stage.index, "F", GATHERED))
+            continue
+        if stage.contexts or ranks > 1:
+            found.append(UnfitPart(stage.index, "F", MEETS))
+            continue
         for part in PARTS:
             whys = (
                 f"{why} ({region.name})"

@@ -14,6 +14,7 @@ from csc.commands.memory_table import memory_table
 from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.rows import Rows
+from csc.commands.unfit_table import unfit_table
 
 if TYPE_CHECKING:
     from csc.driver.compiled import CompiledModel
@@ -28,6 +29,7 @@ def explain(
 ) -> None:
     """Components and regions: parameters, gradient needs, work of F, B and W, what was pruned and why; memory."""
     from csc.analysis.explain import explain as rows_of
+    from csc.analysis.unfit_parts import unfit_parts
     from csc.passes.pipeline_problem import limit, problem
     from csc.reports.forecast import devices_of
     from csc.reports.memory_forecast import memory_forecast
@@ -39,11 +41,12 @@ def explain(
         memory, most = memory_forecast(program, options), limit(program, options)
         devices = devices_of(problem(program, options)) if memory else ()
         fused = _fused(compiled) if options.fuse else []
+        unfit = unfit_parts(program, options.mesh.tp) if options.cuda_graphs else []
     if json_output:
         rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
         held = {"memory": [row.as_dict() for row in memory], "memory_limit": most}
-        functions = [asdict(row) for row in fused]
-        print_json({**rows, **held, "functions": functions, "notes": list(program.notes), "mesh": chosen})
+        more = {"functions": [asdict(row) for row in fused], "unrecorded": [row._asdict() for row in unfit]}
+        print_json({**rows, **held, **more, "notes": list(program.notes), "mesh": chosen})
         return
     if chosen:
         console.print(escape(chosen), highlight=False)
@@ -53,6 +56,8 @@ def explain(
         console.print(memory_table(memory, most, devices))
     if options.fuse:
         console.print(fused_table(fused) if fused else NONE_YET)
+    if options.cuda_graphs:
+        console.print(unfit_table(unfit, len(program.stages)))
     for note in program.notes:
         console.print(escape(note))
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from csc import devices
-from csc.kernels.recordable import DRAWS, MEETS
+from csc.kernels.recordable import DRAWS, GATHERED, MEETS
 from csc.runtime.graphed_stage import GraphedStage, GraphRow
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.rank import Rank
@@ -123,7 +123,7 @@ def unrecorded(program: LoadedProgram, rank: Rank, stage: StageSpec) -> str:
     if stage.contexts or rank.met:
         return MEETS
     if manifest.divided[stage.stage]:
-        return "its parameters are made whole for each microbatch (zero=3)"
+        return GATHERED
     if any(draw.region in stage.regions for draw in manifest.draws):
         return f"it draws random numbers, and {DRAWS}"
     return ""

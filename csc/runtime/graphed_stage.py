@@ -93,7 +93,8 @@ class GraphedStage:
         why = str(error) if isinstance(error, UnfitError) else f"{type(error).__name__}: {_line(error)}"
         if part not in self.refused:
             self.refused[part] = why
-            log.warning("cuda_graphs: %s of stage %d runs as it is: %s", part, self._stage, why)
+            what = f"stage {self._stage}" if part == "F" else f"{part} of stage {self._stage}"
+            log.warning("cuda_graphs: %s of rank %d runs as it is: %s", what, self._rank, why)
         if part == "F":
             self.forget()
 
@@ -173,7 +174,7 @@ class GraphedStage:
             if self._moves >= MOVES:
                 self._refuse("F", UnfitError("its parameters or constants are elsewhere, or others, again and again"))
             else:
-                log.info("cuda_graphs: stage %d is recorded anew: what it reads is elsewhere", self._stage)
+                log.info("cuda_graphs: stage %d is to be recorded anew: what it reads is elsewhere", self._stage)
                 self.forget()
             return None
         return next((one for one in self._instances if one.is_free), None)
