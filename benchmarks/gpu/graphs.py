@@ -1,151 +1,118 @@
-"""Would CUDA graphs pay? Each function of a program launched as it is, and replayed: python -m benchmarks.gpu.graphs
+"""Steps with cuda_graphs=True beside steps that launch each kernel: python -m benchmarks.gpu.graphs
 
-Of every F, B and W of the LLaVA (benchmarks.gpu.model), with the values that a step gives it: milliseconds from an idle
-device until it is idle again, launched and replayed, those of copying what comes into the graph's own tensors, and
-whether the results have the same bits. What cannot be captured says why. csc has no CUDA graphs until this has run: a
-graph spares launches, and takes copies and a memory pool of its own for each microbatch in flight.
+Of the LLaVA (benchmarks.gpu.model) on one stage and on two, with B and W apart and as one: whether loss and every
+gradient have the same bits, milliseconds of a step from an idle device until it is idle again, the most memory, the
+seconds that recording took, and which parts are recorded; what runs as it is says why. Exit code 1 if bits differ.
+Where the device has no graphs it says what would be recorded.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import fx
+from torch import nn
 
 import csc
-from benchmarks.gpu.model import DEVICE, LLAVA, on_device
+from benchmarks.gpu.model import DEVICE, LLAVA, Batch, on_device
 from csc import devices
-from csc.analysis.exchanges import exchange
-from csc.analysis.operators.randomness import draws
-from csc.capture.batch import split_batch
-from csc.ir import graph as g
-from csc.reports.part_functions import PartFunction, Role
-from csc.reports.part_times import whole_step
-from csc.reports.varied_sizes import sampler
-from csc.runtime.flat_tensors import tensors_of
+from csc.analysis.unfit_parts import unfit_parts
+from csc.runtime.graphed_stage import MET, GraphRow
 
-PARTS = ("F", "B", "W")
-TIMES, WARM_UP = 30, 3
+MESHES = (("pp=1", "1f1b"), ("pp=2", "1f1b"), ("pp=2", "zb-h1"))
+MICROBATCHES = 2
+ROUNDS = 20
+WARM_UP = 2 * MET // MICROBATCHES  # steps, after which all is recorded
 
 
 @dataclass(frozen=True)
-class GraphRow:
-    """One function. refused: why it is not captured; else milliseconds, and whether bits are the same."""
+class Measured:
+    """ms: of a step. peak: bytes, without what was there before. first: seconds of the first steps."""
 
-    name: str
-    calls: int
-    refused: str = ""
-    launched: float = 0.0
-    replayed: float = 0.0
-    copied: float = 0.0
-    same: bool = True
+    ms: float
+    peak: int
+    first: float
+    result: dict[str, torch.Tensor]
+    rows: tuple[GraphRow, ...]
 
 
-def refused(graph: fx.Graph) -> str:
-    """Why a function is not to be captured; empty if nothing speaks against it."""
-    for node in g.calls(graph):
-        name = g.op_name(node)
-        if draws(node):
-            return f"{name}: a replay would draw the same numbers again"
-        if exchange(node) is not None:
-            return f"{name}: it meets other ranks"
-        if name.startswith("csc::opaque"):
-            return f"{name}: it runs code of the model's own"
-    return ""
-
-
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Of one run, from an idle device until it is idle again, on average."""
-    devices.synchronize(DEVICE)
-    start = time.perf_counter()
-    for _ in range(TIMES):
-        run()
-    devices.synchronize(DEVICE)
-    return 1e3 * (time.perf_counter() - start) / TIMES
-
-
-def replayed(name: str, calls: int, function: PartFunction, given: Sequence[torch.Tensor]) -> GraphRow:
-    """Capture the function after a warm-up, replay it on copies of what is given, compare and time."""
-    elsewhere = [one for one in given if one.device.type != DEVICE.type]
-    if elsewhere:
-        return GraphRow(name, calls, "it is given tensors of the CPU")
-    own = [one.clone() for one in given]  # the graph reads these places
-    expected = tensors_of(function.call(*given))
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(WARM_UP):
-            function.call(*own)
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):  # in a pool of its own
-            made = tensors_of(function.call(*own))
-    except RuntimeError as error:  # a kernel that waits for the host
-        return GraphRow(name, calls, str(error).partition("\n")[0][:80])
-    graph.replay()
-    same = all(map(torch.equal, made, expected))
-    return GraphRow(
-        name, calls, "", milliseconds(lambda: function.call(*given)), milliseconds(graph.replay),
-        milliseconds(lambda: [place.copy_(one) for place, one in zip(own, given)]), same,
+def measured(model: nn.Module, batch: Batch, mesh: str, schedule: str, graphs: bool, rounds: int) -> Measured:
+    """Of steps on the same batch, without an optimizer."""
+    before = devices.held_memory(DEVICE)
+    compiled = csc.compile(
+        copy.deepcopy(model), mesh=mesh, schedule=schedule, example=batch, microbatches=MICROBATCHES, check=False,
+        cuda_graphs=graphs,
     )  # fmt: skip
+    start = time.perf_counter()
+    for _ in range(WARM_UP):
+        compiled.train_step(batch)
+        compiled.model.zero_grad()
+    devices.synchronize(DEVICE)
+    first, spent = time.perf_counter() - start, []
+    devices.watch_memory(DEVICE)
+    for _ in range(rounds):
+        compiled.model.zero_grad()
+        devices.synchronize(DEVICE)
+        start = time.perf_counter()
+        loss = compiled.train_step(batch)
+        devices.synchronize(DEVICE)
+        spent.append(time.perf_counter() - start)
+    peak = devices.peak_memory(DEVICE) - before
+    result = {name: p.grad for name, p in compiled.model.named_parameters() if p.grad is not None} | {"loss": loss}
+    rows = [row for trainer in compiled._programs.trainers for row in trainer.graphs.rows()]
+    return Measured(1e3 * median(spent), peak, first, result, tuple(rows))
 
 
-def shown(rows: Sequence[GraphRow], runs: Mapping[str, int]) -> Table:
-    """With the sum of a step below. runs: how often a step calls each function."""
-    table = Table("function", "calls", "launched, ms", "replayed", "copies", "same bits")
-    for row in rows:
-        figures = (f"{row.launched:.3f}", f"{row.replayed:.3f}", f"{row.copied:.3f}", "yes" if row.same else "NO")
-        table.add_row(row.name, str(row.calls), *((row.refused, "", "", "") if row.refused else figures))
-    taken = [row for row in rows if not row.refused]
-    sums = [sum(runs[row.name] * getattr(row, one) for row in taken) for one in ("launched", "replayed", "copied")]
-    table.add_row(f"a step: {len(taken)} of {len(rows)}", "", *(f"{one:.3f}" for one in sums), "")
-    return table
+def differing(one: Measured, other: Measured) -> list[str]:
+    """The names of what has other bits."""
+    names = {**one.result, **other.result}
+    both = {name for name in names if name in one.result and name in other.result}
+    return [name for name in names if name not in both or not torch.equal(one.result[name], other.result[name])]
 
 
-@torch.no_grad()
-def measured(fuse: bool) -> tuple[list[GraphRow], dict[str, int]]:
-    """Every function of the program once, and how often a step calls it."""
-    model, batch = on_device(LLAVA)
-    source = sampler(csc.compile(model, example=batch, check=False, fuse=fuse))
-    program, tensors = source.program(), split_batch(source.microbatch)[0]
-    rows: dict[str, GraphRow] = {}
-    runs: dict[str, int] = {}
+def told(rows: tuple[GraphRow, ...]) -> str:
+    """What is recorded, and what is not."""
+    recorded = [f"{row.part} {row.stage} x{row.instances}" for row in rows if row.instances]
+    refused = [f"{row.part} {row.stage}: {row.why}" for row in rows if row.why]
+    return "; ".join([" ".join(recorded) or "nothing", *refused])
 
-    def call(key: tuple[str, int], function: PartFunction, values: Mapping[Role, torch.Tensor]) -> Any:
-        name = f"{key[0]} {PARTS[key[1]]}"
-        runs[name] = runs.get(name, 0) + 1
-        given = [values[role] for role in function.roles]
-        if name not in rows:
-            variant = program.variants[key[0]]
-            graph = (variant.forward, variant.backward_input, variant.backward_weight)[key[1]]
-            assert graph is not None
-            calls, why = len(list(g.calls(graph))), refused(graph)
-            rows[name] = GraphRow(name, calls, why) if why else replayed(name, calls, function, given)
-        return function.call(*given)
 
-    whole_step(program, model, tensors, fuse)(call)
-    return list(rows.values()), runs
+def foreseen(model: nn.Module, batch: Batch, mesh: str) -> str:
+    """What speaks against recording, as the graphs tell it."""
+    compiled = csc.compile(model, mesh=mesh, example=batch, microbatches=MICROBATCHES, check=False)
+    found = [f"{part.part} of stage {part.stage}: {part.why}" for part in unfit_parts(compiled.program, 1)]
+    return "; ".join(found) or f"all {len(compiled.program.stages)} stages"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fuse", action="store_true", help="functions as Inductor compiles them")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
-    if DEVICE.type != "cuda":
-        print("CUDA graphs take a CUDA device; there is none here")
+    model, batch = on_device(LLAVA)
+    if devices.graphs(DEVICE) is None:
+        print(f"a device of type {DEVICE.type} records nothing; on one with graphs these would be recorded:")
+        for mesh in dict(MESHES):
+            print(f"  {mesh}: {foreseen(model, batch, mesh)}")
         return
-    rows, runs = measured(arguments.fuse)
-    Console(width=140).print(shown(rows, runs))
-    if not all(row.same for row in rows):
-        raise SystemExit("replayed functions have other bits than launched ones")
+    shown = Table("mesh", "schedule", "", "ms", "peak MB", "first steps, s", "same bits", "recorded")
+    wrong = []
+    for mesh, schedule in MESHES:
+        plain, graphs = (measured(model, batch, mesh, schedule, one, arguments.rounds) for one in (False, True))
+        names = differing(plain, graphs)
+        wrong += names
+        for what, one in (("launched", plain), ("recorded", graphs)):
+            bits = "" if one is plain else "NO: " + ", ".join(names[:3]) if names else "yes"
+            figures = (f"{one.ms:.2f}", f"{one.peak / 2**20:.0f}", f"{one.first:.1f}")
+            shown.add_row(mesh, schedule, what, *figures, bits, told(one.rows) if one is graphs else "")
+    Console(width=160).print(shown)
+    if wrong:
+        raise SystemExit("recorded steps have other bits than launched ones")
 
 
 if __name__ == "__main__":

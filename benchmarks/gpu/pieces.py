@@ -80,7 +80,7 @@ PIECES = (
     ),
     Piece("profile", "what the device and its links do", (CSC, "profile", f"{TARGET}:llava"), 2.5),
     Piece(
-        "graphs", "functions launched and replayed as CUDA graphs: bits, time, what cannot be captured",
+        "graphs", "steps with cuda_graphs=True against steps that launch: bits, time, memory",
         (PYTHON, "-m", "benchmarks.gpu.graphs"), 1.5,
     ),
     Piece(

@@ -13,13 +13,15 @@ import torch
 
 import csc
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import graphs as graphs_piece
 from benchmarks.gpu import model, step
-from benchmarks.gpu.graphs import GraphRow, refused, shown
 from benchmarks.gpu.pieces import CSC, PIECES, PYTHON, Piece
 from benchmarks.gpu.report import report
 from benchmarks.gpu.running import ROOT, outcomes, run
-from tests.compiler import test_opaque, test_recompute
+from csc.analysis.unfit_parts import unfit_in
+from tests.compiler import small, test_opaque, test_recompute
 from tests.compiler.conftest import Models
+from tests.recording import recorded_on_cpus
 
 DEVICE = "a device"
 
@@ -91,26 +93,31 @@ def test_what_is_no_function_for_a_cuda_graph() -> None:
     """What draws, what meets others, what is the model's own code; the layers of a plain step are captured."""
     models = Models()
     llava = models("llava").program
-    assert all(refused(one.forward) == "" for one in llava.variants.values())
+    assert all(unfit_in(one.forward) == "" for one in llava.variants.values())
     spread = models("llava", mesh="cp=2").program
     layer = spread.variants[spread.region("model.language_model.layers.0").variant]
-    assert "meets other ranks" in refused(layer.forward) and "meets other ranks" in refused(layer.backward_input)
+    assert "meets other ranks" in unfit_in(layer.forward) and "meets other ranks" in unfit_in(layer.backward_input)
     dropping = csc.compile(test_recompute.Noisy(), example={"x": torch.randn(4, 8)}, cache=False).program
-    assert any("draw the same" in refused(one.forward) for one in dropping.variants.values())
+    assert any("draw the same" in unfit_in(one.forward) for one in dropping.variants.values())
     own = csc.compile(test_opaque.model(0.5), example=test_opaque.batch(), cache=False).program
-    assert any("csc::opaque" in refused(one.forward) for one in own.variants.values())
+    assert any("csc::opaque" in unfit_in(one.forward) for one in own.variants.values())
 
 
-def test_a_step_counts_what_is_captured_as_often_as_it_runs() -> None:
-    rows = [
-        GraphRow("layer F", 9, "", 2.0, 1.0, 0.25),
-        GraphRow("loss F", 3, "why not"),
-        GraphRow("layer B", 9, "", 3.0, 1.5),
-    ]
-    table = shown(rows, {"layer F": 4, "layer B": 4, "loss F": 1})
-    cells = [list(column.cells) for column in table.columns]
-    assert [column[-1] for column in cells] == ["a step: 2 of 3", "", "20.000", "10.000", "1.000", ""]
-    assert cells[2][1] == "why not"
+def test_recorded_steps_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The piece as it would run, on a small model and with the recorder of the tests; and what a CPU says."""
+    monkeypatch.setattr(graphs_piece, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(graphs_piece, "on_device", lambda case: (small.text(2), small.text_batch(2)))
+    monkeypatch.setattr(graphs_piece, "MESHES", (("pp=2", "zb-h1"),))
+    monkeypatch.setattr(sys, "argv", ["graphs", "--rounds", "2"])
+    graphs_piece.main()
+    assert "these would be recorded:\n  pp=2: all " in capsys.readouterr().out
+    recorder = recorded_on_cpus(monkeypatch)
+    graphs_piece.main()
+    shown = capsys.readouterr().out
+    assert "F 0 x2 B 0 x2 W 0 x2" in shown and "yes" in shown and min(recorder.launches) > 1
+    good = graphs_piece.Measured(1.0, 0, 0.0, {"loss": torch.ones(())}, ())
+    other = replace(good, result={"loss": torch.zeros(()), "more": torch.ones(())})
+    assert graphs_piece.differing(good, good) == [] and graphs_piece.differing(good, other) == ["loss", "more"]
 
 
 def test_each_process_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

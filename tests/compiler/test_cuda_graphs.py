@@ -102,7 +102,7 @@ def test_the_bits_are_those_of_steps_that_run(
     models: Models, recorder: CpuRecorder, name: str, options: dict[str, Any], how: dict[str, Any]
 ) -> None:
     compare(models, name, options, **how)
-    assert len(recorder.launches) > 2 and max(recorder.launches) > 1
+    assert len(recorder.launches) >= 2 and max(recorder.launches) > 1
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,9 @@ def test_parameters_that_are_replaced_again_and_again(tmp_path: Path, recorder: 
     assert "again and again" in rows(recorded)[0, "F"].why and "its F runs as it is" in rows(recorded)[0, "W"].why
 
 
-def test_a_constant_that_is_written_to(tmp_path: Path, recorder: CpuRecorder) -> None:
+def test_a_constant_that_is_written_to(tmp_path: Path, recorder: CpuRecorder, caplog: pytest.LogCaptureFixture) -> None:
+    """What a program makes of its constants once is made anew then, elsewhere."""
+
     def write(trainer: Trainer, number: int) -> None:
         if number == 2:
             for rank in trainer._ranks:
@@ -168,7 +170,9 @@ def test_a_constant_that_is_written_to(tmp_path: Path, recorder: CpuRecorder) ->
 
     plain, recorded = both(tmp_path, placement=ONE)
     expected = steps(plain, between=write)
-    assert_same(steps(recorded, between=write), expected)
+    with caplog.at_level(logging.INFO, "csc"):
+        assert_same(steps(recorded, between=write), expected)
+    assert "is to be recorded anew" in caplog.text
 
 
 def test_a_step_that_fails_in_its_middle(tmp_path: Path, recorder: CpuRecorder) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +85,68 @@ def machine(monkeypatch: pytest.MonkeyPatch, count: int, backend: bool = True) -
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: backend)
     return module
+
+
+class Streams(Module):
+    """And of what torch.TYPE records graphs with. told: in order, what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.told: list[str] = []
+        self.stream_now = self.main = self._stream("main")
+        self.fails = False
+
+    def _stream(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.told.append(f"{name} waits for {other.name}"))
+
+    def Stream(self, device: torch.device) -> Any:
+        return self._stream("beside")
+
+    def current_stream(self, device: torch.device) -> Any:
+        return self.stream_now
+
+    def set_stream(self, stream: Any) -> None:
+        self.stream_now = stream
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.stream_now = self.stream_now, stream
+        yield
+        self.stream_now = before
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(replay=lambda: self.told.append(f"launched on {self.stream_now.name}"))
+
+    @contextmanager
+    def graph(self, graph: Any, pool: str, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, capture_error_mode) == ("pool", "thread_local"), "NCCL asks its events from another thread"
+        self.stream_now = stream  # torch leaves it so if the capture does not end well
+        yield
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.stream_now = self.main
+
+
+def test_graphs_are_recorded_beside_and_launched_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's documentation asks: warmed up on the stream of the capture, in a pool; and back after an error."""
+    module = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    graphs = devices.graphs(torch.device("cuda", 0))
+    assert graphs is not None
+    seen: list[str] = []
+    graphs.warm(lambda: seen.append(module.stream_now.name))
+    assert module.told == ["beside waits for main", "main waits for beside"] and module.stream_now is module.main
+    launch, made = graphs.record(lambda: seen.append(module.stream_now.name) or 7, graphs.pool())
+    launch()
+    assert (made, seen, module.told[-1]) == (7, ["beside", "beside"], "launched on main")
+    module.fails = True
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.record(lambda: None, graphs.pool())
+    assert module.stream_now is module.main
+    assert devices.graphs(CPU) is None
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
