@@ -8,7 +8,7 @@ other devices are treated as the CPU is. A *wire* is where tensors lie when a pr
     generator(device), set_generator(device, state), forked(device)                    its random numbers
     title(device), memory(device), capability(device), profile(type)                   what it is
     watch_memory(device), peak_memory(device), held_memory(device)                     what was taken of it
-    graphs(device)                                                                     work that is launched whole
+    records(device), graphs(device)                                                    work that is launched whole
     wire(device, backends), meeting_place(backends), aborts(backend)                   process groups
     TYPES, SWITCHES, ASKED                                                             what code may say of devices
 """
@@ -304,10 +304,16 @@ class DeviceGraphs:
         return graph.replay, made
 
 
+def records(device: torch.device | str) -> bool:
+    """Whether a device of this type has graphs."""
+    one = _accelerator(device)
+    return one is not None and one.graph != ""
+
+
 def graphs(device: torch.device) -> DeviceGraphs | None:
     """None of a device that has none."""
     one = _accelerator(device)
-    return DeviceGraphs(one, device) if one is not None and one.graph else None
+    return DeviceGraphs(one, device) if one is not None and records(device) else None
 
 
 # process groups

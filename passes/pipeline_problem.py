@@ -1,6 +1,7 @@
 """The planning problem of a Program: its regions and values as numbers. The passes `partition` and `schedule` ask it.
 
 problem(program, options) -> Problem             needs pass `split`
+recorded(program, options) -> {variant: bytes}   what cuda_graphs takes besides
 profiles(program, options) -> (Hardware, ...)    the profile of each pipeline rank, which turns work into seconds
 chosen_hardware(program, options) -> Hardware    that of the slowest
 limits(program, options) -> (bytes, ...) | None  what each pipeline rank may hold
@@ -13,8 +14,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from csc import devices
-from csc.analysis.costs import RegionTimes, region_costs, value_bytes
+from csc.analysis.costs import RegionTimes, region_costs, stored_dtypes, value_bytes
 from csc.analysis.hardware import Hardware, Wire, hardware
+from csc.analysis.recorded_memory import recorded_bytes
 from csc.analysis.working import working
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
@@ -41,6 +43,7 @@ def problem(program: Program, options: Options) -> Problem:
     own = profiles(program, options)
     costs = _costs(program, own[0], options)
     of_variant = {name: working(variant, fuse=options.fuse) for name, variant in program.variants.items()}
+    besides = recorded(program, options)
     units = tuple(
         Unit(
             name=cost.name,
@@ -52,7 +55,7 @@ def problem(program: Program, options: Options) -> Problem:
             has_w=cost.has_w,
             saved=cost.saved,
             stashed=cost.stashed,
-            state=cost.state,
+            state=cost.state + besides[region.variant],
             gathered=cost.gathered,
             working=of_variant[region.variant],
         )
@@ -84,6 +87,13 @@ def problem(program: Program, options: Options) -> Problem:
         for (_, memory), members in alike.items()
     ]
     return unequal(found, kinds)
+
+
+def recorded(program: Program, options: Options) -> dict[str, int]:
+    """By variant the bytes that cuda_graphs takes on the device."""
+    takes = options.cuda_graphs and devices.records(program.device)
+    stored = stored_dtypes(program)
+    return {name: recorded_bytes(one, stored[name]) if takes else 0 for name, one in program.variants.items()}
 
 
 def _costs(program: Program, profile: Hardware, options: Options) -> list[RegionTimes]:

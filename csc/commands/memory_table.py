@@ -25,17 +25,18 @@ def memory_table(rows: Sequence[RankMemory], limit: float | None, devices: Seque
     above = "" if limit is None else f", limit {bytes_text(limit)}"
     if devices:
         above = f", limits: {'; '.join(dict.fromkeys(devices))}"
-    made = table("rank", *KINDS, "all", title=f"memory of a rank at its fullest, as planned{above}")
+    kinds = [*KINDS, *(["recorded"] if any(row.recorded for row in rows) else [])]
+    made = table("rank", *kinds, "all", title=f"memory of a rank at its fullest, as planned{above}")
     position = 0
     while position < len(rows):
         end = position
-        while end + 1 < len(rows) and _sizes(rows[end + 1]) == _sizes(rows[position]):
+        while end + 1 < len(rows) and _sizes(rows[end + 1], kinds) == _sizes(rows[position], kinds):
             end += 1
         named = str(position) if end == position else f"{position} to {end}"
-        made.add_row(named, *map(bytes_text, (*_sizes(rows[position]), rows[position].total)))
+        made.add_row(named, *map(bytes_text, (*_sizes(rows[position], kinds), rows[position].total)))
         position = end + 1
     return made
 
 
-def _sizes(row: RankMemory) -> tuple[int, ...]:
-    return tuple(getattr(row, kind) for kind in KINDS)
+def _sizes(row: RankMemory, kinds: Sequence[str]) -> tuple[int, ...]:
+    return tuple(getattr(row, kind) for kind in kinds)

@@ -15,6 +15,7 @@ from typing import Any
 from csc.analysis.costs import stored_dtypes, variant_cost
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program
+from csc.passes.pipeline_problem import recorded
 from csc.simulation.memory import peak_memory, states
 from csc.simulation.messages import peaks as peaks_of_run
 from csc.simulation.pipeline_file import from_json as read_pipeline
@@ -26,7 +27,7 @@ class RankMemory:
     """parameters, gradients, optimizer: there for the whole step; the optimizer's are AdamW's two moments.
     activations: the most that microbatches in flight keep for their backward, with what is gathered meanwhile (zero=3).
     working: what one region takes while it runs, what it computes again included. messages: the most that wait here for
-    their turn, or to be sent, at once.
+    their turn, or to be sent, at once. recorded: what cuda_graphs holds besides.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class RankMemory:
     activations: int
     working: int
     messages: int
+    recorded: int = 0
 
     @property
     def total(self) -> int:
@@ -57,7 +59,7 @@ def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
     stored = stored_dtypes(program)
     costs = {name: variant_cost(v, False, stored[name]) for name, v in program.variants.items()}
     ranks = math.prod(options.mesh.sizes(Group.DATA))
-    variant = {region.name: region.variant for region in program.regions}
+    variant, besides = {region.name: region.variant for region in program.regions}, recorded(program, options)
     found = []
     for rank in range(options.mesh.pp):
         stages = [stage for stage in program.stages if stage.rank == rank]
@@ -73,6 +75,7 @@ def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
                 activations=round(peaks[rank] - held[rank]),
                 working=round(max(pipeline.stages[stage].working for stage in here)),
                 messages=round(waiting[rank]),
+                recorded=sum(besides[variant[name]] for stage in stages for name in stage.regions),
             )
         )
     return found

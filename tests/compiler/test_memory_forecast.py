@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 import csc
+from csc import devices
+from csc.commands.memory_table import memory_table
 from csc.reports.forecast import forecast
 from csc.reports.memory_forecast import RankMemory, memory_forecast
 from tests.models import hf
@@ -52,3 +54,18 @@ def test_measured_stands_beside_planned(compiled: csc.CompiledModel, caplog: pyt
     assert compiled.metrics["peak_memory"] > 0
     said = [line for line in caplog.messages if line.startswith("memory of ")]
     assert len(said) == 1 and "measured" in said[0] and "planned" in said[0]
+
+
+def test_recorded_stages_have_places_of_their_own(compiled: csc.CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For gradients, and for parameters that are computed with in another dtype; nothing where nothing is recorded."""
+    on_a_cpu = compiled.with_options(cuda_graphs=True)
+    assert not any(row.recorded for row in memory_forecast(on_a_cpu.program, on_a_cpu.options))
+    monkeypatch.setattr(devices, "records", lambda device: True)
+    for precision, copied in (("model", 0), ("bf16", 2)):
+        chosen = compiled.with_options(cuda_graphs=True, precision=precision, mesh="pp=1")
+        (row,) = memory_forecast(chosen.program, chosen.options)
+        every = sum(p.numel() for p in compiled.model.parameters())
+        assert row.recorded == row.gradients + copied * every
+        state = row.parameters + row.gradients + row.optimizer
+        assert forecast(chosen, None).plan.state[0] == pytest.approx(state + row.working + row.recorded)
+        assert "recorded" in memory_table([row], None).columns
