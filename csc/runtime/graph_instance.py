@@ -28,7 +28,7 @@ import torch
 from csc.runtime.graph_places import FixedPlaces, UnfitError, fresh, same_bits, tensors_in
 from csc.runtime.loaded_program import StageFunctions
 from csc.runtime.made_once import Constants
-from csc.runtime.recorded_part import Leave, Leaving, RecordedPart, Recorder
+from csc.runtime.recorded_part import Leave, LeavingPlaces, RecordedPart, Recorder
 from csc.runtime.tapped_forward import Asked, handed, table
 from csc.runtime.tried_function import apart
 
@@ -38,7 +38,7 @@ GRADIENT, SENT = "gradient", "sent"
 
 
 @dataclass
-class StageWork:
+class RecordedWork:
     """Of one stage, for all its instances. shared: the pool for parts that keep nothing. refuse(part, error): a part
     runs as it is from now on. refused: why, by part.
     """
@@ -49,7 +49,7 @@ class StageWork:
     device: torch.device
     refuse: Callable[[str, Exception], None]
     refused: dict[str, str]
-    leaving: dict[str, Leaving] = field(default_factory=dict)
+    leaving: dict[str, LeavingPlaces] = field(default_factory=dict)
 
     @property
     def keeps(self) -> bool:
@@ -58,7 +58,7 @@ class StageWork:
 
     def recorded(self, part: str, run: Callable[..., Any], pool: Any) -> RecordedPart:
         """See csc.runtime.recorded_part."""
-        leaving = self.leaving.setdefault(part, Leaving())
+        leaving = self.leaving.setdefault(part, LeavingPlaces())
         return RecordedPart(self.recorder, run, pool, leaving, self.device)
 
 
@@ -72,7 +72,7 @@ class InFlight:
 class Instance:
     """See the module. weights: what recordings read. constants: of the rank."""
 
-    def __init__(self, work: StageWork, weights: Tensors, constants: Constants) -> None:
+    def __init__(self, work: RecordedWork, weights: Tensors, constants: Constants) -> None:
         self._work, self._weights, self._constants = work, weights, constants
         self._pool = work.recorder.pool()
         self._parts: dict[str, RecordedPart] = {}

@@ -21,7 +21,7 @@ import torch
 
 from csc import devices
 from csc.ir.schedule import Action
-from csc.runtime.graph_instance import InFlight, Instance, StageWork
+from csc.runtime.graph_instance import InFlight, Instance, RecordedWork
 from csc.runtime.graph_places import UnfitError
 from csc.runtime.graph_weights import GraphWeights
 from csc.runtime.loaded_program import StageFunctions
@@ -69,7 +69,7 @@ class GraphedStage:
         self._specs = [one.local for one in rank.program.manifest.parameters if spec.stage in one.stages]
         self._most = in_flight(rank.program.schedule.ranks[rank.position], spec.stage)
         self.refused: dict[str, str] = {}
-        self._work = StageWork(self._plain, room.recorder, room.shared, rank.device, self._refuse, self.refused)
+        self._work = RecordedWork(self._plain, room.recorder, room.shared, rank.device, self._refuse, self.refused)
         self._instances: list[Instance] = []
         self._weights: GraphWeights | None = None
         self._stamp: Any = None

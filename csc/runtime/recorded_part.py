@@ -36,7 +36,7 @@ class Recorder(Protocol):
     def record(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]: ...
 
 
-class Leaving:
+class LeavingPlaces:
     """Where one kind of part of a stage puts what leaves, whichever microbatch it is of: it is taken away at once.
 
     They are made for the first one that is recorded.
@@ -58,7 +58,7 @@ class Leaving:
 class RecordedPart:
     """See the module. pool: of the recorder, for what it makes and keeps."""
 
-    def __init__(self, recorder: Recorder, run: Run, pool: Any, leaving: Leaving, device: torch.device) -> None:
+    def __init__(self, recorder: Recorder, run: Run, pool: Any, leaving: LeavingPlaces, device: torch.device) -> None:
         self._leaving = leaving
         names: list[Name] = []
         like: list[Layout] = []

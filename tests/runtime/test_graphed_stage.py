@@ -20,7 +20,7 @@ from csc.runtime import graphed_programs, graphed_stage
 from csc.runtime.graph_places import FixedPlaces, UnfitError, fresh, same_bits, tensors_in
 from csc.runtime.graphed_stage import GraphRow, in_flight
 from csc.runtime.loaded_program import load
-from csc.runtime.recorded_part import Leaving, RecordedPart
+from csc.runtime.recorded_part import LeavingPlaces, RecordedPart
 from csc.runtime.trainer import Trainer
 from tests.recording import CpuRecorder, recorded_on_cpus
 
@@ -413,7 +413,7 @@ def test_fresh_values_are_other_objects_over_the_same_memory() -> None:
 
 def test_what_a_kernel_keeps_on_a_mask_is_recorded(recorder: CpuRecorder) -> None:
     """csc.kernels.packing unpacks a mask once: what it has unpacked in the warm-up is of another microbatch later."""
-    mask, out = FixedPlaces([torch.ones(3)]), Leaving()
+    mask, out = FixedPlaces([torch.ones(3)]), LeavingPlaces()
 
     def unpacked(tensor: torch.Tensor) -> torch.Tensor:
         if not hasattr(tensor, "kept"):
