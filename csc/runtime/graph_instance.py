@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,17 +49,16 @@ class RecordedWork:
     device: torch.device
     refuse: Callable[[str, Exception], None]
     refused: dict[str, str]
-    leaving: dict[str, LeavingPlaces] = field(default_factory=dict)
+    places: LeavingPlaces
 
     @property
     def keeps(self) -> bool:
         """Whether F keeps anything."""
         return self.functions.backward_input is not None or self.functions.backward is not None
 
-    def recorded(self, part: str, run: Callable[..., Any], pool: Any) -> RecordedPart:
+    def recorded(self, run: Callable[..., Any], pool: Any) -> RecordedPart:
         """See csc.runtime.recorded_part."""
-        leaving = self.leaving.setdefault(part, LeavingPlaces())
-        return RecordedPart(self.recorder, run, pool, leaving, self.device)
+        return RecordedPart(self.recorder, run, pool, self.places, self.device)
 
 
 class InFlight:
@@ -117,7 +116,7 @@ class Instance:
         self._places = FixedPlaces(given)
         self._places.fill(given)
         names = list(received)
-        part = self._work.recorded("F", self._forward_of(names), self._pool if self._work.keeps else self._work.shared)
+        part = self._work.recorded(self._forward_of(names), self._pool if self._work.keeps else self._work.shared)
         part.launch()
         wanted = [*asked.sent.values(), *(tensors_in(asked.saved) if self._work.keeps else ())]
         found = [*part.left, *tensors_in(part.kept)]
@@ -233,7 +232,7 @@ class Instance:
             return kept
 
         keeps = kind == "B" and self._work.functions.backward_weight is not None
-        part = self._work.recorded(kind, run, self._pool if keeps else self._work.shared)
+        part = self._work.recorded(run, self._pool if keeps else self._work.shared)
         part.launch()
         return part
 

@@ -3,7 +3,8 @@
 Terms: a parameter *lasts* if a step computes with its own memory; one that is computed with in another dtype is made
 anew for each step, and *moves*: it has a place that is filled in each step.
 
-    weights = GraphWeights(specs, given)       specs: of the stage's parameters; given: what a step computes with
+    weights = GraphWeights(specs, given, copies)     specs: of the stage's parameters; given: what a step computes with;
+                                               copies: the places of all stages, by name
     weights.values {name: tensor}              what recordings read
     weights.take(given) -> bool                before each F: copies moving ones; whether others are where they were
 """
@@ -24,13 +25,13 @@ Tensors = Mapping[str, torch.Tensor]
 class GraphWeights:
     """See the module."""
 
-    def __init__(self, specs: Iterable[ParameterSpec], given: Tensors) -> None:
+    def __init__(self, specs: Iterable[ParameterSpec], given: Tensors, copies: dict[str, FixedPlaces]) -> None:
         there = [spec for spec in specs if spec.name in given]
         self._moving = [spec.name for spec in there if spec.compute not in (None, spec.dtype)]
         self._lasting = [spec.name for spec in there if spec.compute in (None, spec.dtype)]
-        self._places = FixedPlaces([given[name] for name in self._moving])
+        self._places = {name: copies.setdefault(name, FixedPlaces([given[name]])) for name in self._moving}
         self.values = {name: given[name] for name in self._lasting}
-        self.values |= zip(self._moving, self._places.tensors, strict=True)
+        self.values |= {name: place.tensors[0] for name, place in self._places.items()}
         self._step: weakref.ref[torch.Tensor] | None = None  # a tensor that each step has anew
 
     def take(self, given: Tensors) -> bool:
@@ -40,11 +41,10 @@ class GraphWeights:
             return True
         if not all(name in given and _same_memory(given[name], self.values[name]) for name in self._lasting):
             return False
-        moving = [given.get(name) for name in self._moving]
-        here = [one for one in moving if one is not None]
-        if len(here) < len(moving) or not self._places.fits(here):
+        if not all(name in given and place.fits([given[name]]) for name, place in self._places.items()):
             return False
-        self._places.fill(here)
+        for name, place in self._places.items():
+            place.fill([given[name]])
         self._step = weakref.ref(first) if first is not None else None
         return True
 

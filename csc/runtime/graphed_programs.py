@@ -21,10 +21,11 @@ import torch
 
 from csc import devices
 from csc.kernels.recordable import DRAWS, GATHERED, MEETS
+from csc.runtime.graph_places import FixedPlaces
 from csc.runtime.graphed_stage import GraphedStage, GraphRow
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.rank import Rank
-from csc.runtime.recorded_part import Recorder
+from csc.runtime.recorded_part import LeavingPlaces, Recorder
 from csc.runtime.specs import StageSpec
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class GraphedPrograms:
     def __init__(self, device: torch.device, asked: bool) -> None:
         self._recorder = devices.graphs(device) if asked else None
         self._shared = self._recorder.pool() if self._recorder is not None else None
+        self._places, self._copies = LeavingPlaces(device), dict[str, FixedPlaces]()
         if asked and self._recorder is None:
             log.warning("cuda_graphs: skipped, as there are none on a device of type %s", device.type)
         self._all: list[OneProgram] = []
@@ -53,7 +55,7 @@ class GraphedPrograms:
             return ranks
         number = len(self._all)
         settled = partial(fused.is_settled, number) if fused is not None else _always
-        one = OneProgram(self._recorder, self._shared, self._entered, self._used, settled)
+        one = OneProgram(self._recorder, self._shared, self._places, self._copies, self._entered, self._used, settled)
         self._all.append(one)
         return [replace(rank, functions=one.functions(rank)) for rank in ranks]
 
@@ -85,10 +87,10 @@ class OneProgram:
     """What its stages share with those of all programs."""
 
     def __init__(
-        self, recorder: Recorder, shared: Any, entered: Callable[[OneProgram], bool],
-        used: Callable[[OneProgram], None], settled: Callable[[], bool],
+        self, recorder: Recorder, shared: Any, places: LeavingPlaces, copies: dict[str, FixedPlaces],
+        entered: Callable[[OneProgram], bool], used: Callable[[OneProgram], None], settled: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self.recorder, self.shared = recorder, shared
+        self.recorder, self.shared, self.places, self.copies = recorder, shared, places, copies
         self._entered, self._used, self._settled = entered, used, settled
         self.stages: list[GraphedStage] = []
         self.given_up = 0

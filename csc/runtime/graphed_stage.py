@@ -22,12 +22,12 @@ import torch
 from csc import devices
 from csc.ir.schedule import Action
 from csc.runtime.graph_instance import InFlight, Instance, RecordedWork
-from csc.runtime.graph_places import UnfitError
+from csc.runtime.graph_places import FixedPlaces, UnfitError
 from csc.runtime.graph_weights import GraphWeights
 from csc.runtime.loaded_program import StageFunctions
 from csc.runtime.made_once import Constants
 from csc.runtime.rank import Rank
-from csc.runtime.recorded_part import Recorder
+from csc.runtime.recorded_part import LeavingPlaces, Recorder
 from csc.runtime.specs import StageSpec
 from csc.runtime.tapped_forward import Asked
 
@@ -54,6 +54,8 @@ class GraphRoom(Protocol):
 
     recorder: Recorder
     shared: Any
+    places: LeavingPlaces
+    copies: dict[str, FixedPlaces]
 
     def enters(self) -> bool: ...
 
@@ -69,7 +71,9 @@ class GraphedStage:
         self._specs = [one.local for one in rank.program.manifest.parameters if spec.stage in one.stages]
         self._most = in_flight(rank.program.schedule.ranks[rank.position], spec.stage)
         self.refused: dict[str, str] = {}
-        self._work = RecordedWork(self._plain, room.recorder, room.shared, rank.device, self._refuse, self.refused)
+        self._work = RecordedWork(
+            self._plain, room.recorder, room.shared, rank.device, self._refuse, self.refused, room.places
+        )
         self._instances: list[Instance] = []
         self._weights: GraphWeights | None = None
         self._stamp: Any = None
@@ -103,7 +107,6 @@ class GraphedStage:
         if self._instances:
             devices.synchronize(self._work.device)  # what was launched still runs
         self._instances, self._weights, self._met = [], None, 0
-        self._work.leaving.clear()
 
     def rows(self) -> list[GraphRow]:
         """See the module."""
@@ -194,7 +197,7 @@ class GraphedStage:
         asked = Asked(self._plain.forward, batch, received, weights, constants)
         try:
             if self._weights is None:
-                self._weights, self._stamp = GraphWeights(self._specs, weights), _stamp(constants)
+                self._weights, self._stamp = GraphWeights(self._specs, weights, self._room.copies), _stamp(constants)
                 self._weights.take(weights)
             instance = Instance(self._work, self._weights.values, constants)
             instance.first(asked, batch, received)

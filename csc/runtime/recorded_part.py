@@ -1,17 +1,18 @@
 """One part of a stage's work (F, B, W or BW) as a device records it once and launches it again.
 
 Terms: a *recorder* records what code launches (csc.devices.DeviceGraphs; tests have one for CPUs). What *leaves* a part
-is copied out of the recorder's memory, within the recording, into places that all microbatches share; what it *keeps*
+is copied out of the recorder's memory, within the recording, into places that all parts share; what it *keeps*
 stays in that memory, for parts of the same microbatch.
 
     Recorder                                     what is asked of one
     run(leave) -> kept                           a part as code: it calls leave(name, tensor) in order
-    part = RecordedPart(recorder, run, pool, leaving, device)     warms up, records; UnfitError, any of the recorder's
+    part = RecordedPart(recorder, run, pool, places, device)     warms up, records; UnfitError, any of the recorder's
     part.launch()                                part.leaving() -> (name, copy) pairs, one by one
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -37,34 +38,36 @@ class Recorder(Protocol):
 
 
 class LeavingPlaces:
-    """Where one kind of part of a stage puts what leaves, whichever microbatch it is of: it is taken away at once.
+    """Where parts put what leaves, all those of a trainer in the same places: it is taken away at once."""
 
-    They are made for the first one that is recorded.
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places: dict[tuple[Layout, int], torch.Tensor] = {}  # the several of one layout by number
 
-    def __init__(self) -> None:
-        self.names: list[Name] | None = None
-        self.places: list[torch.Tensor] = []
-
-    def expect(self, names: list[Name], like: Sequence[Layout], device: torch.device) -> None:
-        """UnfitError if others came before."""
-        if self.names is None:
-            made = (torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in like)
-            self.places, self.names = [torch.empty_like(one, device=device) for one in made], names
-        elif names != self.names or [size for size, _, _ in like] != [one.shape for one in self.places]:
-            raise UnfitError("what leaves it is not the same for each microbatch")
+    def of(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        """A place for each: dense ones."""
+        count: Counter[Layout] = Counter()
+        found = []
+        for layout in layouts:
+            key = layout, count[layout]
+            count[layout] += 1
+            if key not in self._places:
+                size, stride, dtype = layout
+                like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+                self._places[key] = torch.empty_like(like, device=self._device)
+            found.append(self._places[key])
+        return found
 
 
 class RecordedPart:
     """See the module. pool: of the recorder, for what it makes and keeps."""
 
-    def __init__(self, recorder: Recorder, run: Run, pool: Any, leaving: LeavingPlaces, device: torch.device) -> None:
-        self._leaving = leaving
-        names: list[Name] = []
+    def __init__(self, recorder: Recorder, run: Run, pool: Any, places: LeavingPlaces, device: torch.device) -> None:
+        self._names: list[Name] = []
         like: list[Layout] = []
 
         def note(name: Name, tensor: torch.Tensor) -> None:
-            names.append(name)
+            self._names.append(name)
             like.append((tensor.shape, tensor.stride(), tensor.dtype))
 
         def warm() -> None:
@@ -72,22 +75,17 @@ class RecordedPart:
                 tensors_in(run(note))
 
         def record() -> Any:
-            left = iter(leaving.places)
+            left = iter(self.left)
             return run(lambda _, tensor: _put(next(left), tensor))
 
         recorder.warm(warm)
-        leaving.expect(names, like, device)
+        self.left = places.of(like)  # what has left, until the next launch
         self.launch, self.kept = recorder.record(record, pool)
 
     def leaving(self) -> Iterator[tuple[Name, torch.Tensor]]:
-        """Copies of what has left with the last launch of a part of this kind."""
-        for name, place in zip(self._leaving.names or (), self._leaving.places, strict=True):
+        """Copies of what has left with the last launch."""
+        for name, place in zip(self._names, self.left, strict=True):
             yield name, place.clone()
-
-    @property
-    def left(self) -> list[torch.Tensor]:
-        """That itself, until the next launch."""
-        return self._leaving.places
 
 
 def _put(place: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -413,7 +413,7 @@ def test_fresh_values_are_other_objects_over_the_same_memory() -> None:
 
 def test_what_a_kernel_keeps_on_a_mask_is_recorded(recorder: CpuRecorder) -> None:
     """csc.kernels.packing unpacks a mask once: what it has unpacked in the warm-up is of another microbatch later."""
-    mask, out = FixedPlaces([torch.ones(3)]), LeavingPlaces()
+    mask, out = FixedPlaces([torch.ones(3)]), LeavingPlaces(CPU)
 
     def unpacked(tensor: torch.Tensor) -> torch.Tensor:
         if not hasattr(tensor, "kept"):
