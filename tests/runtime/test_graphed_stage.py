@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import handmade
@@ -18,6 +19,7 @@ from csc import devices
 from csc.ir.schedule import parse
 from csc.runtime import graphed_programs, graphed_stage
 from csc.runtime.graph_places import FixedPlaces, UnfitError, fresh, same_bits, tensors_in
+from csc.runtime.graphed_programs import GraphedPrograms
 from csc.runtime.graphed_stage import GraphRow, in_flight
 from csc.runtime.loaded_program import load
 from csc.runtime.recorded_part import LeavingPlaces, RecordedPart
@@ -377,6 +379,20 @@ def test_cpus_have_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert "cuda_graphs: skipped" in caplog.text and recorded.graphs.rows() == []
     assert_same(steps(recorded, 2), steps(plain, 2))
     assert devices.graphs(CPU) is None
+
+
+def test_what_inductor_compiles_is_recorded_once_it_is_settled(tmp_path: Path, recorder: CpuRecorder) -> None:
+    """A step that tries compiled functions runs them beside others: nothing of that is to be launched again."""
+    trainer = Trainer(load(handmade.write(tmp_path / "program", placement=ONE)))
+    settled: list[int] = []
+    fused: Any = SimpleNamespace(is_settled=lambda number: number in settled)
+    trainer.graphs = GraphedPrograms(CPU, True)
+    trainer._members = [trainer.graphs.add(trainer._members[0], fused)]
+    steps(trainer, 3)
+    assert not recorder.launches
+    settled.append(0)
+    steps(trainer, 3)
+    assert recorder.launches
 
 
 # the pieces
