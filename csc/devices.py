@@ -270,22 +270,22 @@ class DeviceGraphs:
     """
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
-        self._module, self._device = accelerator.module, device
-        self._graph = getattr(self._module, accelerator.graph)
-        self._beside = self._module.Stream(device)
+        self._of, self._device = accelerator, device
+        self._graph = getattr(self._of.module, accelerator.graph)
+        self._beside = self._of.module.Stream(device)
 
     def pool(self) -> Any:
         """A new one."""
-        return self._module.graph_pool_handle()
+        return self._of.module.graph_pool_handle()
 
     def warm(self, run: Callable[[], None]) -> None:
         """Run it on the stream that `record` uses: what kernels and libraries make for themselves at a first call is no
         part of a recording.
         """
-        own = self._module.current_stream(self._device)
+        own = self._of.module.current_stream(self._device)
         self._beside.wait_stream(own)
         try:
-            with self._module.stream(self._beside):
+            with self._of.module.stream(self._beside):
                 run()
         finally:
             own.wait_stream(self._beside)
@@ -294,13 +294,13 @@ class DeviceGraphs:
         """What launches it again, on the stream that is current then; and what it returned, whose values come with the
         first launch. RuntimeError for what cannot be recorded; nothing has run then.
         """
-        own, graph = self._module.current_stream(self._device), self._graph()
-        recording = self._module.graph(graph, pool=pool, stream=self._beside, capture_error_mode="thread_local")
+        own, graph = self._of.module.current_stream(self._device), self._graph()
+        recording = self._of.module.graph(graph, pool=pool, stream=self._beside, capture_error_mode="thread_local")
         try:
             with recording:
                 made = run()
         finally:  # after an error torch leaves its stream in place
-            self._module.set_stream(own)
+            self._of.module.set_stream(own)
         return graph.replay, made
 
 
