@@ -18,8 +18,9 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -263,10 +264,11 @@ def profile(device: str) -> str:
 
 
 class DeviceGraphs:
-    """Records what code launches on a device, to launch it again at once, with the same addresses (torch.cuda.graph).
+    """Records what code launches on a device, to launch it again at once, on the same addresses: torch.cuda.CUDAGraph.
 
     A *pool* is memory that recordings take for themselves. Those that share one may write over what the others made and
-    nobody held when they were recorded. Other threads may go on using the device while one records.
+    nobody held when they were recorded. Other threads may go on using the device while one records (NCCL's asks for the
+    ends of what it started).
     """
 
     def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
@@ -275,8 +277,12 @@ class DeviceGraphs:
         self._beside = self._of.module.Stream(device)
 
     def pool(self) -> Any:
-        """A new one."""
-        return self._of.module.graph_pool_handle()
+        """A new one. Torch takes nothing more into a pool whose recordings are all gone: an empty one stays."""
+        handle = self._of.module.graph_pool_handle()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is empty
+            stays, _ = self._recorded(lambda: None, handle)
+        return handle, stays
 
     def warm(self, run: Callable[[], None]) -> None:
         """Run it on the stream that `record` uses: what kernels and libraries make for themselves at a first call is no
@@ -292,16 +298,30 @@ class DeviceGraphs:
 
     def record(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
         """What launches it again, on the stream that is current then; and what it returned, whose values come with the
-        first launch. RuntimeError for what cannot be recorded; nothing has run then.
+        first launch. RuntimeError for what cannot be recorded; nothing has run then. pool: of `pool`.
+
+        torch.cuda.graph would wait for the whole device first. A receive may be under way there, for what another rank
+        sends once it has what is computed here.
         """
-        own, graph = self._of.module.current_stream(self._device), self._graph()
-        recording = self._of.module.graph(graph, pool=pool, stream=self._beside, capture_error_mode="thread_local")
-        try:
-            with recording:
-                made = run()
-        finally:  # after an error torch leaves its stream in place
-            self._of.module.set_stream(own)
+        graph, made = self._recorded(run, pool[0])
         return graph.replay, made
+
+    def _recorded(self, run: Callable[[], Any], handle: Any) -> tuple[Any, Any]:
+        graph = self._graph()
+        with self._of.module.stream(self._beside):
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+            try:
+                made = run()
+            except BaseException:
+                with suppress(RuntimeError):  # that the capture is no longer good
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph, made
+
+    def finish(self) -> None:
+        """Wait for what was launched on the current stream, and for nothing else."""
+        self._of.module.current_stream(self._device).synchronize()
 
 
 def records(device: torch.device | str) -> bool:

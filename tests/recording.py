@@ -65,6 +65,9 @@ class CpuRecorder:
     def warm(self, run: Callable[[], None]) -> None:
         run()
 
+    def finish(self) -> None:
+        """All has run."""
+
     def record(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
         recording = Recording()
         with _Recorded(recording):

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 
-from csc import devices
 from csc.ir.schedule import Action
 from csc.runtime.graph_instance import InFlight, Instance, RecordedWork
 from csc.runtime.graph_places import FixedPlaces, UnfitError
@@ -105,7 +104,7 @@ class GraphedStage:
     def forget(self) -> None:
         """See the module. Microbatches in flight go on with what they have."""
         if self._instances:
-            devices.synchronize(self._work.device)  # what was launched still runs
+            self._room.recorder.finish()  # what was launched still runs
         self._instances, self._weights, self._met = [], None, 0
 
     def rows(self) -> list[GraphRow]:

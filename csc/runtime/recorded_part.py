@@ -36,6 +36,8 @@ class Recorder(Protocol):
 
     def record(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]: ...
 
+    def finish(self) -> None: ...
+
 
 class LeavingPlaces:
     """Where parts put what leaves, all those of a trainer in the same places: it is taken away at once."""

@@ -404,6 +404,7 @@ def test_places_of_expanded_tensors() -> None:
     places.fill([row.add(1).expand(4, 3)])
     assert torch.equal(places.tensors[0], row.add(1).expand(4, 3))
     assert places.fits([row.expand(4, 3)]) and not places.fits([row.expand(4, 3).contiguous()])
+    assert FixedPlaces([torch.ones(1, 3)]).fits([torch.ones(5, 6)[2:3, :3]]), "a row has no stride to the next"
     with pytest.raises(ValueError, match="came where"):
         places.fill([torch.ones(1, 3)])
 

@@ -97,7 +97,10 @@ class Streams(Module):
         self.fails = False
 
     def _stream(self, name: str) -> Any:
-        return SimpleNamespace(name=name, wait_stream=lambda other: self.told.append(f"{name} waits for {other.name}"))
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: self.told.append(f"{name} waits for {other.name}"),
+            synchronize=lambda: self.told.append(f"the host waits for {name}"),
+        )  # fmt: skip
 
     def Stream(self, device: torch.device) -> Any:
         return self._stream("beside")
@@ -105,33 +108,36 @@ class Streams(Module):
     def current_stream(self, device: torch.device) -> Any:
         return self.stream_now
 
-    def set_stream(self, stream: Any) -> None:
-        self.stream_now = stream
-
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         before, self.stream_now = self.stream_now, stream
-        yield
-        self.stream_now = before
+        try:
+            yield
+        finally:
+            self.stream_now = before
 
     def graph_pool_handle(self) -> str:
         return "pool"
 
     def CUDAGraph(self) -> Any:
-        return SimpleNamespace(replay=lambda: self.told.append(f"launched on {self.stream_now.name}"))
+        def begin(pool: str, capture_error_mode: str) -> None:
+            assert (pool, capture_error_mode) == ("pool", "thread_local")
+            self.told.append(f"begins on {self.stream_now.name}")
 
-    @contextmanager
-    def graph(self, graph: Any, pool: str, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        assert (pool, capture_error_mode) == ("pool", "thread_local"), "NCCL asks its events from another thread"
-        self.stream_now = stream  # torch leaves it so if the capture does not end well
-        yield
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.stream_now = self.main
+        def end() -> None:
+            self.told.append("ends")
+            if self.fails:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+        return SimpleNamespace(
+            capture_begin=begin, capture_end=end, replay=lambda: self.told.append(f"launched on {self.stream_now.name}")
+        )
 
 
 def test_graphs_are_recorded_beside_and_launched_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's documentation asks: warmed up on the stream of the capture, in a pool; and back after an error."""
+    """Warmed up on the stream of the capture, in a pool; back after an error. Nothing waits for the whole device: on it
+    a receive may be under way that ends once another rank has what is computed here.
+    """
     module = Streams()
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     graphs = devices.graphs(torch.device("cuda", 0))
@@ -139,13 +145,24 @@ def test_graphs_are_recorded_beside_and_launched_in_place(monkeypatch: pytest.Mo
     seen: list[str] = []
     graphs.warm(lambda: seen.append(module.stream_now.name))
     assert module.told == ["beside waits for main", "main waits for beside"] and module.stream_now is module.main
-    launch, made = graphs.record(lambda: seen.append(module.stream_now.name) or 7, graphs.pool())
+    pool = graphs.pool()
+    assert pool[0] == "pool" and module.told[2:] == ["begins on beside", "ends"], "an empty recording keeps a pool"
+    module.told.clear()
+    launch, made = graphs.record(lambda: seen.append(module.stream_now.name) or 7, pool)
     launch()
-    assert (made, seen, module.told[-1]) == (7, ["beside", "beside"], "launched on main")
+    assert (made, seen) == (7, ["beside", "beside"])
+    graphs.finish()
+    assert module.told == ["begins on beside", "ends", "launched on main", "the host waits for main"]
     module.fails = True
-    with pytest.raises(RuntimeError, match="not permitted"):
-        graphs.record(lambda: None, graphs.pool())
-    assert module.stream_now is module.main
+
+    def fail() -> None:
+        raise ValueError("out of memory")
+
+    with pytest.raises(ValueError, match="out of memory"):
+        graphs.record(fail, pool)
+    with pytest.raises(RuntimeError, match="previous error"):
+        graphs.record(lambda: None, pool)
+    assert module.told[-2:] == ["begins on beside", "ends"] and module.stream_now is module.main
     assert devices.graphs(CPU) is None
 
 
