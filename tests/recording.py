@@ -28,6 +28,7 @@ class Recording:
         self.made: dict[Storage, torch.Tensor] = {}
         self._seen: dict[Storage, list[weakref.ref[torch.Tensor]]] = {}
         self.written: list[torch.Tensor] = []  # places outside of the pool
+        self.before_written: list[torch.Tensor] = []
         self.before: list[tuple[Recording, set[Storage]]] = []  # of the pool, and what they held when this one was done
 
     def sees(self, tensor: torch.Tensor) -> None:
@@ -76,8 +77,8 @@ class CpuRecorder:
         own = recording.held()
         pool.append(recording)
         recording.spoil()
-        for one in recording.written:  # when it is launched, not before
-            noise(one)
+        for one, before in zip(recording.written, recording.before_written, strict=True):
+            one.copy_(before)  # when it is launched, not before
         number = len(self.launches)
         self.launches.append(0)
 
@@ -105,6 +106,9 @@ class _Recorded(TorchDispatchMode):  # type: ignore[misc]
         if why:
             raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
         own = {_storage(one) for one in given}
+        if operator._schema.is_mutable and _storage(given[0]) not in self._recording.made:
+            self._recording.written.append(given[0].detach())
+            self._recording.before_written.append(given[0].clone())
         results = operator(*args, **kwargs)
         made = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
         for one in made:
@@ -112,8 +116,6 @@ class _Recorded(TorchDispatchMode):  # type: ignore[misc]
                 self._recording.made[_storage(one)] = _whole(one)
             if _storage(one) in self._recording.made:
                 self._recording.sees(one)
-        if operator._schema.is_mutable and _storage(given[0]) not in self._recording.made:
-            self._recording.written.append(given[0].detach())
         self._recording.calls.append((operator, *views((args, kwargs)), [one.detach() for one in made]))
         return results
 

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from csc.runtime.graph_places import FixedPlaces, UnfitError, fresh, same_bits, tensors_in
+from csc.runtime.graph_places import FixedPlaces, NestedCopy, UnfitError, fresh, same_bits, tensors_in
 from csc.runtime.loaded_program import StageFunctions
 from csc.runtime.made_once import Constants
-from csc.runtime.recorded_part import Leave, LeavingPlaces, RecordedPart, Recorder
+from csc.runtime.recorded_part import Leave, LeavingPlaces, RecordedPart, Recorder, Run
 from csc.runtime.tapped_forward import Asked, handed, table
 from csc.runtime.tried_function import apart
 
@@ -56,9 +56,9 @@ class RecordedWork:
         """Whether F keeps anything."""
         return self.functions.backward_input is not None or self.functions.backward is not None
 
-    def recorded(self, run: Callable[..., Any], pool: Any) -> RecordedPart:
+    def recorded(self, run: Run, pool: Any, before: Run | None = None) -> RecordedPart:
         """See csc.runtime.recorded_part."""
-        return RecordedPart(self.recorder, run, pool, self.places, self.device)
+        return RecordedPart(self.recorder, run, pool, self.places, self.device, before)
 
 
 class InFlight:
@@ -190,9 +190,13 @@ class Instance:
                 yield name, tensor
         return sent, self._token and self._token()
 
-    def _work_of(self, kind: str, received: Tensors, weights: Tensors) -> Rest:
-        """The stage's own function, on what F or B has kept."""
-        functions, kept = self._work.functions, fresh(self._kept["B" if kind == "W" else "F"])
+    def _read(self, kind: str) -> Any:
+        """What F or B has kept for a part."""
+        return self._kept["B" if kind == "W" else "F"]
+
+    def _work_of(self, kind: str, kept: Any, received: Tensors, weights: Tensors) -> Rest:
+        """The stage's own function. It may write over what was kept, and takes lists apart."""
+        functions = self._work.functions
         if kind == "B":
             assert functions.backward_input is not None
             found: tuple[dict[str, torch.Tensor], Any] = functions.backward_input(
@@ -210,41 +214,47 @@ class Instance:
         names, places = self._received[kind]
         places.fill([received[name] for name in names])
 
-    def _recorded(self, kind: str, received: Tensors) -> RecordedPart:
-        """Recorded, and launched on what was received."""
+    def _recorded(self, kind: str, received: Tensors, spare: NestedCopy) -> RecordedPart:
+        """spare: for the warm-up."""
         names, places = list(received), FixedPlaces(list(received.values()))
         self._received[kind] = names, places
         self._fill(kind, received)
 
-        def run(leave: Leave) -> Any:
+        def run(leave: Leave, kept: Any) -> Any:
             own = dict(zip(names, fresh(places.tensors), strict=True))
-            work = self._work_of(kind, own, self._weights)
+            work = self._work_of(kind, kept, own, self._weights)
             while True:
                 try:
                     name, gradient = next(work)
                 except StopIteration as end:
-                    sent, kept = end.value
+                    sent, left = end.value
                     break
                 leave((GRADIENT, name), gradient)
                 del gradient
             for name, tensor in sent.items():
                 leave((SENT, name), tensor)
-            return kept
+            return left
 
         keeps = kind == "B" and self._work.functions.backward_weight is not None
-        part = self._work.recorded(run, self._pool if keeps else self._work.shared)
-        part.launch()
-        return part
+        pool = self._pool if keeps else self._work.shared
+        return self._work.recorded(
+            lambda leave: run(leave, fresh(self._read(kind))), pool, lambda leave: run(leave, spare.take())
+        )
 
     def _proving(self, kind: str, received: Tensors, weights: Tensors) -> Rest:
         """The function as it is, with the recording of the same beside it."""
         part: RecordedPart | None = None
+        kept, again = fresh(self._read(kind)), None
         if kind not in self._work.refused:
             try:
-                part = self._recorded(kind, received)
+                spare, beside = NestedCopy(self._read(kind)), NestedCopy(self._read(kind))
+                part = self._recorded(kind, received, spare)
+                kept, again = beside.take(), spare.take()  # a launch may write over it, too
+                part.launch()
             except Exception as error:  # of whatever cannot be recorded
                 self._work.refuse(kind, error)
-        work, number = self._work_of(kind, received, weights), 0
+                part = None
+        work, number = self._work_of(kind, kept, received, weights), 0
         differing: dict[int, torch.Tensor] = {}
         while True:
             try:
@@ -261,7 +271,8 @@ class Instance:
             return sent, kept
         try:
             ends = [*sent.values(), *tensors_in(kept)]
-            self._compare_rest(part, kind, received, weights, differing, number, ends)
+            other = self._work_of(kind, again, received, weights)
+            self._compare_rest(part, other, differing, number, ends)
         except Exception as error:
             self._work.refuse(kind, error)
             return sent, kept
@@ -269,14 +280,14 @@ class Instance:
         return sent, self._token and self._token()
 
     def _compare_rest(
-        self, part: RecordedPart, kind: str, received: Tensors, weights: Tensors, differing: Mapping[int, torch.Tensor],
-        number: int, ends: list[torch.Tensor],
+        self, part: RecordedPart, work: Rest, differing: Mapping[int, torch.Tensor], number: int,
+        ends: list[torch.Tensor],
     ) -> None:  # fmt: skip
-        """differing: of so many gradients those that are not the same."""
+        """differing: of so many gradients those that are not the same. work: the function, to be run again."""
         found = [*(part.left[one] for one in differing), *part.left[number:], *tensors_in(part.kept)]
 
         def again() -> list[torch.Tensor]:
-            work, gradients = self._work_of(kind, received, weights), []
+            gradients = []
             while True:
                 try:
                     gradients.append(next(work)[1])

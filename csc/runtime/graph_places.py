@@ -6,12 +6,13 @@ dict of nested values, None among them.
     FixedPlaces(like)                    of these layouts    .fits(tensors)    .fill(tensors)
     tensors_in(nested) -> [tensor]              UnfitError for anything else in it
     fresh(nested) -> nested                     new lists, and new views of each tensor
+    NestedCopy(nested).take() -> nested         copies of its tensors
     same_bits(one, other)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,29 @@ class FixedPlaces:
                 came, was = ([one.dtype, list(one.shape)] for one in (tensor, place))
                 raise ValueError(f"{came} came where {was} was recorded")
             thin(place).copy_(thin(tensor))
+
+
+class NestedCopy:
+    """A nested value once more, for a function that may write over it."""
+
+    def __init__(self, nested: Any) -> None:
+        self._nested, self._places = nested, FixedPlaces(tensors_in(nested))
+
+    def take(self) -> Any:
+        """As the value is now."""
+        self._places.fill(tensors_in(self._nested))
+        return _rebuilt(self._nested, iter(self._places.tensors))
+
+
+def _rebuilt(nested: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Each tensor in its turn, as a new view."""
+    if isinstance(nested, torch.Tensor):
+        return next(tensors).detach()
+    if isinstance(nested, dict):
+        return {name: _rebuilt(one, tensors) for name, one in nested.items()}
+    if isinstance(nested, (tuple, list)):
+        return type(nested)(_rebuilt(one, tensors) for one in nested)
+    return nested
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -62,9 +62,14 @@ class LeavingPlaces:
 
 
 class RecordedPart:
-    """See the module. pool: of the recorder, for what it makes and keeps."""
+    """See the module. pool: of the recorder, for what it makes and keeps. before: the same for the warm-up, if `run`
+    writes over what it is given.
+    """
 
-    def __init__(self, recorder: Recorder, run: Run, pool: Any, places: LeavingPlaces, device: torch.device) -> None:
+    def __init__(
+        self, recorder: Recorder, run: Run, pool: Any, places: LeavingPlaces, device: torch.device,
+        before: Run | None = None,
+    ) -> None:  # fmt: skip
         self._names: list[Name] = []
         like: list[Layout] = []
 
@@ -74,7 +79,7 @@ class RecordedPart:
 
         def warm() -> None:
             with only_fit(device):
-                tensors_in(run(note))
+                tensors_in((before or run)(note))
 
         def record() -> Any:
             left = iter(self.left)

@@ -285,6 +285,22 @@ def test_a_function_that_does_not_repeat_itself(tmp_path: Path, recorder: CpuRec
     assert rows(trainer)[0, "F"].instances == 1
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_functions_that_write_over_what_was_kept(
+    tmp_path: Path, recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """As B and W do with gradients that F has made (a head in chunks): a warm-up, a run and a launch are not three."""
+    text = handmade.STAGE_2.replace("    return sent, (z, d)", "    z.mul_(received['loss'])\n    return sent, (z, d)")
+    text = text.replace("    z, d = saved\n    yield", "    z, d = saved\n    d.mul_(3)\n    yield")
+    assert text.count("mul_(") == 2
+    monkeypatch.setattr(handmade, "STAGE_2", text)
+    plain, recorded = both(tmp_path, placement=THREE, schedule=schedule)
+    expected = steps(plain)
+    assert_same(steps(recorded), expected)
+    assert all(row.instances and not row.why for row in recorded.graphs.rows())
+    assert not expected[0][1]["embed"].isnan().any()
+
+
 def test_a_batch_laid_out_otherwise_runs_as_it_is(tmp_path: Path, recorder: CpuRecorder) -> None:
     plain, recorded = both(tmp_path, placement=ONE, microbatches=1)
     found: list[list[Step]] = []
