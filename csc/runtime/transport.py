@@ -22,12 +22,11 @@ import torch
 
 from csc.errors import ProgramError
 from csc.ir.groups import Group
-from csc.ir.mesh import Mesh
 from csc.ir.schedule import Action, Message
 from csc.runtime.consistency import Shared
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import Meeting
-from csc.runtime.specs import MessageSpec, StageSpec, ValueSpec
+from csc.runtime.specs import Manifest, MessageSpec, ValueSpec
 from csc.runtime.spread import Recent
 from csc.runtime.threads import Turns
 
@@ -219,7 +218,7 @@ class InProcess:
         self._hub = _Hub()
         if max(map(len, self._mesh.groups(Group.LAYER))) > 1:
             self._hub.turns = Turns()
-        self._endpoints = [_Local(self._hub, rank, self._mesh, program.manifest.stages) for rank in self.ranks]
+        self._endpoints = [_Local(self._hub, rank, program.manifest) for rank in self.ranks]
 
     def failed(self, error: BaseException) -> BaseException:
         """There is nobody to tell."""
@@ -262,13 +261,12 @@ class InProcess:
 class _Local:
     """Endpoint of the in-process transport."""
 
-    def __init__(self, hub: _Hub, rank: int, mesh: Mesh, stages: Sequence[StageSpec]) -> None:
+    def __init__(self, hub: _Hub, rank: int, manifest: Manifest) -> None:
         self.rank = rank
         self.recent = hub.recent
         self.under_way: dict[int, Any] = {}
         self._hub = hub
-        self._mesh = mesh
-        self._positions = [stage.rank for stage in stages]
+        self._manifest = manifest
 
     def at(self, place: Action | str) -> None:
         """Nobody has to be told: the ranks are one process."""
@@ -276,7 +274,8 @@ class _Local:
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
         tensors = laid_out(message, values, self.rank)
         names = [spec.name for spec in message.values]
-        for peer in self._mesh.receivers(self.rank, self._positions[message.destination]):
+        there = self._manifest.stages[message.destination].rank
+        for peer in self._manifest.mesh.receivers(self.rank, there):
             self._hub.mail[peer, message.channel, microbatch] = dict(zip(names, tensors, strict=True))
         self._hub.changed()
 
