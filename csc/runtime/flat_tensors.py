@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 Layout = list[Any]
-OF_IMAGES = (4, 5)  # dimensions of what torch knows channels_last of
+IMAGES = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}  # dimensions of what torch knows channels_last of, the closest first
 
 
 def tensors_of(nested: Any) -> list[torch.Tensor]:
@@ -44,16 +44,37 @@ def structure_of(nested: Any) -> Any:
 
 
 def layouts_of(tensors: Sequence[torch.Tensor]) -> list[Layout]:
-    """Of each. The stride of a dimension with one place means nothing, and is given as 1; but of images, in which it
-    tells whether channels come last.
+    """Of each. The stride of a dimension with one place means nothing, and is given as one that says nothing; but where
+    it tells whether the channels of images come last.
     """
-    return [[str(one.dtype).removeprefix("torch."), str(one.device), [*one.shape], [*_strides(one)]] for one in tensors]
+    return [
+        [str(one.dtype).removeprefix("torch."), str(one.device), [*one.shape], _strides([*one.shape], [*one.stride()])]
+        for one in tensors
+    ]
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    if tensor.dim() in OF_IMAGES:
-        return tensor.stride()
-    return tuple([1 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+def _strides(sizes: list[int], strides: list[int]) -> list[int]:
+    """As kernels and compilers may give a dimension with one place any stride, so that which one is chance."""
+    found = list(strides)
+    for place in reversed(range(len(sizes))):
+        if sizes[place] == 1:
+            found[place] = sizes[place + 1] * found[place + 1] if place + 1 < len(sizes) else 1
+    return found if _have_channels_last(sizes, found) == _have_channels_last(sizes, strides) else strides
+
+
+def _have_channels_last(sizes: list[int], strides: list[int]) -> bool:
+    """Whether torch takes a tensor for images whose channels come last (c10's `is_channels_last_strides`), and makes
+    others of it in this format.
+    """
+    order = IMAGES.get(len(sizes))
+    if order is None or strides[1] == 0:
+        return False
+    least = 0
+    for place in order:
+        if sizes[place] == 0 or strides[place] < least or (place == 0 and least == strides[1]):
+            return False
+        least = strides[place] * max(sizes[place], 1)
+    return True
 
 
 def empty_as(layouts: Sequence[Layout]) -> list[torch.Tensor]:

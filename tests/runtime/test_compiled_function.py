@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +131,30 @@ def test_layouts_of_images_say_whether_channels_come_last() -> None:
     assert layouts_of([image]) != layouts_of([image.to(memory_format=torch.channels_last)])
     row = torch.ones(1, 8)
     assert layouts_of([row]) == layouts_of([row.as_strided((1, 8), (3, 1))])
+
+
+def test_strides_of_one_place_are_no_other_layout() -> None:
+    """One key head: ATen's kernel and Inductor's give the same gradient with other strides of that dimension."""
+    heads = torch.ones(2, 1, 8, 4)
+    others = [heads.as_strided((2, 1, 8, 4), (32, stride, 4, 1)) for stride in (4, 8, 32, 64)]
+    assert all(layouts_of([one]) == layouts_of([heads]) for one in others)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 1, 4, 4), (1, 3, 4, 4), (2, 3, 1, 4), (1, 1, 1, 4), (1, 1, 4, 1), (2, 1, 3, 4, 4)]
+)
+def test_what_torch_makes_of_layouts_that_are_equal_is_equal(sizes: tuple[int, ...]) -> None:
+    """Of the same sizes and entries, whichever stride the dimensions with one place have."""
+    made: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    last = torch.channels_last if len(sizes) == 4 else torch.channels_last_3d
+    ones = [place for place, size in enumerate(sizes) if size == 1]
+    for image in (torch.ones(sizes), torch.ones(sizes).to(memory_format=last)):
+        for strides in product((1, 2, 3, 4, 8, 16, 48, 96), repeat=len(ones)):
+            own = [*image.stride()]
+            for place, stride in zip(ones, strides):
+                own[place] = stride
+            one = image.as_strided(sizes, own)
+            resized = torch.nn.functional.interpolate(one, scale_factor=2.0)  # asks for the format that one suggests
+            made[str(layouts_of([one]))].add(resized.stride())
+    assert len(made) > 1
+    assert all(len(strides) == 1 for strides in made.values())
