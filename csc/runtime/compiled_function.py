@@ -30,8 +30,8 @@ from typing import Any, Final
 
 import torch
 
-from csc.runtime.flat_tensors import Layout, nested_as, structure_of, tensors_of
-from csc.torch_private.artifacts import artifact, artifact_of, inductor_settings, vector_sets_are_proven
+from csc.runtime.flat_tensors import Layout, nesting, structure_of, tensors_of
+from csc.torch_private.artifacts import Unwrapped, artifact, artifact_of, inductor_settings, vector_sets_are_proven
 
 FOLDER, SETS_BUILD = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_VEC_ISA_OK"
 PROVEN = "vector-sets-build"  # a file of the folder: see `_settings`
@@ -59,7 +59,21 @@ class CompiledFunction:
     seconds: float = 0.0
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return nested_as(self.structure, iter(self.artifact(*tensors)))
+        return self.run([*tensors])
+
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        """The same; the list may be empty afterwards."""
+        return self.nested(self.unwrapped(tensors))
+
+    @cached_property
+    def unwrapped(self) -> Unwrapped:
+        """Of flat tensors."""
+        return Unwrapped(self.artifact)
+
+    @cached_property
+    def nested(self) -> Callable[[Sequence[torch.Tensor]], Any]:
+        """What it returns, of flat tensors."""
+        return nesting(self.structure)
 
 
 @dataclass(frozen=True)
@@ -119,11 +133,10 @@ class KeptFunction:
 
     def _make(self, function: Callable[..., Any], given: tuple[Any, ...]) -> CompiledFunction | None:
         found: list[Any] = []
-        start = time.perf_counter()
+        start, nested = time.perf_counter(), nesting(self.structure)
 
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            left = iter(tensors)
-            results = function(*[nested_as(one, left) for one in self.structure])
+            results = function(*nested(tensors))
             found.append(structure_of(results))
             return tensors_of(results)
 

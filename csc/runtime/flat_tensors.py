@@ -3,14 +3,14 @@
 Terms: the *structure* of one is None for a tensor, a list for a tuple, a dict for a dict: what JSON can hold.
 
     tensors_of(nested) -> [tensor, ...]         TypeError for anything else in it
-    structure_of(nested) -> structure           nested_as(structure, tensors) -> nested
+    structure_of(nested) -> structure           nesting(structure)(tensors) -> nested
     layouts_of(tensors) -> [layout, ...]        dtype, device, sizes, strides: as JSON holds them too
     empty_as(layouts) -> [tensor, ...]          with memory, without values
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,9 +85,26 @@ def empty_as(layouts: Sequence[Layout]) -> list[torch.Tensor]:
     ]
 
 
-def nested_as(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def nesting(structure: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """From a list of tensors, for many calls: the structure is looked at once."""
+    return _nesting(structure, 0)[0]
+
+
+def _nesting(structure: Any, start: int) -> tuple[Callable[[Sequence[torch.Tensor]], Any], int]:
+    """Of the tensors from `start` on; and where they end."""
     if structure is None:
-        return next(tensors)
+        return lambda tensors: tensors[start], start + 1
+    parts, stop = [], start
+    members = list(structure.values() if isinstance(structure, dict) else structure)
+    for one in members:
+        part, stop = _nesting(one, stop)
+        parts.append(part)
+    flat = all(one is None for one in members)
     if isinstance(structure, dict):
-        return {n: next(tensors) if one is None else nested_as(one, tensors) for n, one in structure.items()}
-    return tuple([next(tensors) if one is None else nested_as(one, tensors) for one in structure])
+        names = tuple(structure)
+        if flat:
+            return lambda tensors: dict(zip(names, tensors[start:stop])), stop
+        return lambda tensors: {name: part(tensors) for name, part in zip(names, parts)}, stop
+    if flat:
+        return lambda tensors: tuple(tensors[start:stop]), stop
+    return lambda tensors: tuple([part(tensors) for part in parts]), stop

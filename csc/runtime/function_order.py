@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from csc.runtime.compiled_function import KeptFunction, function_file
-from csc.runtime.flat_tensors import Layout, empty_as, nested_as
+from csc.runtime.flat_tensors import Layout, empty_as, nesting
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ class FunctionOrder:
         kept = KeptFunction(self.name, self.text, self.structure, self.layouts, Path(self.folder))
         if kept.key != self.key:
             raise ValueError("torch's or Inductor's settings are others here")
-        tensors = iter(empty_as(self.layouts))
-        kept.made(self._imported(), tuple([nested_as(one, tensors) for one in self.structure]))
+        kept.made(self._imported(), nesting(self.structure)(empty_as(self.layouts)))
 
     @property
     def is_kept(self) -> bool:

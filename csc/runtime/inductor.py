@@ -29,10 +29,12 @@ from typing import Any
 import torch
 
 from csc.runtime.compiled_function import MISSING, CompiledFunction, KeptFunction
-from csc.runtime.flat_tensors import Layout, empty_as, layouts_of, nested_as, structure_of, tensors_of
+from csc.runtime.flat_tensors import Layout, empty_as, layouts_of, nesting, structure_of, tensors_of
 from csc.runtime.function_order import FunctionOrder, code, form_of
 from csc.runtime.outside_reads import outside_read
 from csc.runtime.tried_function import tried
+from csc.runtime.weight_names import Under
+from csc.torch_private.same_layouts import same_layouts
 
 log = logging.getLogger("csc")
 
@@ -40,6 +42,7 @@ FUNCTIONS = ("forward", "backward_input", "backward_weight", "backward")
 LAYOUTS = 8  # of the arguments of one function: what comes with more is run as it is
 ALL = ""  # in place of a form
 SEEN = 64  # layouts that are known at once, whatever runs with them
+SHORT = 4  # of which are asked in C
 Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 COMPILED, KEPT, AS_IT_IS = "compiled", "found in the cache", "runs as it is"
 OTHERS = "other layouts of its arguments came"
@@ -122,9 +125,31 @@ class Fused:
         self._place = list(inspect.signature(function).parameters).index("w") if self._names else -1
         self._taken: dict[str, CompiledFunction | None] = {}  # by form; None: computes nothing
         self._known: dict[Layouts, CompiledFunction | None] = {}  # as calls came
+        self._short: list[tuple[Callable[..., bool], Callable[..., Any], Callable[..., Any]]] = []
         self._watch: _Watch | None = None
 
     def __call__(self, *given: Any) -> Any:
+        if self._short:
+            tensors = self._flat(given)
+            for are_these, code, nested in self._short:
+                if are_these(*tensors):
+                    return nested(code(tensors))
+        return self._called(given)
+
+    def _flat(self, given: tuple[Any, ...]) -> list[Any]:
+        """The tensors, unless something is nested more deeply or is none: then it is in the list as it is."""
+        found: list[Any] = []
+        for one in given:
+            kind = type(one)
+            if kind is tuple:
+                found += one
+            elif kind is Under:
+                found += one.several(self._names)
+            else:
+                found.append(one)
+        return found
+
+    def _called(self, given: tuple[Any, ...]) -> Any:
         if not self.on and not self._tries and self._watch is None:
             return self.plain(*given)
         if self._place >= 0:
@@ -140,12 +165,18 @@ class Fused:
             return self._watch.call(self, layouts, given, tensors)
         if self._tries:
             return self._try(layouts, given, tensors)
-        if layouts not in self._known:
+        try:
+            compiled = self._known[layouts]
+        except KeyError:
             if len(self._known) == SEEN:
                 return self.plain(*given)
-            self._known[layouts] = self._first(given, tensors)
-        compiled = self._known[layouts]
-        return self.plain(*given) if compiled is None else compiled(tensors)
+            compiled = self._known[layouts] = self._first(given, tensors)
+        if compiled is None:
+            return self.plain(*given)
+        code = compiled.unwrapped.code
+        if code is not None and len(self._short) < SHORT:
+            self._short.append((same_layouts(tensors), code, compiled.nested))
+        return compiled.run(tensors)
 
     def _first(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:
         """What was taken for arguments like these."""
@@ -162,6 +193,7 @@ class Fused:
     def tries(self, tries: bool) -> None:
         """Whether it runs as it is, with what was taken beside it at the first call with certain layouts."""
         self._tries = tries
+        self._short.clear()
 
     def _try(self, layouts: Layouts, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
         if layouts in self._known:
@@ -181,8 +213,7 @@ class Fused:
         """Compile it in this process, unless it is kept. Without wait BeingMadeError if another process does. Any error
         of the trace or the compiler.
         """
-        tensors = iter(empty_as(order.layouts))
-        given = tuple([nested_as(one, tensors) for one in order.structure])
+        given = nesting(order.structure)(empty_as(order.layouts))
         self._ordered(order.structure, order.layouts).made(self.plain, given, wait)
 
     def take(self, order: FunctionOrder, how: str) -> str:
@@ -205,6 +236,7 @@ class Fused:
             return False
         self._taken[form] = None
         self._known.clear()
+        self._short.clear()
         self._rows[form] = FusedRow(self.name, AS_IT_IS, 0.0, why)
         return True
 
@@ -230,6 +262,7 @@ class Fused:
         kind does, on tensors without values, and others are given the same results.
         """
         self._watch = _Watch(repeats)
+        self._short.clear()
 
     def watched(self) -> list[FunctionOrder]:
         """What has been noted. It is no longer watched."""

@@ -6,7 +6,7 @@ weights["model.layers.3.mlp.up_proj.weight"]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,14 @@ class Under:
     def __getitem__(self, name: str) -> torch.Tensor:
         found = self.weights.get(self.prefix + name)
         return self.weights[name] if found is None else found
+
+    def several(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Those of these names: each call of a compiled function asks."""
+        prefix, weights = self.prefix, self.weights
+        try:
+            return [weights[prefix + name] for name in names]
+        except KeyError:
+            return [self[name] for name in names]
 
     def full_names(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the model, gradient) pairs."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import is_
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -53,6 +56,58 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
             return CompiledArtifact.load(path=str(file))
     except Exception:  # damaged, of another torch, or kernels that are gone and cannot be made again
         return None
+
+
+class Unwrapped:
+    """An artifact without what torch has around Inductor's code in it, once one call has shown that this hands on the
+    very tensors that it is given, and returns the very ones that come of them. Where it does more (outputs that are
+    views of arguments), or is none of Inductor's, it is called as it is.
+    """
+
+    def __init__(self, run: Callable[..., Tensors]) -> None:
+        self._run, self._asked = run, False
+        self.code: Callable[[list[torch.Tensor]], Tensors] | None = None  # what is called, once that has been shown
+
+    def __call__(self, tensors: list[torch.Tensor]) -> Tensors:
+        """Of tensors without gradients. The list may be empty afterwards: the code lets go of what it has read."""
+        if self.code is not None:
+            return self.code(tensors)
+        if self._asked:
+            return self._run(*tensors)
+        with _graph_calls() as calls:
+            found = self._run(*tensors)
+        self._asked = True
+        if len(calls) == 1 and _are(calls[0][1], tensors) and _are(calls[0][2], found):
+            self.code = getattr(calls[0][0], "current_callable", None)
+        return found
+
+
+def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+@contextmanager
+def _graph_calls() -> Iterator[list[tuple[Any, list[Any], list[Any]]]]:
+    """(compiled graph, its arguments, its results) of each call of one in this thread meanwhile."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    calls: list[tuple[Any, list[Any], list[Any]]] = []
+    thread, own = get_ident(), CompiledFxGraph.__call__
+
+    def noted(graph: Any, inputs: Any) -> Any:
+        if get_ident() != thread:
+            return own(graph, inputs)
+        given = list(inputs)  # the code empties its list
+        found = own(graph, inputs)
+        calls.append((graph, given, list(found)))
+        return found
+
+    kind: Any = CompiledFxGraph
+    kind.__call__ = noted
+    try:
+        yield calls
+    finally:
+        kind.__call__ = own
 
 
 def inductor_settings() -> str:
