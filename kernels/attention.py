@@ -93,7 +93,7 @@ def _pack_mask(
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
-    return packing.pack(Mask(ranges, admits, kinds, keys), block_q, block_k)
+    return packing.pack_once(Mask(ranges, admits, kinds, keys), block_q, block_k)
 
 
 @torch.library.register_fake("csc::pack_mask")

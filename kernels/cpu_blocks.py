@@ -14,7 +14,7 @@ from itertools import groupby
 
 import torch
 from csc.kernels.mask import Mask
-from csc.kernels.tiles import Tiles
+from csc.kernels.tiles import SEEN, Tiles
 
 SHORTEST = 8  # queries of a sequence in a row, on the average; of shorter ones many are one block
 ROWS = 256  # queries of a block where there is no mask and scores have to be written out (soft cap)
@@ -81,9 +81,9 @@ def _of_mask(mask: Mask, tiles: Tiles, batch: int, dtype: torch.dtype, written_o
             bias = blind = None
             if any(counts[one][i][0] < counts[one][i][1] for one in run):
                 seen = _seen(mask, samples, rows, keys)
-                bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -float("inf"))
-                sees = seen.any(-1)
-                blind = None if bool(sees.all()) else ~sees
+                bias = torch.where(seen, torch.tensor(0.0, dtype=dtype), torch.tensor(-float("inf"), dtype=dtype))
+                sees = seen.numpy().any(-1)
+                blind = None if sees.all() else torch.from_numpy(~sees)
             yield Block(samples if mask.batch > 1 else everyone, rows, keys, bias, blind)
 
 
@@ -127,6 +127,9 @@ def _slots(listed: list[int], block_k: int, keys: int) -> slice | torch.Tensor:
 
 def _seen(mask: Mask, samples: slice, rows: slice, keys: slice | torch.Tensor) -> torch.Tensor:
     """bool [b, 1, rows, keys]: the mask of one block, written out."""
+    known = mask.known.get(SEEN)
+    if known is not None:
+        return known[samples, rows, keys][:, None]
     slot = torch.arange(mask.keys)[keys]
     ranges = mask.ranges[samples, :, rows]
     seen = (ranges[..., :1] <= slot) & (slot < ranges[..., 1:])

@@ -52,6 +52,12 @@ class Mask:
             if tuple(self.kinds.shape) != (self.batch, self.keys) or self.kinds.dtype != torch.int64:
                 raise ValueError(f"kinds is {self.kinds.dtype} {list(self.kinds.shape)}, not int64 [B, Tk]")
 
+    def copied(self) -> Mask:
+        """With values of its own, and what kernels have made of it."""
+        admits = None if self.admits is None else self.admits.clone()
+        kinds = None if self.kinds is None else self.kinds.clone()
+        return Mask(self.ranges.clone(), admits, kinds, self.keys, dict(self.known))
+
     @property
     def batch(self) -> int:
         return self.ranges.shape[0]
@@ -70,7 +76,7 @@ class Mask:
         seen = (self.ranges[..., :1] <= slot) & (slot < self.ranges[..., 1:])
         if self.admits is not None and self.kinds is not None:
             seen &= (self.admits[..., None] & self.kinds[:, None, None, :]) != 0
-        return seen.any(1)
+        return seen.any(1) if self.rules > 1 else seen[:, 0]
 
     def hidden(self) -> torch.Tensor:
         """bool [B, Tq]: queries that see no key. Counts keys of each kind, so nothing of size Tq x Tk is made."""

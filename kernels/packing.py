@@ -1,6 +1,7 @@
 """A mask and its tile lists in one tensor, so that they travel through graphs, stages and operators as one value.
 
     pack(mask, block_q, block_k) -> int32 [B, words]
+    pack_once(mask, block_q, block_k)            the same one while the same ranges come with equal admits and kinds
     unpack(packed, form) -> (Mask, Tiles)        views, nothing is copied or looked at
     unpack_once(packed, form) -> (Mask, Tiles)   the same ones for each call with a tensor that nothing has written to
     words(form) -> int                           per sample; counted_words: of sizes that are numbers, counted once
@@ -17,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 from csc.kernels.mask import Mask
-from csc.kernels.tiles import TileLists, Tiles, tiles
+from csc.kernels.tiles import SEEN, TileLists, Tiles, tiles, written_out
 
-UNPACKED = "_csc_unpacked"  # the name under which a tensor keeps it
+UNPACKED, PACKED = "_csc_unpacked", "_csc_packed"  # the names under which a tensor keeps it
 
 
 class Form(NamedTuple):
@@ -59,11 +60,53 @@ counted_words = cache(words)
 
 def pack(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
     """int32 [B, words]: the mask and its lists for tiles of block_q queries x block_k keys."""
+    mask = written_out(mask)
     found = tiles(mask, block_q, block_k)
     parts = [mask.ranges, found.of_queries.index, found.of_queries.counts, found.of_keys.index, found.of_keys.counts]
-    if mask.kinds is not None and mask.admits is not None:
-        parts = [mask.kinds, mask.admits, *parts]
-    return torch.cat([part.contiguous().flatten().view(torch.int32) for part in parts]).view(mask.batch, -1)
+    wide = [one.reshape(-1).view(torch.int32) for one in (mask.kinds, mask.admits) if one is not None]
+    packed = torch.cat([*wide, *(part.reshape(-1) for part in parts)]).view(mask.batch, -1)
+    if SEEN in mask.known:  # who attends in this process need not take it apart, nor write it out again
+        form = Form(mask.rules, mask.kinds is not None, mask.queries, mask.keys, block_q, block_k)
+        setattr(packed, UNPACKED, ((form, packed._version), (mask.copied(), found)))
+    return packed
+
+
+def pack_once(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
+    """As `pack`. Of a short mask on a CPU the ranges keep the latest one, if nobody writes to either: in most models they
+    are the same tensor in every step, and samples without padding have equal kinds.
+    """
+    ranges = mask.ranges
+    if ranges.is_inference():
+        return pack(mask, block_q, block_k)
+    kept: _Packed | None = vars(ranges).get(PACKED)
+    if kept is not None and kept.holds(mask, block_q, block_k):
+        return kept.packed
+    packed = pack(mask, block_q, block_k)
+    unpacked = vars(packed).get(UNPACKED)
+    if unpacked is not None:
+        setattr(ranges, PACKED, _Packed(packed, unpacked[1][0], block_q, block_k, (ranges._version, packed._version)))
+    return packed
+
+
+class _Packed(NamedTuple):
+    """own: the mask, with values of its own. versions: of the ranges and of what was packed."""
+
+    packed: torch.Tensor
+    own: Mask
+    block_q: int
+    block_k: int
+    versions: tuple[int, int]
+
+    def holds(self, mask: Mask, block_q: int, block_k: int) -> bool:
+        """Whether it is of the same ranges, as they were, and of equal admits and kinds."""
+        own = self.own
+        return (
+            self.versions == (mask.ranges._version, self.packed._version)
+            and (self.block_q, self.block_k, own.keys) == (block_q, block_k, mask.keys)
+            and (own.kinds is None) == (mask.kinds is None)
+            and (own.kinds is None or torch.equal(own.kinds, mask.kinds))
+            and (own.admits is None or torch.equal(own.admits, mask.admits))
+        )
 
 
 def unpack(packed: torch.Tensor, form: Form) -> tuple[Mask, Tiles]:

@@ -7,6 +7,7 @@ Terms
 
     visible(mask) -> int64 [B, Tq]                     keys that each query sees
     counts(mask, block_q, block_k) -> int32 [B, nQ, nK]        visible pairs of each tile
+    written_out(mask) -> mask                          knows it as `dense`, under SEEN, if it is short and on a CPU
     tiles(mask, block_q, block_k) -> Tiles
 
 Nothing here is Tq x Tk: a rule of a query is a range of keys, so it adds to two tiles at its ends and to a run of tiles
@@ -20,13 +21,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
-from itertools import combinations
+from itertools import chain, combinations
 
+import numpy as np
 import torch
 from csc.kernels.mask import Mask
 
 SHORT = 2**16  # pairs of a mask on a CPU that takes less time written out
 FEW = 32  # tiles on a CPU that take less time one by one
+SEEN = "seen"  # in what kernels know of a mask: bool [B, Tq, Tk]
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,9 @@ def counts(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
     """int32 [B, nQ, nK]: visible pairs of every tile."""
     device, batch = mask.ranges.device, mask.batch
     rows, columns = -(-mask.queries // block_q), -(-mask.keys // block_k)
-    if device.type == "cpu" and batch * mask.queries * mask.keys <= SHORT:
-        rest = (0, columns * block_k - mask.keys, 0, rows * block_q - mask.queries)
-        seen = torch.nn.functional.pad(mask.dense(), rest).view(batch, rows, block_q, columns, block_k)
-        return seen.sum((2, 4), dtype=torch.int32)
+    seen = written_out(mask).known.get(SEEN)
+    if seen is not None:
+        return _counted(seen, rows, columns, block_q, block_k)
     total = torch.zeros(batch, rows * columns, dtype=torch.int32, device=device)
     steps = torch.zeros(batch, rows * (columns + 1), dtype=torch.int32, device=device)
     row = torch.arange(mask.queries, device=device) // block_q
@@ -134,6 +136,42 @@ def counts(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
         whole = term.seen_before[:, edges[1:]] - term.seen_before[:, edges[:-1]]
         total.view(batch, rows, columns).addcmul_(runs, whole[:, None, :])
     return total.view(batch, rows, columns)
+
+
+def written_out(mask: Mask) -> Mask:
+    """See the module. A mask whose tensors are written to afterwards must not be asked again."""
+    if mask.ranges.device.type != "cpu" or mask.batch * mask.queries * mask.keys > SHORT:
+        return mask
+    if SEEN in mask.known:
+        return mask
+    slot = np.arange(mask.keys, dtype=np.int32)  # numpy takes half of torch's time for so few
+    ranges = mask.ranges.numpy()
+    seen = ranges[..., :1] <= slot
+    seen &= slot < ranges[..., 1:]
+    if mask.admits is not None and mask.kinds is not None:
+        seen &= (mask.admits.numpy()[..., None] & mask.kinds.numpy()[:, None, None, :]) != 0
+    union = seen[:, 0] if mask.rules == 1 else seen.any(1)
+    return Mask(mask.ranges, mask.admits, mask.kinds, mask.keys, {**mask.known, SEEN: torch.from_numpy(union)})
+
+
+def _counted(seen: torch.Tensor, rows: int, columns: int, block_q: int, block_k: int) -> torch.Tensor:
+    batch = seen.shape[0]
+    if batch * rows * columns <= FEW:  # of so few numpy makes less ado
+        known = seen.numpy()
+        found = [
+            [
+                [
+                    np.count_nonzero(one[i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k])
+                    for j in range(columns)
+                ]
+                for i in range(rows)
+            ]
+            for one in known
+        ]
+        return torch.tensor(found, dtype=torch.int32).view(batch, rows, columns)
+    rest = (0, columns * block_k - seen.shape[2], 0, rows * block_q - seen.shape[1])
+    whole = torch.nn.functional.pad(seen, rest).view(batch, rows, block_q, columns, block_k)
+    return whole.sum((2, 4), dtype=torch.int32)
 
 
 def tiles(mask: Mask, block_q: int, block_k: int) -> Tiles:
@@ -173,17 +211,18 @@ def _few_tiles(mask: Mask, pairs: torch.Tensor, block_q: int, block_k: int) -> T
     kinds = [[[(n > 0) + (n == most) for n in row] for row, most in zip(one, whole)] for one in pairs.tolist()]
     of_queries = [row for one in kinds for row in one]
     of_keys = [[row[column] for row in one] for one in kinds for column in range(columns)]
-    return Tiles(
-        block_q, block_k, _few_lists(of_queries, (batch, rows, columns)), _few_lists(of_keys, (batch, columns, rows))
-    )
+    sides = (*_few_lists(of_queries), *_few_lists(of_keys))
+    shapes = ((batch, rows, columns), (batch, rows, 2), (batch, columns, rows), (batch, columns, 2))
+    whole = torch.tensor(list(chain(*sides)), dtype=torch.int32)  # one tensor: each takes a while to make
+    q_index, q_counts, k_index, k_counts = map(torch.Tensor.view, whole.split(list(map(len, sides))), shapes)
+    return Tiles(block_q, block_k, TileLists(q_index, q_counts), TileLists(k_index, k_counts))
 
 
-def _few_lists(kinds: list[list[int]], shape: tuple[int, int, int]) -> TileLists:
-    """kinds: of each tile of a row."""
+def _few_lists(kinds: list[list[int]]) -> tuple[list[int], list[int]]:
+    """What is listed, and how many, of the rows of a side. kinds: of each tile of a row."""
     index, counts = [], []
     for row in kinds:
         full, visited = [i for i, kind in enumerate(row) if kind == 2], [i for i, kind in enumerate(row) if kind == 1]
         index += [*full, *visited, *(0 for _ in range(len(row) - len(full) - len(visited)))]
         counts += [len(full), len(full) + len(visited)]
-    listed, numbers = (torch.tensor(found, dtype=torch.int32) for found in (index, counts))
-    return TileLists(listed.view(shape), numbers.view(*shape[:2], 2))
+    return index, counts
