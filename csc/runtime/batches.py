@@ -273,12 +273,13 @@ def _check(spec: InputSpec, tensor: torch.Tensor, where: str, total: int) -> Non
 
 def _check_labels(name: str, labels: torch.Tensor, classes: int, ignored: int, first: int, where: str) -> None:
     """InputError for a label that is no class, where it is read."""
-    wrong = (labels != ignored) & ((labels < 0) | (labels >= classes))
+    given = labels.detach().numpy()  # which is quicker with few
+    wrong = (given != ignored) & ((given < 0) | (given >= classes))
     if first:
         wrong[..., :first] = False
-    if not bool(wrong.any()):
+    if not wrong.any():
         return
-    place = wrong.nonzero()[0].tolist()
+    place = torch.from_numpy(wrong).nonzero()[0].tolist()
     at = f"in sample {place[0]}" + (f" at {place[1:]}" if place[1:] else "")
     raise InputError(
         f"key {name!r}: the label {int(labels[tuple(place)])} {at} is none of the {classes} classes of the loss, nor "

@@ -168,7 +168,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     """What a text draws itself is what it draws as it is. Which vector instructions can be built for is
     found out once for a folder, which is of one CPU, compiler and torch: else each process asks.
     """
-    drawn: dict[str, Any] = {"fallback_random": True, "size_asserts": False}
+    drawn: dict[str, Any] = {"fallback_random": True}
     if platform.machine() not in ("x86_64", "AMD64") or os.environ.get(SETS_BUILD):
         return drawn
     file = folder / PROVEN

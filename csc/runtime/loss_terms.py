@@ -14,6 +14,7 @@ every rank has the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
@@ -43,8 +44,7 @@ class Losses:
         """The loss of the whole batch, a 0-d CPU tensor in the model's dtype. CscError if a part is not
         finite.
         """
-        whole = torch.tensor(self.parts, dtype=torch.float64)
-        bad = (~whole.isfinite()).nonzero().flatten().tolist()
+        bad = [place for place, part in enumerate(self.parts) if not math.isfinite(part)]
         if bad:
             several = len(self.parts) > microbatches
             names = [f"{i % microbatches} of replica {i // microbatches}" if several else str(i) for i in bad]

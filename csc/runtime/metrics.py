@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from csc import devices
-from csc.ir.groups import Group
 from csc.runtime.batches import Microbatch
 from csc.runtime.specs import Manifest
 from csc.runtime.step_counts import StepCounts
@@ -38,9 +37,7 @@ def counted(manifests: Sequence[Manifest], microbatches: Sequence[Microbatch]) -
             places = mask is not None and mask.shape == text.shape and not mask.is_meta and mask.device.type == "cpu"
             tokens += int(mask.count_nonzero()) if places and mask is not None else text.numel()
             samples += len(text)
-        mesh, of_stages = manifest.mesh, manifest.plan.get("flops") or ()
-        for stage, own in zip(manifest.stages, of_stages):
-            flops += len(mesh.group(Group.LAYER, 0, [stage.rank])) * sum(own)
+        flops += manifest.flops
     return StepCounts(float(tokens), float(samples), float(flops))
 
 

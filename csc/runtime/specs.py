@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -243,6 +244,12 @@ class Manifest:
             return [False] * len(self.stages)
         having = {stage for one in self.parameters if one.shape for stage in one.stages}
         return [stage.stage in having for stage in self.stages]
+
+    @cached_property
+    def flops(self) -> float:
+        """What the ranks of a replica spend on a microbatch, as the plan counts it; asked in every step."""
+        of_stages = zip(self.stages, self.plan.get("flops") or ())
+        return float(sum(len(self.mesh.group(Group.LAYER, 0, [stage.rank])) * sum(own) for stage, own in of_stages))
 
     @property
     def loss_rank(self) -> int:
