@@ -125,14 +125,14 @@ def _(ranges: Any, admits: Any, kinds: Any, keys: int) -> torch.Tensor:
     return torch.empty_like(ranges)
 
 
-@torch.library.custom_op("csc::group_ranges", mutates_args=())
+@light_operator("group_ranges")
 def _group_ranges(
     queries: torch.Tensor, keys: torch.Tensor, counting_queries: torch.Tensor, counting_keys: torch.Tensor
 ) -> torch.Tensor:
     return token_groups.ranges(queries, keys, counting_queries, counting_keys)
 
 
-@_group_ranges.register_fake
+@torch.library.register_fake("csc::group_ranges")
 def _(queries: Any, keys: Any, counting_queries: Any, counting_keys: Any) -> torch.Tensor:
     return queries.new_empty((*queries.shape, 2), dtype=torch.int64)
 

@@ -18,6 +18,8 @@ seen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from csc.kernels import capped
 from csc.kernels.cpu_blocks import Block, blocks
@@ -38,6 +40,10 @@ def forward(
     if walk and walk[0].whole:
         found, found_lse = _forward(walk[0], q, k, v, scale, softcap)
         return as_heads_last(found), found_lse.contiguous()
+    if _is_covered(walk, q):
+        parts = [_forward(block, q, k, v, scale, softcap) for block in walk]
+        by_token = torch.cat([part.transpose(1, 2) for part, _ in parts], 1)
+        return as_heads_last(by_token.transpose(1, 2)), torch.cat([part for _, part in parts], 2)
     out = heads_last(q).zero_()
     lse = statistics(q).fill_(-float("inf"))
     for block in walk:
@@ -45,6 +51,17 @@ def forward(
         out[block.samples, :, block.rows] = found
         lse[block.samples, :, block.rows] = found_lse
     return out, lse
+
+
+def _is_covered(walk: Sequence[Block], q: torch.Tensor) -> bool:
+    """Whether every query of every sample is in one of the blocks, which follow each other."""
+    here = 0
+    for block in walk:
+        start, stop, _ = block.rows.indices(q.shape[2])
+        if start != here or block.samples.indices(q.shape[0]) != (0, q.shape[0], 1):
+            return False
+        here = stop
+    return bool(walk) and here == q.shape[2]
 
 
 def _forward(

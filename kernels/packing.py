@@ -72,8 +72,8 @@ def pack(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
 
 
 def pack_once(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
-    """As `pack`. Of a short mask on a CPU the ranges keep the latest one, if nobody writes to either: in most models they
-    are the same tensor in every step, and samples without padding have equal kinds.
+    """As `pack`. Of a short mask on a CPU the ranges keep the latest one, if nobody writes to either: in most models
+    they are the same tensor in every step, and samples without padding have equal kinds.
     """
     ranges = mask.ranges
     if ranges.is_inference():

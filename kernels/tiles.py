@@ -213,8 +213,9 @@ def _few_tiles(mask: Mask, pairs: torch.Tensor, block_q: int, block_k: int) -> T
     of_keys = [[row[column] for row in one] for one in kinds for column in range(columns)]
     sides = (*_few_lists(of_queries), *_few_lists(of_keys))
     shapes = ((batch, rows, columns), (batch, rows, 2), (batch, columns, rows), (batch, columns, 2))
-    whole = torch.tensor(list(chain(*sides)), dtype=torch.int32)  # one tensor: each takes a while to make
-    q_index, q_counts, k_index, k_counts = map(torch.Tensor.view, whole.split(list(map(len, sides))), shapes)
+    flat = torch.tensor(list(chain(*sides)), dtype=torch.int32)  # one tensor: each takes a while to make
+    parts = flat.split(list(map(len, sides)))
+    q_index, q_counts, k_index, k_counts = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
     return Tiles(block_q, block_k, TileLists(q_index, q_counts), TileLists(k_index, k_counts))
 
 

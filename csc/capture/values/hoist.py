@@ -72,6 +72,11 @@ class HostCall:
     plain: tuple[tuple[str, Any], ...] = field(compare=False)
     prefix: str = field(default="", compare=False)
 
+    @functools.cached_property
+    def _has_containers(self) -> bool:
+        """Whether a plain value is one; every step asks."""
+        return any(not pytree.tree_is_leaf(value) for _, value in self.plain)
+
     @property
     def name(self) -> str:
         """`model.get_rope_index`."""
@@ -104,7 +109,9 @@ class HostCall:
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], watch: AbstractContextManager[Any] | None = None
     ) -> Any:
         given = {parameter: batch[entry] for parameter, entry in self.arguments}
-        plain = pytree.tree_map(lambda leaf: leaf, dict(self.plain))  # it may change containers that it is given
+        plain = dict(self.plain)
+        if self._has_containers:  # which it may change
+            plain = pytree.tree_map(lambda leaf: leaf, plain)
         with outside_tracing(), watch or nullcontext():
             return self.function.of(model)(**given, **plain)
 
