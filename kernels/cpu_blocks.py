@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import numpy as np
 import torch
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import SEEN, Tiles
@@ -96,9 +97,8 @@ def _is_causal(mask: Mask) -> bool:
     """Whether each query sees the keys up to its own place, in every sample."""
     if mask.rules > 1 or mask.kinds is not None or mask.queries != mask.keys:
         return False
-    first, behind = mask.ranges.unbind(-1)
-    places = torch.arange(1, mask.keys + 1, dtype=torch.int32)
-    return bool((first <= 0).all()) and bool((behind == places).all())
+    ranges = mask.ranges.numpy()
+    return bool((ranges[..., 0] <= 0).all() and (ranges[..., 1] == np.arange(1, mask.keys + 1)).all())
 
 
 def _sequences(mask: Mask, grouped: bool) -> list[Block] | None:
@@ -107,15 +107,15 @@ def _sequences(mask: Mask, grouped: bool) -> list[Block] | None:
     """
     if mask.rules > 1 or mask.batch > 1 or mask.kinds is not None or not mask.queries:
         return None
-    ranges, lengths = torch.unique_consecutive(mask.ranges[0, 0], dim=0, return_counts=True)
-    if mask.queries < len(lengths) * SHORTEST:
+    ranges = mask.ranges[0, 0].numpy()
+    starts = [0, *(np.flatnonzero((ranges[1:] != ranges[:-1]).any(1)) + 1).tolist(), mask.queries]
+    if mask.queries < (len(starts) - 1) * SHORTEST:
         return None
-    blocks, start = [], 0
-    for (low, high), length in zip(ranges.tolist(), lengths.tolist()):
-        if low < high:
-            blocks.append(Block(slice(None), slice(start, start + length), slice(low, high), grouped=grouped))
-        start += length
-    return blocks
+    return [
+        Block(slice(None), slice(start, stop), slice(low, high), grouped=grouped)
+        for start, stop, (low, high) in zip(starts, starts[1:], ranges[starts[:-1]].tolist(), strict=False)
+        if low < high
+    ]
 
 
 def _slots(listed: list[int], block_k: int, keys: int) -> slice | torch.Tensor:

@@ -127,10 +127,15 @@ def places_for_features(program: Program, masked: Program) -> Places:
 
 
 def _groups(program: Program) -> Iterator[MaskGroups]:
-    """Of each mask that compares groups."""
+    """Of each mask that compares groups, once for layers that compare the same."""
+    seen = set()
     for node in g.calls(program.graph):
         if g.op_name(node) == "csc::group_ranges" and not g.reads_parameters([node]):
-            yield MaskGroups(extract(program.graph, [node, None]), g.line(node))
+            graph = extract(program.graph, [node, None])
+            told = g.canonical(graph, lambda one: one.meta["role"])
+            if told not in seen:
+                seen.add(told)
+                yield MaskGroups(graph, g.line(node))
 
 
 def _selected(rows: fx.Node) -> fx.Node | None:
