@@ -40,10 +40,11 @@ def forward(
     if walk and walk[0].whole:
         found, found_lse = _forward(walk[0], q, k, v, scale, softcap)
         return as_heads_last(found), found_lse.contiguous()
-    if _is_covered(walk, q):
+    along = _along(walk, q)
+    if along is not None:
         parts = [_forward(block, q, k, v, scale, softcap) for block in walk]
-        by_token = torch.cat([part.transpose(1, 2) for part, _ in parts], 1)
-        return as_heads_last(by_token.transpose(1, 2)), torch.cat([part for _, part in parts], 2)
+        lse = torch.cat([part for _, part in parts], along).to(exact(q.dtype))
+        return _joined([part for part, _ in parts], along, q), lse
     out = heads_last(q).zero_()
     lse = statistics(q).fill_(-float("inf"))
     for block in walk:
@@ -53,15 +54,23 @@ def forward(
     return out, lse
 
 
-def _is_covered(walk: Sequence[Block], q: torch.Tensor) -> bool:
-    """Whether every query of every sample is in one of the blocks, which follow each other."""
-    here = 0
-    for block in walk:
-        start, stop, _ = block.rows.indices(q.shape[2])
-        if start != here or block.samples.indices(q.shape[0]) != (0, q.shape[0], 1):
-            return False
-        here = stop
-    return bool(walk) and here == q.shape[2]
+def _along(walk: Sequence[Block], q: torch.Tensor) -> int | None:
+    """The dimension of q along which the blocks follow each other and are all of it: samples, or queries of all
+    samples; None: neither.
+    """
+    samples = [block.samples.indices(q.shape[0]) for block in walk]
+    rows = [block.rows.indices(q.shape[2]) for block in walk]
+    for along, these, others in ((2, rows, samples), (0, samples, rows)):
+        ends = [0, *(stop for _, stop, _ in these)]
+        whole = (0, q.shape[2 - along], 1)
+        if walk and ends[-1] == q.shape[along] and all(one[0] == end for one, end in zip(these, ends)):
+            return along if all(other == whole for other in others) else None
+    return None
+
+
+def _joined(parts: Sequence[torch.Tensor], along: int, q: torch.Tensor) -> torch.Tensor:
+    """Parts along a dimension of what is like q, laid out as out is."""
+    return torch.cat([part.transpose(1, 2) for part in parts], along // 2).to(q.dtype).transpose(1, 2)
 
 
 def _forward(
@@ -89,16 +98,24 @@ def backward(
     if walk and walk[0].whole:
         d_q, d_k, d_v = _backward(walk[0], d_out, q, k, v, out, lse, scale, softcap)
         return as_heads_last(d_q), as_heads_last(d_k.to(k.dtype)), as_heads_last(d_v.to(v.dtype))
-    dq = heads_last(q).zero_()
+    along = _along(walk, q)
+    of_queries: list[torch.Tensor] = []
+    dq = heads_last(q).zero_() if along is None else None
     dk, dv = (heads_last(x, exact(x.dtype)).zero_() for x in (k, v))
     for block in walk:
         share_q, *shares = _backward(block, d_out, q, k, v, out, lse, scale, softcap)
-        dq[block.samples, :, block.rows] = share_q
+        if dq is not None:
+            dq[block.samples, :, block.rows] = share_q
+        else:
+            of_queries.append(share_q)
         for total, share in zip((dk, dv), shares, strict=True):
             if isinstance(block.keys, slice):
-                total[block.samples, :, block.keys] += share
+                total[block.samples, :, block.keys].add_(share)
             else:
                 total[block.samples].index_add_(2, block.keys, share.to(total.dtype))
+    if along is not None:
+        dq = _joined(of_queries, along, q)
+    assert dq is not None
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
