@@ -125,14 +125,14 @@ class Fused:
         self._place = list(inspect.signature(function).parameters).index("w") if self._names else -1
         self._taken: dict[str, CompiledFunction | None] = {}  # by form; None: computes nothing
         self._known: dict[Layouts, CompiledFunction | None] = {}  # as calls came
-        self._short: list[tuple[Callable[..., bool], Callable[..., Any], Callable[..., Any]]] = []
+        self._short: dict[Layouts, tuple[int, Callable[..., bool], Callable[..., Any], Callable[..., Any]]] = {}
         self._watch: _Watch | None = None
 
     def __call__(self, *given: Any) -> Any:
         if self._short:
             tensors = self._flat(given)
-            for are_these, code, nested in self._short:
-                if are_these(*tensors):
+            for count, are_these, code, nested in self._short.values():
+                if len(tensors) == count and are_these(*tensors):
                     return nested(code(tensors))
         return self._called(given)
 
@@ -174,8 +174,8 @@ class Fused:
         if compiled is None:
             return self.plain(*given)
         code = compiled.unwrapped.code
-        if code is not None and len(self._short) < SHORT:
-            self._short.append((same_layouts(tensors), code, compiled.nested))
+        if code is not None and len(self._short) < SHORT and layouts not in self._short:
+            self._short[layouts] = len(tensors), same_layouts(tensors), code, compiled.nested
         return compiled.run(tensors)
 
     def _first(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from pathlib import Path
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
 
 Tensors = Sequence[torch.Tensor]
+ASKING = Lock()  # of who has put something in place of a method of Inductor's for the length of a call
 
 
 def artifact(
@@ -72,10 +73,13 @@ class Unwrapped:
         """Of tensors without gradients. The list may be empty afterwards: the code lets go of what it has read."""
         if self.code is not None:
             return self.code(tensors)
-        if self._asked:
+        if self._asked or not ASKING.acquire(blocking=False):  # a thread that waited here might be waited for
             return self._run(*tensors)
-        with _graph_calls() as calls:
-            found = self._run(*tensors)
+        try:
+            with _graph_calls() as calls:
+                found = self._run(*tensors)
+        finally:
+            ASKING.release()
         self._asked = True
         if len(calls) == 1 and _are(calls[0][1], tensors) and _are(calls[0][2], found):
             self.code = getattr(calls[0][0], "current_callable", None)

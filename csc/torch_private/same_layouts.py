@@ -9,9 +9,9 @@ from torch._C._dynamo.guards import TensorGuards
 
 
 def same_layouts(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Asked with as many tensors: True only if each has the class, sizes, strides, dtype, device and requires_grad of
-    the one at its place. It may be False all the same: in other modes of autograd, or where one comes twice. It is
-    False of anything that is no tensor. The tensors are not held.
+    """Asked with as many arguments (else TypeError): True only if each has the class, sizes, strides, dtype, device and
+    requires_grad of the one at its place. It may be False all the same: in other modes of autograd, or where one comes
+    twice. It is False of anything that is no tensor. The tensors are not held.
     """
     holds: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return holds

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from csc.runtime import compiled_function as kept
-from csc.runtime.flat_tensors import layouts_of, structure_of, tensors_of
+from csc.runtime.flat_tensors import layouts_of, nesting, structure_of, tensors_of
 
 GIVEN = ({"weight": torch.eye(2)}, (torch.ones(2, 2), torch.zeros(3)))
 
@@ -123,6 +123,19 @@ def test_other_values_than_tensors_are_refused() -> None:
     for other in (None, 3, [torch.ones(1)]):
         with pytest.raises(TypeError):
             tensors_of((torch.ones(1), {"a": other}))
+
+
+@pytest.mark.parametrize("nested", [
+    (torch.ones(1), {"a": torch.ones(2), "b": torch.ones(3)}), {}, (), {"a": (torch.ones(1), torch.ones(2)), "b": {}},
+    ((torch.ones(1), (torch.ones(2), torch.ones(3))), torch.ones(4)), torch.ones(5),
+])  # fmt: skip
+def test_tensors_are_nested_as_they_were(nested: Any) -> None:
+    flat = tensors_of((nested,))
+    made = nesting(structure_of((nested,)))
+    for _ in range(2):
+        (again,) = made(flat)
+        assert structure_of(again) == structure_of(nested) and type(again) is type(nested)
+        assert all(one is other for one, other in zip(tensors_of((again,)), flat, strict=True))
 
 
 def test_layouts_of_images_say_whether_channels_come_last() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from csc.runtime import compiled_function, inductor
 from csc.runtime.flat_tensors import layouts_of
+from csc.runtime.weight_names import under
 
 CPU = torch.device("cpu")
 LAYER = """
@@ -161,6 +162,41 @@ def test_functions_run_compiled_once_they_are_on(
     told = [(row.name, row.how, row.seconds, row.why) for row in layer.forward.rows]
     assert told[:2] == [("linear.forward", "compiled", 2.0, ""), ("linear.forward", "runs as it is", 0.0, "why")]
     assert {row[3] for row in told[2:]} == {"other layouts of its arguments came"}
+
+
+def test_the_short_way_is_for_the_same_layouts_alone(
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once what wraps Inductor's code is known to do nothing. Parameters come below a prefix, as in rank files, or as
+    any mapping; who is watched, tried or refused goes no short way.
+    """
+    inductor.fused_functions("written", tmp_path)
+    x, owned = torch.ones(3, 2), {"a.weight": torch.eye(2), "bias": torch.ones(2)}
+    called = taken(layer, monkeypatch, x)
+    short: list[int] = []
+
+    def code(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        short.append(len(tensors))
+        return [tensors[0] + 1]
+
+    (compiled,) = layer.forward._taken.values()
+    compiled.unwrapped.code = code
+    w = under(owned, "a.")
+    for given in (w, w, {"weight": torch.eye(2), "bias": torch.ones(2)}):
+        assert torch.equal(layer.forward(x, given), x + 1)
+    assert short == [3, 3, 3] and not called and len(layer.forward._short) == 1
+    others = [torch.ones(4, 2), torch.ones(2, 3).t(), torch.ones(3, 2, dtype=torch.float64)]
+    for other in others:
+        wide = {name: one.to(other.dtype) for name, one in owned.items()}
+        assert torch.equal(layer.forward(other, under(wide, "a.")), other + 1)
+    assert short == [3, 3, 3]
+    layer.forward.watch(True)
+    layer.forward(x, w)
+    assert short == [3, 3, 3] and layer.forward.watched()
+    layer.forward(x, w)
+    (form,) = (form for form, one in layer.forward._taken.items() if one is compiled)
+    assert short == [3] * 4 and layer.forward.refuse(form, "why")
+    assert torch.equal(layer.forward(x, w), x + 1) and short == [3] * 4
 
 
 def test_what_is_watched_is_noted_once_and_run_as_it_is(layer: ModuleType, tmp_path: Path) -> None:

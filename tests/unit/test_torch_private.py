@@ -9,6 +9,7 @@ import pickle
 import shutil
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,13 @@ from csc.torch_private import exported as private_exported
 from csc.torch_private import hooks as private_hooks
 from csc.torch_private import lists as private_lists
 from csc.torch_private import processes as private_processes
+from csc.torch_private import same_layouts as private_layouts
 from csc.torch_private import symbolic_sizes as private_sizes
 from csc.torch_private import traces as private_traces
 
 ROOMS = (
     private_artifacts, private_attention, private_autograd, private_checkpoints, private_exported, private_hooks,
-    private_lists, private_processes, private_sizes, private_traces, private_versions,
+    private_layouts, private_lists, private_processes, private_sizes, private_traces, private_versions,
 )  # fmt: skip
 
 
@@ -364,6 +366,53 @@ def test_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert private_artifacts.artifact(lambda x: [x], [x], {}, None) is None
     with pytest.raises(RuntimeError):
         private_artifacts.artifact(lambda x: [x] if bool(x.sum() > 0) else [x + 1], [x], {}, None)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_unwrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own code after one call, with the same bits, also of inputs that are handed on; not of what returns
+    views, which torch's wrapper makes, nor while another thread finds out.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "made"))
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    functions: dict[str, Callable[..., Any]] = {"own": lambda x: [x.sin() + 1, x], "view": lambda x: [x + 1, x.t()]}
+    for name, function in functions.items():
+        made = private_artifacts.artifact(function, [x], {}, tmp_path / name)
+        read = private_artifacts.artifact_of(tmp_path / name, {})
+        for one in (made, read):
+            assert one is not None
+            wanted, unwrapped = list(one(x)), private_artifacts.Unwrapped(one)
+            with private_artifacts.ASKING:
+                assert all(map(torch.equal, unwrapped([x]), wanted)) and unwrapped.code is None
+            for _ in range(3):
+                given = [x]
+                found = unwrapped(given)
+                assert all(map(torch.equal, found, wanted))
+            assert (unwrapped.code is not None) == (name == "own") and (not given) == (name == "own")
+            assert name != "own" or found[1] is x
+    plain = private_artifacts.Unwrapped(lambda *given: [given[0] + 1])
+    assert torch.equal(plain([x])[0], x + 1) and torch.equal(plain([x])[0], x + 1) and plain.code is None
+
+
+def test_same_layouts() -> None:
+    """What tells tensors apart whose sizes, strides, dtypes, places or gradients differ; nothing else does."""
+    given = [torch.ones(2, 3), torch.ones(4)]
+    holds = private_layouts.same_layouts(given)
+    assert holds(*given) and holds(torch.zeros(2, 3), torch.zeros(4)) and holds(torch.zeros(9)[:6].view(2, 3), given[1])
+    others: list[Any] = [
+        torch.ones(3, 2), torch.ones(3, 2).t(), torch.ones(2, 3).double(), torch.ones(2, 3, requires_grad=True),
+        torch.ones(2, 3, device="meta"), nn.Parameter(torch.ones(2, 3)), (given[0],), {"a": given[0]}, None,
+    ]  # fmt: skip
+    for other in others:
+        assert not holds(other, given[1])
+    with private_autograd.below_autograd():
+        assert private_layouts.same_layouts(given)(*given)
+    with pytest.raises(TypeError, match="length"):
+        holds(*given, given[0])
+    one = torch.ones(2)
+    gone, holds = weakref.ref(one), private_layouts.same_layouts([one])
+    del one
+    assert gone() is None and holds(torch.ones(2)), "no tensor is held"
 
 
 def test_artifact_of(tmp_path: Path) -> None:
