@@ -78,17 +78,17 @@ def pack_once(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
     ranges = mask.ranges
     if ranges.is_inference():
         return pack(mask, block_q, block_k)
-    kept: _Packed | None = vars(ranges).get(PACKED)
+    kept: _KeptMask | None = vars(ranges).get(PACKED)
     if kept is not None and kept.holds(mask, block_q, block_k):
         return kept.packed
     packed = pack(mask, block_q, block_k)
     unpacked = vars(packed).get(UNPACKED)
     if unpacked is not None:
-        setattr(ranges, PACKED, _Packed(packed, unpacked[1][0], block_q, block_k, (ranges._version, packed._version)))
+        setattr(ranges, PACKED, _KeptMask(packed, unpacked[1][0], block_q, block_k, (ranges._version, packed._version)))
     return packed
 
 
-class _Packed(NamedTuple):
+class _KeptMask(NamedTuple):
     """own: the mask, with values of its own. versions: of the ranges and of what was packed."""
 
     packed: torch.Tensor

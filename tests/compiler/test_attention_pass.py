@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from csc.analysis.token_counts import places_for_features
 from csc.capture.capture import capture
 from csc.errors import InputError
 from csc.ir import graph as g
@@ -283,6 +284,36 @@ def test_documents_that_are_torn_apart_are_an_error() -> None:
     batch["document"] = torch.tensor([0, 1, 0, 1] * 5).expand(2, -1).contiguous()
     with pytest.raises(InputError, match="group 0 of sample 0 does not stand together"):
         values(after, batch)
+
+
+class Twice(nn.Module):
+    """Two attentions, each of which makes its mask: of the same groups, or the second one of others."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        self.first, self.second = Masked(documents), Masked(by_pairs if other else documents)
+
+    def forward(self, x: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
+        return self.first(x, **batch) + self.second(x, **batch)
+
+
+def by_pairs(batch: Batch) -> torch.Tensor:
+    return documents({**batch, "document": batch["document"] // 2})
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_groups_are_compared_once_for_layers_that_compare_the_same(other: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = shapes(capture(Twice(other), batch_of(20)), Options())
+    masked = attention(before, Options())
+    assert sum(g.op_name(node) == "csc::group_ranges" for node in g.calls(masked.graph)) == 2
+    found = places_for_features(before, masked)
+    assert len(found.groups) == 1 + other
+    found.check(batch_of(20), "the batch")
+    torn = batch_of(20) | {"document": torch.tensor([0, 1, 0, 1] * 5).expand(2, -1).contiguous()}
+    with pytest.raises(InputError, match="the batch: group 0 of sample 0 does not stand together"):
+        found.check(torn, "the batch")
 
 
 @settings(max_examples=100, deadline=None)
