@@ -43,6 +43,7 @@ ROOMS = {
         "csc.ir.groups",
         "csc.ir.strides",
         "csc.ir.mesh",
+        "csc.ir.rank_entries",
         "csc.ir.schedule",
         "csc.ir.schedule_verifier",
     },
