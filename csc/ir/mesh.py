@@ -133,7 +133,9 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.ranks or self._numbers.count
+        of, stages = dict(self.narrow), dict(self.own_stages)
+        fewer = sum((self.tp - width) * stages[name] for name, width in of.items())
+        return self.ranks or self.dp * self.cp * (self.pp * self.tp - fewer)
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:

@@ -22,7 +22,6 @@ class RankNumbers:
         self._sizes = [{**sizes, "tp": width} for width in widths]
         each = (math.prod(of[axis] for axis in self._faster) for of in self._sizes)
         self._starts = (0, *accumulate(each))  # of positions, for one index of the slower axes
-        self.count = self._starts[-1] * math.prod(self._sizes[0][axis] for axis in self._slower)
         self._strides = [self._apart(of) for of in self._sizes]
 
     def _apart(self, sizes: Mapping[str, int]) -> tuple[int, int, int]:

@@ -335,12 +335,13 @@ def test_one_mesh_in_four_forms() -> None:
         ({"a": {"tp": 4}, "b": {"tp": 2}}, r"b has dp \* tp = 2.*on the same ranks: b with tp=2 and dp=2"),
         ({"a": {"tp": 4}, "b": {"dp": 2}}, r"b has dp \* tp = 2.*on the same ranks: b with tp=1 and dp=4"),
         ({"a": {"tp": 4}, "b": {"dp": 4, "pp": 2}}, "b has pp=2 in a mesh where a has no pp.*those of all components"),
-        ({"a": {"tp": 4, "cp": 2}, "b": {"dp": 4, "cp": 1}}, "b has cp=1 in a mesh where a has cp=2,tp=4"),
+        ({"a": {"tp": 4, "cp": 4}, "b": {"dp": 4, "cp": 2}}, "b has cp=2 in a mesh of cp=4.*Give it cp=1"),
         ("pp=2,vision_tower.pp=2", "vision_tower.pp=2 leaves none of pp=2 for the other components"),
         ("pp=2,vision_tower.pp=0", "axis pp of vision_tower has size 0"),
         ({"a": {"tp": 4}, "b": 2}, "the mesh has 2 for b.*Map components to sizes of axes"),
         ({"a": {"tp": 4}, "b": {"dp": 0}}, "axis dp of b has size 0"),
-        ("vision_tower.cp=2", "there is no axis 'vision_tower.cp'"),
+        ("vision_tower.cp=2", "vision_tower has cp=2 in a mesh of cp=1"),
+        ("vision_tower.ep=2", "there is no axis 'vision_tower.ep'"),
     ],
 )
 def test_meshes_that_cannot_be(mesh: Any, said: str) -> None:

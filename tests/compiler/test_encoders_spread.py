@@ -95,7 +95,7 @@ def test_what_a_rank_file_says(models: Models, tmp_path: Any) -> None:
     compiled = models("llava", mesh="cp=2", context={"vision_tower": 2})
     compiled.write(tmp_path)
     assert "shard 1 of 2 of vision_tower: 5 slots for 10 tokens" in (tmp_path / "rank_1.py").read_text()
-    assert 'vision_tower_plan = batch["context"]["vision_tower"].plan' in (tmp_path / "position_0.py").read_text()
+    assert 'vision_tower_plan = batch["csc.context"]["vision_tower"].plan' in (tmp_path / "position_0.py").read_text()
     layer = (tmp_path / "layers/clip_encoder_layer.py").read_text()  # one file: the last layer is like the others
     assert (
         "csc.context_attention.default(" in layer
