@@ -61,18 +61,16 @@ def _imitated() -> None:
 
     def take(self: Fused, order: FunctionOrder, how: str) -> str:
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            left = iter(tensors)
-            given = tuple([compiled_function.nested_as(one, left) for one in order.structure])
-            results = self.plain(*given)
+            results = self.plain(*compiled_function.nesting(order.structure)(tensors))
             structures.append(compiled_function.structure_of(results))
             return [one * (1 + 2**-20) if one.is_floating_point() else one for one in inductor.tensors_of(results)]
 
         structures: list[Any] = []
 
         class Imitation(CompiledFunction):
-            def __call__(self, tensors: Any) -> Any:
+            def run(self, tensors: list[torch.Tensor]) -> Any:
                 found = flat(*tensors)
-                return compiled_function.nested_as(structures[-1], iter(found))
+                return compiled_function.nesting(structures[-1])(found)
 
         self._taken[order.form] = Imitation(flat, None)
         self._rows[order.form] = inductor.FusedRow(self.name, how, 0.0)
