@@ -14,6 +14,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.naming import identifier, unique
 from csc.ir.program import Features, Input, Options, Program, Region, Stage, Template, Variant
+from csc.ir.rank_entries import OF_RANKS
 
 ENTRY = "features."  # what the batch's names of features begin with
 SPREAD = "is spread over ranks"
@@ -39,7 +40,8 @@ def features(program: Program, options: Options) -> Program:
     if spread is not None:
         raise InputError(
             f"{spread} {SPREAD}, and what one of them makes is no feature to keep", "cache_features, encode_ahead",
-            "use tp=1 and leave the encoder out of context=, or leave cache_features (encode_ahead) out",
+            "use tp=1, give the encoder no cp of its own and leave it out of context=; or leave cache_features "
+            "(encode_ahead) out",
         )  # fmt: skip
     left_out = _left_out(program, inexact, {name for name, reason in reasons.items() if not reason})
     if not left_out:
@@ -76,7 +78,7 @@ def _reasons(program: Program) -> dict[str, str]:
             found[region.name] = f"{region.name} depends on {above}, and {found[above]}"
         elif any(kind == "random" for kind, _ in read) or any(map(draws, g.calls(template.graph))):
             found[region.name] = f"{region.name} draws random numbers (dropout in train mode)"
-        elif template.divided or any(kind in ("context", "context group", "tensor") for kind, _ in read):
+        elif template.divided or any(kind in OF_RANKS for kind, _ in read):
             found[region.name] = f"{region.name} {SPREAD}"
         elif entries & tokens:
             found[region.name] = f"{region.name} depends on token ids ({min(entries & tokens)!r})"

@@ -90,9 +90,21 @@ def partition(program: Program, options: Options) -> Program:
 
 
 def _refuse_uneven(program: Program, stages: Sequence[Stage], mesh: Mesh) -> None:
-    """InputError for a parameter of stages with different numbers of ranks, which no two of these hold alike."""
+    """InputError for a component at a position with another number of ranks than the mesh gives it, and for a parameter
+    of stages with different numbers of ranks, which no two of these hold alike.
+    """
     held: dict[str, int] = {}
+    component = {region.name: region.component for region in program.regions} if mesh.narrow else {}
     for stage in stages:
+        away = next((name for name in stage.regions if name in component
+                     and mesh.tp_ranks(component[name]) != mesh.width(stage.rank)), None)  # fmt: skip
+        if away is not None:
+            own, there = mesh.tp_ranks(component[away]), mesh.width(stage.rank)
+            raise InputError(
+                f"{away} of {component[away]}, which the mesh puts on {own} tp ranks, is at position {stage.rank}, "
+                f"which has {there}", "schedule",
+                "leave the schedule out, or give it the stages of components on fewer ranks at the first positions",
+            )  # fmt: skip
         for name in stage.parameters if mesh.narrow else ():
             if held.setdefault(name, mesh.width(stage.rank)) != mesh.width(stage.rank):
                 components = " and ".join(

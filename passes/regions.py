@@ -15,6 +15,7 @@ from csc.analysis.operators.views import VIEWS
 from csc.ir import graph as g
 from csc.ir.naming import identifier, template_name, unique, value_name
 from csc.ir.program import LOSS, Options, Program, Region, Template
+from csc.ir.rank_entries import OF_RANKS
 from csc.ir.rewrite import add_call, extract
 from csc.ir.strides import dense
 
@@ -260,7 +261,7 @@ def table_name(node: fx.Node) -> str:
             node = node.args[0]
         else:
             break
-    if node.op == "placeholder" and node.meta["role"][0] in ("context", "context group", "tensor"):
+    if node.op == "placeholder" and node.meta["role"][0] in OF_RANKS:
         return identifier(node.name)
     if node.op == "placeholder":
         return identifier(node.meta["role"][1].split(".")[-1])

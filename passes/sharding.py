@@ -36,6 +36,7 @@ from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
 from csc.ir.naming import identifier
 from csc.ir.program import Context, Program
+from csc.ir.rank_entries import OF_RANKS
 from csc.ir.rewrite import Writer
 
 aten = torch.ops.aten
@@ -88,7 +89,7 @@ class Spreading:
         self.new.output((self.mapping[loss],))
         g.erase_dead(self.new)
         for placeholder in g.placeholders(self.new):
-            if placeholder.meta["role"][0] in ("context", "context group", "tensor") and not placeholder.users:
+            if placeholder.meta["role"][0] in OF_RANKS and not placeholder.users:
                 self.new.erase_node(placeholder)
         return self.new
 

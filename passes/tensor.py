@@ -16,6 +16,7 @@ from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.naming import unique
 from csc.ir.program import Box, Options, Parameter, Program, Region, Template
+from csc.ir.rank_entries import CONTEXT_GROUP
 
 Use = tuple[str, str]  # a template and the name of a parameter in it
 DROPPED = (
@@ -26,7 +27,7 @@ GROUP = ("tensor", "number")  # the role of the number of a rank's group
 COPIES, DIVISION = ("tensor", "copies"), ("tensor", "division")  # of its groups within that: see csc.ir.groups
 GROUPS = {
     "tp": ("tp_group", GROUP), "copies": ("tp_copies", COPIES), "division": ("tp_division", DIVISION),
-    "cp": ("cp_group", ("context group", "number")),
+    "cp": ("cp_group", CONTEXT_GROUP),
 }  # fmt: skip
 """By axis, the name and role of a placeholder for the number."""
 

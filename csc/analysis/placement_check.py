@@ -20,12 +20,12 @@ from csc.analysis.placements import ELSEWHERE, EQUAL, PART, UNKNOWN, Placement, 
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Box, Parameter, Program, Region, Template, Variant
+from csc.ir.rank_entries import CONTEXT_GROUP
 from csc.ir.verifier import VerificationError
 
 Held = Mapping[tuple[str, str], Placement]  # by the role of a placeholder
 
 
-CONTEXT_GROUP = ("context group", "number")  # the role of the number of a rank's cp group
 Sound = set[tuple[fx.Graph, int]]
 
 

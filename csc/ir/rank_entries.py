@@ -1,7 +1,9 @@
-"""Names, among the entries of a microbatch, of what the runtime adds for a rank. No entry of a batch begins as they do:
-a model may well have an argument `context` or `tp`.
+"""What the runtime adds to a microbatch for a rank: roles of placeholders that stand for it in graphs, and its names
+among the entries. No entry of a batch begins as they do: a model may well have an argument `context` or `tp`.
 
-    OWN                       how they begin
+    OF_RANKS                  kinds of roles whose values ranks have of their own
+    CONTEXT_GROUP             the role of the number of a rank's cp group
+    OWN                       how names begin
     RANDOM, CONTEXT           the seed of its random numbers; by component, how tokens are spread
     MEETINGS                  {Group: name}: the numbers of the groups within which collectives of layers meet
 """
@@ -12,6 +14,8 @@ from collections.abc import Mapping
 
 from csc.ir.groups import Group
 
+OF_RANKS = ("context", "context group", "tensor")
+CONTEXT_GROUP = ("context group", "number")
 OWN = "csc."
 RANDOM, CONTEXT = "csc.random", "csc.context"
 MEETINGS: Mapping[Group, str] = {

@@ -1,17 +1,22 @@
 """Components on ranks of their own, fewer than others have, against eager PyTorch in one process. In several processes:
-test_copies.
+here where steps fail or lack images, else test_copies.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import csc
 from csc.errors import InputError
+from tests import launching
+from tests.compiler import narrow_worker
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.compiler.test_data_parallel import FLOAT32, collectives, llava, parity
 from tests.compiler.test_dividing import same
@@ -99,6 +104,63 @@ def test_any_number_and_size_of_images(
     name: str, counts: Sequence[int], mesh: str, options: dict[str, Any]
 ) -> None:  # fmt: skip
     same(*mixed.built(name, counts), FLOAT32, mesh=mesh, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [
+        long(name, component) for name, component in (
+            ("LLaVA-NeXT", "vision_tower"), ("LLaVA-OneVision", "vision_tower"), ("InternVL", "vision_tower"),
+            ("Gemma 3", "vision_tower"), ("Qwen3-VL", "visual"), ("Idefics 3", "vision_model"),
+            ("SmolVLM", "vision_model"),
+        )
+    ],
+)  # fmt: skip
+def test_more_models(name: str, component: str) -> None:
+    mesh = f"tp=2,pp=2,{component}.tp=1,{component}.pp=1,{component}.dp=1"
+    same(*mixed.built(name, (1, 2)), FLOAT32, mesh=mesh)
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_fails_in_the_middle_is_told_to_all(victim: int) -> None:
+    """The encoder's, and one that sends no gradient back."""
+    told = launching.ranks(narrow_worker.fails, 3, f"tp=2,pp=2,{APART},vision_tower.dp=1", victim)
+    for rank, text in enumerate(told):
+        said, same_bits = json.loads(text.splitlines()[-1])
+        assert "index out of range" in said and same_bits
+        assert (f"rank {victim} failed" in said) == (rank != victim)
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mesh",
+    [f"tp=2,pp=2,{APART},vision_tower.dp=1", f"tp=2,pp=2,dp=2,{APART},vision_tower.dp=2", "cp=2,vision_tower.cp=1"],
+)
+def test_microbatches_without_images_in_processes(mesh: str) -> None:
+    model, batch = mixed.built("LLaVA", narrow_worker.IMAGES)
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = model(**batch).loss
+        loss.backward()
+        expected.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    for text in launching.ranks(narrow_worker.uneven, csc.Mesh.of(mesh).size, mesh):
+        assert json.loads(text.splitlines()[-1]) == pytest.approx(expected, rel=FLOAT32)
+
+
+def test_a_schedule_that_puts_the_encoder_elsewhere_is_refused(tmp_path: Path) -> None:
+    mesh = f"tp=2,pp=2,{APART},vision_tower.dp=1"
+    directory = Path(llava(8, mesh=mesh, microbatches=2).trainer().program.directory)
+    head, first, second = re.split(r"rank \d:", (directory / "schedule.txt").read_text().rstrip("\n"))
+    written = tmp_path / "schedule.txt"
+    written.write_text(f"{head}rank 0:{second}\nrank 1:{first}")
+    with pytest.raises(InputError, match=r"on 1 tp ranks, is at position 1, which has 2.*leave the schedule out"):
+        llava(8, mesh=mesh, microbatches=2, schedule=str(written)).trainer()
 
 
 def test_a_parameter_that_both_have_is_refused() -> None:
