@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from pathlib import Path
-from threading import Lock, get_ident
+from threading import Lock, RLock, get_ident
 from typing import Any
 
 import torch
 
 Tensors = Sequence[torch.Tensor]
+HEADERS = RLock()  # of who has put something in place of what finds precompiled headers
 ASKING = Lock()  # of who has put something in place of a method of Inductor's for the length of a call
 
 
@@ -35,12 +36,12 @@ def artifact(
         graph = make_fx(function, tracing_mode="fake")(*given)
         if not any(node.op == "call_function" for node in graph.graph.nodes):
             return None
-        made = standalone_compile(
-            graph, list(given), dynamic_shapes="from_example_inputs", options={"config_patches": dict(settings)}
-        )
-    beside = file.with_suffix(f".{os.getpid()}")
-    made.save(path=str(beside))
-    beside.replace(file)  # whoever ends in the middle of it leaves nothing that could be read
+        with _headers_noted(file.parent):
+            made = standalone_compile(
+                graph, list(given), dynamic_shapes="from_example_inputs", options={"config_patches": dict(settings)}
+            )
+    with _written_whole(file) as beside:
+        made.save(path=str(beside))
     return made
 
 
@@ -50,13 +51,49 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
         return None
     from torch._inductor import CompiledArtifact, config
 
-    # The C++ compiler would go through all headers in each process, in case a kernel has to be made again.
-    at_hand = {name: False for name in ("cpp_cache_precompile_headers",) if hasattr(config, name)}
     try:
-        with config.patch({**settings, **at_hand}):
+        with config.patch(dict(settings)), _headers_noted(file.parent, read=True):
             return CompiledArtifact.load(path=str(file))
     except Exception:  # damaged, of another torch, or kernels that are gone and cannot be made again
         return None
+
+
+@contextmanager
+def _headers_noted(folder: Path, read: bool = False) -> Iterator[None]:
+    """Which precompiled header serves a kernel is noted in the folder meanwhile, in this thread. read: what is noted is
+    taken. Else Inductor has the C++ compiler go through all headers in each process, in case a kernel is to be made.
+    """
+    from torch._inductor import codecache
+
+    inductor: Any = codecache
+    thread, own = get_ident(), inductor._precompile_header
+
+    def found(header: str, command: str, **of_compiler: Any) -> str:
+        if get_ident() != thread:
+            return str(own(header, command, **of_compiler))
+        told = [header, command, sorted((name, str(value)) for name, value in of_compiler.items())]
+        note = folder / f"{hashlib.sha256(repr(told).encode()).hexdigest()}.header"
+        if read and note.is_file() and Path(before := note.read_text()).is_file():
+            return before
+        compiled = str(own(header, command, **of_compiler))
+        with _written_whole(note) as beside:
+            beside.write_text(compiled)
+        return compiled
+
+    with HEADERS:
+        inductor._precompile_header = found
+        try:
+            yield
+        finally:
+            inductor._precompile_header = own
+
+
+@contextmanager
+def _written_whole(file: Path) -> Iterator[Path]:
+    """Where to write it: a reader finds all of it or what was there before, whoever ends in the middle of it."""
+    beside = file.with_suffix(f".{os.getpid()}")
+    yield beside
+    beside.replace(file)
 
 
 class Unwrapped:

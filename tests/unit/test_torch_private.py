@@ -8,6 +8,8 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -366,6 +368,39 @@ def test_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert private_artifacts.artifact(lambda x: [x], [x], {}, None) is None
     with pytest.raises(RuntimeError):
         private_artifacts.artifact(lambda x: [x] if bool(x.sum() > 0) else [x + 1], [x], {}, None)
+
+
+READS = """
+import sys, torch
+from pathlib import Path
+from torch._inductor import codecache
+from csc.torch_private.artifacts import artifact, artifact_of
+def searched(*given, _own=codecache._precompile_header, **named):
+    print("headers")
+    return _own(*given, **named)
+x, file = torch.linspace(-1, 1, 64), Path(sys.argv[1])
+if not file.exists():
+    artifact(lambda x: [x.sin() + 1], [x], {"cpp.vec_isa_ok": True}, file)
+codecache._precompile_header = searched
+assert torch.allclose(artifact_of(file, {"cpp.vec_isa_ok": True})(x)[0], x.sin() + 1)
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_an_artifact_is_read_with_the_kernels_that_were_compiled_for_it(tmp_path: Path) -> None:
+    """Whoever reads it compiles nothing, and goes through the headers once for all processes; what is gone is made."""
+    folder = tmp_path / "made"
+
+    def run() -> tuple[str, set[Path]]:
+        command = [sys.executable, "-c", READS, str(tmp_path / "kept")]
+        said = subprocess.check_output(command, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}, text=True)
+        return said, set(folder.rglob("*.so"))
+
+    _, made = run()
+    assert made and run() == ("", made)
+    for file in made:
+        file.unlink()
+    assert run() == ("", made)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
