@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -19,6 +18,9 @@ from csc.kernels.tiles import SEEN, Tiles
 
 SHORTEST = 8  # queries of a sequence in a row, on the average; of shorter ones many are one block
 ROWS = 256  # queries of a block where there is no mask and scores have to be written out (soft cap)
+FEW = (
+    4096  # pairs of queries and keys that cost less than a call of the kernel and what it takes to put results together
+)
 KEPT = 16 * 2**20
 
 
@@ -69,23 +71,39 @@ def _of_mask(mask: Mask, tiles: Tiles, batch: int, dtype: torch.dtype, written_o
         yield from sequences
         return
     index, counts = tiles.of_queries.index, tiles.of_queries.counts.tolist()
+    slots = [min(tiles.block_k, mask.keys - start) for start in range(0, mask.keys, tiles.block_k)]
     for i in range(index.shape[1]):
         rows = slice(i * tiles.block_q, min((i + 1) * tiles.block_q, mask.queries))
         visits = [sorted(index[one, i, : counts[one][i][1]].tolist()) for one in range(mask.batch)]
-        # Neighbouring samples that look at the same tiles go together: a short batch is one call.
-        for listed, alike in groupby(range(mask.batch), key=visits.__getitem__):
-            if not listed:
-                continue
-            run = list(alike)
+        for run, listed in _together(visits, slots, rows.stop - rows.start):
             samples = slice(run[0], run[-1] + 1) if mask.batch > 1 else slice(0, 1)
             keys = _slots(listed, tiles.block_k, mask.keys)
             bias = blind = None
-            if any(counts[one][i][0] < counts[one][i][1] for one in run):
+            if any(counts[one][i][0] < len(listed) for one in run):
                 seen = _seen(mask, samples, rows, keys)
                 bias = torch.where(seen, torch.tensor(0.0, dtype=dtype), torch.tensor(-float("inf"), dtype=dtype))
                 sees = seen.numpy().any(-1)
                 blind = None if sees.all() else torch.from_numpy(~sees)
             yield Block(samples if mask.batch > 1 else everyone, rows, keys, bias, blind)
+
+
+def _together(visits: Sequence[list[int]], slots: Sequence[int], rows: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Runs of neighbouring samples that look at the same tiles, or nearly, and these tiles: a short batch is one call.
+    visits: of each sample; one that looks at none is in no run. slots: of each tile. rows: of queries.
+    """
+
+    def unseen(run: Sequence[int], listed: Sequence[int]) -> int:
+        return rows * sum(sum(slots[tile] for tile in listed if tile not in visits[sample]) for sample in run)
+
+    run, listed = list[int](), list[int]()
+    for sample, own in enumerate(visits):
+        both = sorted({*listed, *own})
+        if run and (not own or unseen([*run, sample], both) > FEW):
+            yield run, listed
+            run, both = [], own
+        run, listed = ([*run, sample], both) if own else ([], [])
+    if run:
+        yield run, listed
 
 
 def _is_all(block: Block, mask: Mask, batch: int) -> bool:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from csc.analysis.token_counts import places_for_features
+from csc.analysis.token_counts import places_for_features, set_in_samples
 from csc.capture.capture import capture
 from csc.errors import InputError
 from csc.ir import graph as g
@@ -312,8 +312,27 @@ def test_groups_are_compared_once_for_layers_that_compare_the_same(other: bool) 
     assert len(found.groups) == 1 + other
     found.check(batch_of(20), "the batch")
     torn = batch_of(20) | {"document": torch.tensor([0, 1, 0, 1] * 5).expand(2, -1).contiguous()}
-    with pytest.raises(InputError, match="the batch: group 0 of sample 0 does not stand together"):
-        found.check(torn, "the batch")
+    kept = batch_of(20)
+    for _ in range(2):
+        with pytest.raises(InputError, match="the batch: group 0 of sample 0 does not stand together"):
+            found.check(torn, "the batch")
+        found.check(kept, "the batch")
+        found.check(kept, "the batch")
+    kept["document"].copy_(torn["document"])  # a loader that fills the same tensors again
+    with pytest.raises(InputError, match="does not stand together"):
+        found.check(kept, "the batch")
+
+
+def test_placeholders_are_counted_as_the_whole_mask_has_them() -> None:
+    """Expanded from the sample, the token or both, as a copy, and with other numbers in each feature."""
+    some = torch.tensor([[True, False, True], [False, False, True]])
+    masks = [
+        some[..., None].expand(2, 3, 4), some[..., None].expand(2, 3, 4).clone(), some[:, :1, None].expand(2, 3, 4),
+        some[0].expand(2, 3), some[:, :, None] & torch.tensor([True, False]), torch.ones(2, 0, 3, dtype=torch.bool),
+        some[:1, :, None].expand(2, 3, 0),
+    ]  # fmt: skip
+    for mask in masks:
+        assert set_in_samples(mask) == mask.flatten(1).sum(1).tolist() == [int(one.sum()) for one in mask.clone()]
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from csc.kernels import cpu, packing
+from csc.kernels import cpu, cpu_blocks, packing
 from csc.kernels.attention import attention, attention_with_lse
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import tiles
@@ -74,6 +75,35 @@ def test_small_tiles(mask: Mask, block_q: int, block_k: int) -> None:
     gradients = cpu.backward(d_out, q, k, v, out, lse, mask, lists, 0.3, 0.0)
     wanted = dense.results(q, k, v, mask, 0.3, 0.0, d_out)
     assert_close((out, lse, *gradients), wanted, torch.float64)
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(most=40), st.sampled_from([1, 4, 16]), st.sampled_from([4, 8]), st.sampled_from([0, 30, 10**9]))
+def test_each_visible_pair_is_in_one_block(mask: Mask, block_q: int, block_k: int, few: int) -> None:
+    """However few pairs samples may look at for nothing, to go together."""
+    q = torch.zeros(mask.batch, 1, mask.queries, 4)
+    met = torch.zeros(mask.batch, mask.queries, mask.keys, dtype=torch.int)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_blocks, "FEW", few)
+        walk = cpu_blocks.blocks(q, replace(mask, known={}), tiles(mask, block_q, block_k), 1.0)
+    for block in walk:
+        keys = torch.arange(mask.keys)[block.keys]
+        seen = torch.ones(mask.batch, mask.queries, len(keys), dtype=torch.bool)[block.samples, block.rows]
+        seen = seen if block.bias is None else seen & (block.bias[:, 0] == 0)
+        met[block.samples, block.rows] = met[block.samples, block.rows].index_add(2, keys, seen.int())
+        blind = torch.zeros_like(seen[..., 0]) if block.blind is None else block.blind[:, 0]
+        assert torch.equal(blind, ~seen.any(-1))
+    assert torch.equal(met, mask.dense().int())
+
+
+def test_samples_that_see_nearly_the_same_go_together() -> None:
+    for length, padding, calls in ((144, 36, 1), (1100, 36, 5), (1100, 600, 8)):
+        padded = torch.tensor([[length, length - padding]])
+        slots = torch.arange(1, length + 1)
+        stops = torch.minimum(slots[None], padded.T).int()
+        mask = Mask(torch.stack([torch.zeros_like(stops), stops], -1)[:, None], None, None, length)
+        walk = cpu_blocks.blocks(torch.zeros(2, 1, length, 4), mask, tiles(mask, 256, 128), 0.0)
+        assert len(walk) == calls, walk
 
 
 @pytest.mark.parametrize("lengths", [[24, 16], [9, 40, 11], [300, 8, 200], [3, 60]])
