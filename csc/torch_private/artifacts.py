@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 Tensors = Sequence[torch.Tensor]
-HEADERS = RLock()  # of who has put something in place of what finds precompiled headers
+REPLACING = RLock()  # of who has put something in place of a function of Inductor's
 ASKING = Lock()  # of who has put something in place of a method of Inductor's for the length of a call
 
 
 def artifact(
     function: Callable[..., Tensors], given: Tensors, settings: Mapping[str, Any], file: Path
 ) -> Callable[..., Tensors] | None:
-    """The function of these tensors, traced on fake ones and compiled for their sizes; kept in the file. None if it
-    calls nothing. Any error of the trace, of Inductor, of the C++ compiler.
+    """The function of these tensors, traced on fake ones and compiled for their sizes; kept in the file. It is for
+    tensors laid out as these, and does not look. None if it calls nothing. Any error of the trace, of Inductor, of the
+    C++ compiler.
     """
     from torch._inductor import standalone_compile
 
@@ -36,7 +37,7 @@ def artifact(
         graph = make_fx(function, tracing_mode="fake")(*given)
         if not any(node.op == "call_function" for node in graph.graph.nodes):
             return None
-        with _headers_noted(file.parent):
+        with _headers_noted(file.parent), _arguments_unasked():
             made = standalone_compile(
                 graph, list(given), dynamic_shapes="from_example_inputs", options={"config_patches": dict(settings)}
             )
@@ -60,17 +61,14 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
 
 @contextmanager
 def _headers_noted(folder: Path, read: bool = False) -> Iterator[None]:
-    """Which precompiled header serves a kernel is noted in the folder meanwhile, in this thread. read: what is noted is
-    taken. Else Inductor has the C++ compiler go through all headers in each process, in case a kernel is to be made.
+    """Which precompiled header serves a kernel is noted in the folder meanwhile. read: what is noted is taken. Else
+    Inductor has the C++ compiler go through all headers in each process, in case a kernel is to be made.
     """
     from torch._inductor import codecache
 
-    inductor: Any = codecache
-    thread, own = get_ident(), inductor._precompile_header
+    own: Any = codecache._precompile_header
 
     def found(header: str, command: str, **of_compiler: Any) -> str:
-        if get_ident() != thread:
-            return str(own(header, command, **of_compiler))
         told = [header, command, sorted((name, str(value)) for name, value in of_compiler.items())]
         note = folder / f"{hashlib.sha256(repr(told).encode()).hexdigest()}.header"
         if read and note.is_file() and Path(before := note.read_text()).is_file():
@@ -80,12 +78,34 @@ def _headers_noted(folder: Path, read: bool = False) -> Iterator[None]:
             beside.write_text(compiled)
         return compiled
 
-    with HEADERS:
-        inductor._precompile_header = found
+    with _in_this_thread(codecache, "_precompile_header", found):
+        yield
+
+
+@contextmanager
+def _arguments_unasked() -> Iterator[None]:
+    """What is compiled meanwhile does not ask again how its arguments are laid out: who calls it has."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    with _in_this_thread(PythonWrapperCodegen, "codegen_input_size_asserts", lambda _: None):
+        yield
+
+
+@contextmanager
+def _in_this_thread(holder: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
+    """`other` in place of one of Inductor's functions, called from this thread."""
+    thread = get_ident()
+    with REPLACING:
+        own = getattr(holder, name)
+
+        def called(*given: Any, **named: Any) -> Any:
+            return (other if get_ident() == thread else own)(*given, **named)
+
+        setattr(holder, name, called)
         try:
             yield
         finally:
-            inductor._precompile_header = own
+            setattr(holder, name, own)
 
 
 @contextmanager

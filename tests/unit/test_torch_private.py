@@ -365,6 +365,8 @@ def test_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert one is not None
         result, given = one(x)
         assert torch.allclose(result, x.sin() + 1) and given is x
+    written = [text for one in (tmp_path / "made").rglob("*.py") if "def call(" in (text := one.read_text())]
+    assert written and not any("assert_size_stride(" in text for text in written), "arguments are asked by the caller"
     assert private_artifacts.artifact(lambda x: [x], [x], {}, None) is None
     with pytest.raises(RuntimeError):
         private_artifacts.artifact(lambda x: [x] if bool(x.sum() > 0) else [x + 1], [x], {}, None)
