@@ -9,7 +9,7 @@ Frozen sets, devices and numbers of ranks share the traces of a run.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -44,18 +44,23 @@ class Trace:
 
 
 @cache
-def _traced(
-    configuration: Configuration, tp: int, cp: int, components: tuple[tuple[str, int], ...], sequence: bool
-) -> Trace:  # fmt: skip
+def _traced(configuration: Configuration, mesh: Mesh, sequence: bool, context: tuple[tuple[str, int], ...]) -> Trace:
     start = time.process_time()
     stacks = {name: Stack(part.layers, part.period) for name, part in configuration.components.items()}
-    options = Options(mesh=Mesh(tp=tp, cp=cp, components=components), sequence_parallel=sequence)
+    options = Options(mesh=mesh, sequence_parallel=sequence, context=context)
     found: Program | CscError
     try:
         found = expand(run([_captured(configuration)], TRACING, options)[-1], stacks)
     except CscError as error:
         found = error
     return Trace(found, time.process_time() - start)
+
+
+def _shared(mesh: Mesh) -> Mesh:
+    """What of it traces are of: one replica, with as few stages as it can have."""
+    pp = sum(1 for _ in mesh.narrow) + 1
+    own = tuple((component, 1) for component, _ in mesh.narrow)
+    return replace(mesh, dp=1, pp=pp, own_stages=own, order=Mesh.AXES)
 
 
 class TraceClock:
@@ -76,8 +81,7 @@ def divided(
     known: dict[Any, Trace] = {}
 
     def of(options: Options, samples: int) -> Program:
-        mesh = options.mesh
-        key = configuration, mesh.tp, mesh.cp, mesh.components, options.sequence_parallel
+        key = configuration, _shared(options.mesh), options.sequence_parallel, options.context
         if key not in known:
             start = time.process_time()
             known[key] = _traced(*key)
