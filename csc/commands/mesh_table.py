@@ -27,7 +27,8 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     )
     for row in choice.rows[:MOST]:
         peak = bytes_text(row.peak_memory) + ("" if row.fits else ", above the limit")
-        mesh = f"{row.mesh}, sequence parallel" if row.sequence_parallel else row.mesh
+        mesh = "".join([row.mesh, *(f", {name} over {ranks} of cp" for name, ranks in row.context.items())])
+        mesh += ", sequence parallel" * row.sequence_parallel
         made.add_row(
             mesh, str(row.microbatches), str(row.samples), str(row.zero), row.recompute, seconds_text(row.seconds),
             f"{choice.step / row.seconds:.3g}", f"{max(0.0, row.idle):.1%}", peak,
@@ -51,6 +52,7 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     if best.fits:
         ways = f" --zero {best.zero}" * bool(best.zero) + f" --recompute {best.recompute}" * (best.recompute != "none")
         ways += " --sequence-parallel" * best.sequence_parallel
+        ways += "".join(f" --context {name}={ranks}" for name, ranks in best.context.items())
         console.print(f"best: --mesh {best.mesh} --microbatches {best.microbatches}{ways}", highlight=False)
         for other in choice.room:
             needs = f"with {bytes_text(other.peak_memory)} on a device or more"

@@ -121,7 +121,7 @@ def _chosen(programs: ModelPrograms, given: GivenBatches, options: Options, rank
     log.info("%s", why)
     found = {
         "mesh": best.mesh, "microbatches": best.microbatches, "zero": best.zero,
-        "sequence_parallel": best.sequence_parallel,
+        "sequence_parallel": best.sequence_parallel, "context": dict(options.context) | dict(best.context),
     }  # fmt: skip
     way = None if best.recompute == NONE else best.recompute
     return {"options": found if recompute is not None else {**found, "recompute": way}, "why": why}

@@ -10,6 +10,7 @@ Terms: see csc.driver.mesh_search.
     problems.bounded(listed, ways, before)       -> candidates of layouts of one division, bounded without memory
     are_several(layout) -> bool                  whether several ranks hold the same parameters
     problems.ideal(layout) -> seconds            that no form of its division takes less than; nothing of it is traced
+    problems.spare(candidate, component)         -> part of its work that a better form may save at most
     problems.extras                              of divisions, see csc.driver.mesh_divisions
 """
 
@@ -89,6 +90,7 @@ class DividedProblems:
         return changed(
             self.model.options, mesh=layout.mesh, microbatches=layout.microbatches, zero=zero * are_several(layout),
             recompute=None if recompute == NONE else recompute, sequence_parallel=layout.sequence,
+            context=dict(self.model.options.context) | layout.context,
         )  # fmt: skip
 
     def program(self, layout: MeshLayout, options: Options) -> Program:
@@ -140,6 +142,15 @@ class DividedProblems:
         numbers = replace(whole, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None)
         return least_seconds(in_parts(numbers, layout.mesh.tp * layout.mesh.cp))
 
+    def spare(self, one: MeshCandidate, component: str) -> float:
+        """Which part of a candidate's work an even division of the component's would save: exchanges, and what ranks
+        compute alike. All of its work where nothing is known of one device.
+        """
+        assert one.problem is not None
+        whole, ranks = self._of_one(one.layout.samples), one.layout.mesh.tp * one.layout.mesh.cp
+        least = 0.0 if whole is None else _work(whole, component) / ranks
+        return max(0.0, _work(one.problem, component) - least) / _work(one.problem)
+
     def _of_one(self, samples: int) -> Problem | None:
         if samples not in self.wholes:
             self.wholes[samples] = self._on_one(samples)
@@ -155,8 +166,9 @@ class DividedProblems:
         return self.whole(program)
 
 
-def _work(numbers: Problem) -> float:
-    return sum(unit.work for unit in numbers.units)
+def _work(numbers: Problem, component: str | None = None) -> float:
+    """Of all units, or those of a component."""
+    return sum(unit.work for unit in numbers.units if component in (None, unit.component))
 
 
 def are_several(layout: MeshLayout) -> bool:

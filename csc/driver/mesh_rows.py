@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from csc.ir.program import Options, Program
@@ -25,7 +25,9 @@ class DividedModel:
 
 @dataclass(frozen=True)
 class MeshRow:
-    """seconds: of a step, its end included. peak_memory: of the fullest rank. fits: within the limit."""
+    """seconds: of a step, its end included. peak_memory: of the fullest rank. fits: within the limit. context: ranks
+    that share out the tokens of components, as the option has it.
+    """
 
     mesh: str
     microbatches: int
@@ -37,6 +39,7 @@ class MeshRow:
     peak_memory: float
     fits: bool
     sequence_parallel: bool = False
+    context: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def how(self) -> str:
@@ -54,6 +57,7 @@ class MeshIfRoom:
     seconds: float
     peak_memory: float
     sequence_parallel: bool = False
+    context: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def how(self) -> str:
@@ -63,6 +67,8 @@ class MeshIfRoom:
 def _how(one: MeshRow | MeshIfRoom) -> str:
     """What it takes besides the mesh, in words."""
     extras = [f"{one.microbatches} microbatches", f"zero={one.zero}", f"recompute={one.recompute}"]
+    if one.context:
+        extras.append(f"context={dict(one.context)}")
     return ", ".join([*extras, "sequence_parallel=True"] if one.sequence_parallel else extras)
 
 

@@ -26,13 +26,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_several
 from csc.driver.mesh_divisions import UntracedDivisions
-from csc.driver.mesh_forms import encoders, forms, own_stages
-from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice, MeshIfRoom, MeshRow
+from csc.driver.mesh_forms import encoders, forms, forms_of, own_stages
+from csc.driver.mesh_found import GAIN, ROOM, FoundMeshes, rank_of
+from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice, MeshRow
 from csc.driver.rank_orders import priced_orders
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
@@ -50,44 +51,9 @@ EFFORT = 0.1  # of the search for each plan
 LIMIT = 20.0  # seconds of the clock for each, far more than it takes: a busy machine chooses as an idle one does
 TRACING = 0.5  # of the time, at most, before the first plan
 LATE = 2.0  # times the seconds that a search may take as long as nothing fits
-GAIN = 1e-3  # what another order of ranks, or stages of their own, have to save
 FAR = 1.5  # times the best: what is expected to take longer is not planned
 NEAR = 1.15  # times the best: layouts of which other forms are looked at
-ROOM = 1.02  # times its bound: a plan this near gains nothing from ZeRO-3, which makes room
 MESHES = 5  # that are priced at least, though they may be slower than the best
-
-
-@dataclass
-class _Found:
-    """What a search knows so far. best: seconds of the fastest row that fits; rows: by candidate; bytes: that those
-    need at least which do not fit; slow: layouts on which nothing can be faster; far: those that are expected to be far
-    behind; settled: layouts with a recomputation for which more room brings nothing;
-    expected: of layouts in the form that they were first looked at.
-    """
-
-    best: float = math.inf
-    rows: dict[MeshCandidate, MeshRow] = field(default_factory=dict)
-    bytes: dict[MeshCandidate, float] = field(default_factory=dict)
-    slow: set[MeshLayout] = field(default_factory=set)
-    far: set[MeshLayout] = field(default_factory=set)
-    settled: set[tuple[MeshLayout, str]] = field(default_factory=set)
-    refused: dict[MeshDivision, str] = field(default_factory=dict)
-    expected: dict[MeshLayout, float] = field(default_factory=dict)
-    left: dict[MeshLayout, float] = field(default_factory=dict)
-
-    def add(self, one: MeshCandidate, row: MeshRow) -> None:
-        self.rows[one] = row
-        self.best = min(self.best, row.seconds)
-        if row.seconds <= ROOM * one.seconds:
-            self.settled.add((one.layout, row.recompute))
-
-    def fastest(self) -> dict[MeshLayout, float]:
-        """Seconds of each layout on which something fits."""
-        seconds: dict[MeshLayout, float] = {}
-        for one, row in self.rows.items():
-            if row.fits:
-                seconds[one.layout] = min(row.seconds, seconds.get(one.layout, math.inf))
-        return seconds
 
 
 class MeshSearch:
@@ -101,7 +67,7 @@ class MeshSearch:
     ) -> None:  # fmt: skip
         self.model, self.devices, self.step, self.tell, self.fixed = model, devices, step, tell, fixed
         self.problems = DividedProblems(model)
-        self.found = _Found()
+        self.found = FoundMeshes()
         self.memory: float | None = None
         self.made = 0  # candidates
         first = self.problems.first()
@@ -136,7 +102,7 @@ class MeshSearch:
                 "; ".join(dict.fromkeys(found.refused.values())) or "allow more memory",
             )  # fmt: skip
         self._give_stages()
-        return self._answer()
+        return found.answer(self.devices, self.step, self.memory, self._told())
 
     def _plan(self, waiting: list[MeshCandidate], untraced: UntracedDivisions | None = None) -> None:
         """Those that may be faster than the best, and divisions as soon as nothing traced is expected to be faster;
@@ -178,23 +144,6 @@ class MeshSearch:
                 return made
         return []
 
-    def _answer(self) -> MeshChoice:
-        found = self.found
-        by_layout: dict[MeshLayout, MeshRow] = {}
-        for one, row in found.rows.items():
-            before = by_layout.get(one.layout, row)
-            by_layout[one.layout] = min(before, row, key=_rank)
-        rows = tuple(sorted(by_layout.values(), key=_rank))
-        left = {layout: least for layout, least in found.left.items() if layout not in by_layout}
-        known = by_layout.keys() | left.keys()
-        far = found.far - known
-        rest = found.slow - known - far
-        large = {one.layout for one in found.bytes} - known - far - rest
-        return MeshChoice(
-            self.devices, self.step, self.memory, rows, len(rest), len(large), self._told(), len(left),
-            self._room(rows[0]), min(left.values(), default=math.inf), len(far),
-        )  # fmt: skip
-
     def _in_form(self, listed: Sequence[MeshLayout], form: MeshForm) -> list[MeshCandidate]:
         """The candidates of the layouts of a division in a form; none if csc cannot divide the model so."""
         own = [layout.in_form(form) for layout in listed]
@@ -211,22 +160,54 @@ class MeshSearch:
         return found
 
     def _look_at_other_forms(self) -> None:
-        """Of layouts near the best, the nearest first."""
-        found = self.found
-        seconds = found.fastest()
-        close: dict[MeshDivision, list[MeshLayout]] = {}
-        for layout in sorted(found.expected, key=lambda one: found.expected[one]):
-            if layout.mesh.tp > 1 and seconds.get(layout, found.expected[layout]) <= NEAR * found.best:
+        """Of layouts near the best, the nearest first: whether tokens are shared out between products, then each
+        encoder, as far as it may matter.
+        """
+        for division, listed in self._close().items():
+            form = division.form
+            if division.tp > 1:
+                other = replace(form, sequence=not form.sequence)
+                form = self._faster(listed, form, [one for one in self.forms(division) if one == other])
+            for name in self.encoders:
+                if name not in dict(self.model.options.context):
+                    form = self._faster(self._spared(listed, form, name), form, forms_of(name, division, form))
+
+    def _close(self) -> dict[MeshDivision, list[MeshLayout]]:
+        seconds, close = self.found.fastest(), {}  # type: tuple[dict[MeshLayout, float], dict[MeshDivision, list[MeshLayout]]]
+        for one in sorted(self.found.expected.values()):
+            layout, several = one.layout, one.layout.mesh.tp * one.layout.mesh.cp > 1
+            if several and seconds.get(layout, one.expected) <= NEAR * self.found.best:
                 close.setdefault(layout.division, []).append(layout)
-        for division, listed in close.items():
-            for form in self.forms(division):
-                known = form == division.form or replace(division, form=form) in found.refused
-                if known or form.whole != division.form.whole:
-                    continue
-                if self._late():
-                    found.left |= {one.in_form(form): self.problems.ideal(one) for one in listed}
-                else:
-                    self._plan(self._in_form(listed, form))
+        return close
+
+    def _spared(self, listed: Sequence[MeshLayout], form: MeshForm, name: str) -> list[MeshLayout]:
+        """The layouts that would be the fastest if the form left out all that an encoder's work takes beside an even
+        division of it.
+        """
+        seconds, found = self.found.fastest(), []
+        for layout in listed:
+            one = self.found.expected.get(layout.in_form(form))
+            if one is not None:
+                spare = self.problems.spare(one, name)
+                most = self.found.best * (1 - GAIN)
+                if spare > GAIN and seconds.get(one.layout, one.expected) * (1 - spare) < most:
+                    found.append(layout)
+        return found
+
+    def _faster(self, listed: Sequence[MeshLayout], form: MeshForm, others: Sequence[MeshForm]) -> MeshForm:
+        """The form, or which of the others is faster on a layout; those are looked at."""
+        for other in others if listed else ():
+            if replace(listed[0].division, form=other) in self.found.refused:
+                continue
+            if self._late():
+                self.found.left |= {one.in_form(other): self.problems.ideal(one) for one in listed}
+            else:
+                self._plan(self._in_form(listed, other))
+        seconds = self.found.fastest()
+        return min(
+            [form, *others],
+            key=lambda each: min((seconds.get(one.in_form(each), math.inf) for one in listed), default=math.inf),
+        )
 
     def _look_at(self, one: MeshCandidate) -> list[MeshCandidate]:
         """Plan a candidate, unless that cannot help; or what to look at next: it with what it takes at least by its
@@ -268,8 +249,9 @@ class MeshSearch:
             return None
         behind = least_behind(self.problems.program(one.layout, one.options), one.options)
         expected = expected_seconds(numbers) + behind
-        found.expected[one.layout] = min(expected, found.expected.get(one.layout, math.inf))
-        return replace(one, seconds=least_seconds(numbers) + behind, expected=expected, problem=numbers)
+        bounded = replace(one, seconds=least_seconds(numbers) + behind, expected=expected, problem=numbers)
+        found.expect(bounded)
+        return bounded
 
     def _without_room(self) -> None:
         """Nothing fits: what needs the least, as it is."""
@@ -293,12 +275,12 @@ class MeshSearch:
             gains = other.seconds < min(best.seconds, room) * (1 - GAIN)
             again = _planned(other.problem) if gains else None
             if again is not None:
-                best = min(best, self._row(one, other.options, again, True), key=_rank)
+                best = min(best, self._row(one, other.options, again, True), key=rank_of)
         return best
 
     def _give_stages(self) -> None:
         """Encoders of the best layout stages of their own, if that makes it faster."""
-        best = min(self.found.rows, key=lambda one: _rank(self.found.rows[one]))
+        best = min(self.found.rows, key=lambda one: rank_of(self.found.rows[one]))
         row = self.found.rows[best]
         if not row.fits or best.problem is None:
             return
@@ -328,26 +310,12 @@ class MeshSearch:
             peak_memory=max(planned.peak_memory),
             fits=fits,
             sequence_parallel=one.layout.sequence,
+            context=one.layout.context,
         )
-
-    def _room(self, best: MeshRow) -> tuple[MeshIfRoom, ...]:
-        """What may be faster than the best with more memory, each at least as much faster as it needs more."""
-        found: list[MeshIfRoom] = []
-        for one, size in sorted(self.found.bytes.items(), key=lambda each: (each[1], each[0].seconds)):
-            least = min([best.seconds * (1 - GAIN), *(each.seconds * (1 - GAIN) for each in found)])
-            if best.fits and one.seconds < least and (self.memory or 0.0) < size < math.inf:
-                layout = one.layout
-                found.append(
-                    MeshIfRoom(
-                        str(layout.mesh), layout.microbatches, one.options.zero, one.choice, one.seconds, size,
-                        layout.sequence,
-                    )
-                )  # fmt: skip
-        return tuple(found)
 
     def _enough(self) -> bool:
         """Whether there are others beside the best."""
-        return len({replace(one.layout.mesh, components=()) for one in self.found.rows}) >= MESHES
+        return len({replace(one.layout.mesh, components=(), whole_sequences=()) for one in self.found.rows}) >= MESHES
 
     def _late(self) -> bool:
         spent = self.clock() - self.start
@@ -390,8 +358,3 @@ def _planned(numbers: Problem) -> PipelinePlan | None:
         return plan(numbers, "auto", effort=EFFORT, limit=LIMIT)
     except CscError:
         return None
-
-
-def _rank(row: MeshRow) -> tuple[bool, float]:
-    """What comes first."""
-    return not row.fits, row.seconds

@@ -4,8 +4,9 @@ Terms
   layout      a mesh with its microbatches: each of dp replicas takes `microbatches` of `samples` samples through its
               pipeline
   node        devices that fast links join; tensor-parallel ranks stand within one
-  form        how ranks divide a model: whether those of tp share out tokens between products (`sequence_parallel`), and
-              the components whose samples they (`vision_tower.tp=1`) or those of cp (`vision_tower.cp=1`) share out
+  form        how ranks divide a model: whether those of tp share out tokens between products (`sequence_parallel`);
+              components of which fewer of them divide the layers, and all share out the samples (`vision_tower.tp=1`);
+              those of which the ranks of cp share out the samples (`vision_tower.cp=1`) or the tokens (`context`)
   division    what layouts that need the same traced graphs have in common: tp, cp, form and the samples of a microbatch
 
     layouts(devices, step, sizes, node, regions) -> [MeshLayout]      in the plain form
@@ -24,11 +25,14 @@ CONTEXT = 8  # ranks that share a sequence, at most
 
 @dataclass(frozen=True)
 class MeshForm:
-    """apart: components with a tp of 1; whole: those with a cp of 1."""
+    """own: components with a tp of their own, and this; whole: those with a cp of 1; spread: those whose tokens all
+    ranks of cp share out.
+    """
 
-    apart: tuple[str, ...] = ()
+    own: tuple[tuple[str, int], ...] = ()
     sequence: bool = False
     whole: tuple[str, ...] = ()
+    spread: tuple[str, ...] = ()
 
 
 PLAIN = MeshForm()
@@ -44,35 +48,44 @@ class MeshDivision:
     form: MeshForm = PLAIN
 
     def __str__(self) -> str:
-        named = [f"tp={self.tp}", f"cp={self.cp}", *(f"{component}.tp=1" for component in self.form.apart)]
+        named = [f"tp={self.tp}", f"cp={self.cp}", *(f"{component}.tp={tp}" for component, tp in self.form.own)]
         named += [f"{component}.cp=1" for component in self.form.whole]
+        named += [f"context={component}:{self.cp}" for component in self.form.spread]
         return ", ".join([*named, "sequence_parallel"] if self.form.sequence else named)
 
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """samples: of a microbatch. microbatches: of a replica. sequence: tokens are shared out between products."""
+    """samples: of a microbatch. microbatches: of a replica. sequence: tokens are shared out between products. spread:
+    components whose tokens all ranks of cp share out.
+    """
 
     mesh: Mesh
     samples: int
     microbatches: int
     sequence: bool = False
+    spread: tuple[str, ...] = ()
 
     @property
     def division(self) -> MeshDivision:
-        apart = tuple(name for name, tp in self.mesh.components if tp == 1)
-        form = MeshForm(apart, self.sequence, self.mesh.whole_sequences)
+        form = MeshForm(self.mesh.components, self.sequence, self.mesh.whole_sequences, self.spread)
         return MeshDivision(self.mesh.tp, self.mesh.cp, self.samples, form)
 
     def in_form(self, form: MeshForm) -> MeshLayout:
         """The same devices and samples; with a tp (cp) of 1 nothing of the form is about tp (cp)."""
         several = self.mesh.tp > 1
-        own = tuple((component, 1) for component in form.apart if several)
-        mesh = replace(self.mesh, components=own, whole_sequences=form.whole)
-        return replace(self, mesh=mesh, sequence=form.sequence and several)
+        mesh = replace(self.mesh, components=form.own if several else (), whole_sequences=form.whole)
+        spread = form.spread if self.mesh.cp > 1 else ()
+        return replace(self, mesh=mesh, sequence=form.sequence and several, spread=spread)
+
+    @property
+    def context(self) -> dict[str, int]:
+        """Of its components, as the option has it."""
+        return dict.fromkeys(self.spread, self.mesh.cp)
 
     def __str__(self) -> str:
-        shared = ", sequence_parallel" if self.sequence else ""
+        shared = "".join(f", context={component}:{self.mesh.cp}" for component in self.spread)
+        shared += ", sequence_parallel" if self.sequence else ""
         return f"{self.mesh}{shared}, {self.microbatches} microbatches of {self.samples}"
 
 

@@ -19,10 +19,10 @@ TP = MeshDivision(4, 1, 1)
 
 def test_forms_share_out_tokens_first_and_encoders_together_before_each() -> None:
     found = forms(("vision", "audio"), Options(), TP)
-    groups = [(), ("vision", "audio"), ("vision",), ("audio",)]
-    assert found == [MeshForm(apart, sequence) for sequence in (True, False) for apart in groups]
+    groups = [(), (("audio", 1), ("vision", 1)), (("vision", 1),), (("audio", 1),)]
+    assert found == [MeshForm(own, sequence) for sequence in (True, False) for own in groups]
     assert forms(("vision",), Options(), TP) == [
-        MeshForm(apart, sequence) for sequence in (True, False) for apart in ((), ("vision",))
+        MeshForm(own, sequence) for sequence in (True, False) for own in ((), (("vision", 1),))
     ]
     assert forms((), Options(), TP) == [MeshForm((), True), PLAIN]
 
@@ -33,7 +33,7 @@ def test_ranks_of_cp_share_out_samples_of_encoders_first() -> None:
     assert forms((), Options(), MeshDivision(1, 2, 1)) == [PLAIN] == forms(both, Options(), MeshDivision(1, 1, 1))
     of_tp = forms(both, Options(), TP)
     assert forms(both, Options(), MeshDivision(4, 2, 1)) == [*(replace(one, whole=whole) for one in of_tp), *of_tp]
-    layout = MeshLayout(Mesh(dp=2, cp=2, pp=3), 2, 8).in_form(MeshForm(both, True, whole))
+    layout = MeshLayout(Mesh(dp=2, cp=2, pp=3), 2, 8).in_form(MeshForm((("vision", 1),), True, whole))
     assert str(layout.mesh) == "dp=2,pp=3,cp=2,audio.cp=1,vision.cp=1" and not layout.sequence
     assert layout.division == MeshDivision(1, 2, 2, MeshForm(whole=whole))
     assert str(layout.division) == "tp=1, cp=2, audio.cp=1, vision.cp=1"
@@ -42,13 +42,13 @@ def test_ranks_of_cp_share_out_samples_of_encoders_first() -> None:
 def test_what_the_options_say_is_kept() -> None:
     assert all(form.sequence for form in forms(("vision",), Options(sequence_parallel=True), TP))
     options = replace(Options(), context=(("vision", 2),))
-    assert {form.apart for form in forms(("vision", "audio"), options, TP)} == {(), ("audio",)}
+    assert {form.own for form in forms(("vision", "audio"), options, TP)} == {(), (("audio", 1),)}
     assert {form.whole for form in forms(("vision", "audio"), options, MeshDivision(1, 2, 1))} == {(), ("audio",)}
 
 
 def test_a_layout_in_a_form_is_a_mesh_that_can_be_written() -> None:
     layout = MeshLayout(Mesh(dp=2, tp=4, pp=3), 2, 8)
-    form = MeshForm(("vision",), True)
+    form = MeshForm((("vision", 1),), True)
     found = layout.in_form(form)
     assert str(found.mesh) == "dp=2,pp=3,tp=4,vision.tp=1" and Mesh.parse(str(found.mesh)) == found.mesh
     assert found.division == MeshDivision(4, 1, 2, form) and layout.division == MeshDivision(4, 1, 2)
