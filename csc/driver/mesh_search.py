@@ -49,6 +49,7 @@ from csc.planning.problem import Problem
 
 EFFORT = 0.1  # of the search for each plan
 LIMIT = 20.0  # seconds of the clock for each, far more than it takes: a busy machine chooses as an idle one does
+LAST = 3.0  # seconds for each when the search's are over
 TRACING = 0.5  # of the time, at most, before the first plan
 LATE = 2.0  # times the seconds that a search may take as long as nothing fits
 FAR = 1.5  # times the best: what is expected to take longer is not planned
@@ -68,6 +69,7 @@ class MeshSearch:
         self.model, self.devices, self.step, self.tell, self.fixed = model, devices, step, tell, fixed
         self.problems = DividedProblems(model)
         self.found = FoundMeshes()
+        self.undivided: dict[MeshDivision, str] = {}  # refused in every form, and why
         self.memory: float | None = None
         self.made = 0  # candidates
         first = self.problems.first()
@@ -138,11 +140,34 @@ class MeshSearch:
         if self.made and self._no_time_to_trace():
             self.found.left |= {layout: self.problems.ideal(layout) for layout in layouts}
             return []
-        for form in self.forms(division):
-            made = self._in_form(layouts, form)
+        listed, refused = self.forms(division), self.found.refused
+        alike = len({form.own for form in listed})  # but for what the first ones have in common
+        for number, form in enumerate(listed):
+            if number == alike:
+                self._note_undivided(layouts[0], listed)
+            own = replace(division, form=form)
+            for known in (division, replace(division, cp=1)):
+                if known in self.undivided:
+                    refused[own] = self.undivided[known]
+            made = [] if own in refused else self._in_form(layouts, form)
             if made:
                 return made
         return []
+
+    def _note_undivided(self, layout: MeshLayout, listed: Sequence[MeshForm]) -> None:
+        """If csc refuses it for the same reasons whether or not tokens, and samples over cp, are shared out: then in all
+        forms, and what it refuses without cp it refuses with it.
+        """
+        refused, reasons = self.found.refused, []
+        for form in listed[:2]:
+            reason, other = refused[replace(layout.division, form=form)], replace(listed[-1], own=form.own)
+            again = replace(layout.division, form=other)
+            if again not in refused:
+                self._in_form([layout], other)
+            if refused.get(again) != reason:
+                return
+            reasons.append(reason)
+        self.undivided[layout.division] = reasons[-1]
 
     def _in_form(self, listed: Sequence[MeshLayout], form: MeshForm) -> list[MeshCandidate]:
         """The candidates of the layouts of a division in a form; none if csc cannot divide the model so."""
@@ -221,7 +246,7 @@ class MeshSearch:
             return self._recomputed(one) if bounded is None else [bounded]
         else:
             self.tell(str(one.layout))
-            planned = _planned(one.problem)
+            planned = self._planned(one.problem)
             if planned is None:
                 found.bytes[one] = least_memory(one.problem)
                 return self._recomputed(one)
@@ -261,6 +286,14 @@ class MeshSearch:
             planned = plan(replace(self._problem(one), memory=None), "1f1b", effort=EFFORT, limit=LIMIT)
             self.found.rows[one] = self._row(one, one.options, planned, False)
 
+    def _planned(self, numbers: Problem) -> PipelinePlan | None:
+        """A plan that keeps to the limit; None if none was found."""
+        left = self.seconds - (self.clock() - self.start)
+        try:
+            return plan(numbers, "auto", effort=EFFORT, limit=min(LIMIT, max(LAST, left)))
+        except CscError:
+            return None
+
     def _ordered(self, one: MeshCandidate, numbers: Problem, planned: PipelinePlan) -> MeshRow:
         """By the order of ranks in which this plan is the fastest; planned for it if that may make it the best: with
         ZeRO-3 a plan for gathers between nodes says less of one for gathers within them.
@@ -273,7 +306,7 @@ class MeshSearch:
         room = (NEAR if one.options.zero == 3 else ROOM) * self.found.best
         for other in sorted(orders[1:], key=lambda each: each.seconds):
             gains = other.seconds < min(best.seconds, room) * (1 - GAIN)
-            again = _planned(other.problem) if gains else None
+            again = self._planned(other.problem) if gains else None
             if again is not None:
                 best = min(best, self._row(one, other.options, again, True), key=rank_of)
         return best
@@ -350,11 +383,3 @@ class MeshSearch:
             alike = {refused.get(replace(division, samples=samples)) for samples in asked} == {why}
             told[str(division) if alike else f"{division} with microbatches of {division.samples}"] = why
         return told
-
-
-def _planned(numbers: Problem) -> PipelinePlan | None:
-    """A plan that keeps to the limit; None if none was found."""
-    try:
-        return plan(numbers, "auto", effort=EFFORT, limit=LIMIT)
-    except CscError:
-        return None
