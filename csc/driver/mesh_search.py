@@ -155,8 +155,8 @@ class MeshSearch:
         return []
 
     def _note_undivided(self, layout: MeshLayout, listed: Sequence[MeshForm]) -> None:
-        """If csc refuses it for the same reasons whether or not tokens, and samples over cp, are shared out: then in all
-        forms, and what it refuses without cp it refuses with it.
+        """If csc refuses it for the same reasons whether or not tokens, and samples over cp, are shared out: then in
+        all forms, and what it refuses without cp it refuses with it.
         """
         refused, reasons = self.found.refused, []
         for form in listed[:2]:

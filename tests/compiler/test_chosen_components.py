@@ -1,4 +1,4 @@
-"""csc.Mesh(ranks=...) where a component with a tp of its own is the fastest: chosen, trained, and told as text."""
+"""csc.Mesh(ranks=...) where an encoder divided otherwise than the rest is the fastest: chosen, trained, told."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import transformers as hf
 
 import csc
 from csc.analysis import hardware
-from csc.driver import chosen_mesh
+from csc.driver import chosen_mesh, mesh_search
 from csc.ir.mesh import Mesh
+from csc.planning.meshes import layouts
 from tests.models.hf import IMAGE_TOKEN, VOCABULARY, llava_batch
+from tests.tiers import long
 
 pytestmark = pytest.mark.usefixtures("traces")
 
@@ -23,12 +25,12 @@ CHANGES = {  # work takes long beside exchanges, and sums of an LLM's gradients 
 }  # fmt: skip
 
 
-def slow(folder: Path) -> str:
+def slow(folder: Path, bandwidth: str = "1e9") -> str:
     """A profile with devices like this, as a file."""
     text = (Path(hardware.__file__).parent / "profiles" / "h100.toml").read_text().partition("[matmul]")[0]
     for old, new in CHANGES.items():
         assert old in text
-        text = text.replace(old, new)
+        text = text.replace(old, new.replace("1e9", bandwidth) if "bandwidth" in new else new)
     (folder / "slow.toml").write_text(text)
     return str(folder / "slow.toml")
 
@@ -48,6 +50,26 @@ def llava() -> hf.LlavaForConditionalGeneration:
     )
 
 
+def trains_as_eager_does(
+    compiled: csc.CompiledModel, model: torch.nn.Module, eager: torch.nn.Module, count: int
+) -> None:
+    """Two steps of so many samples."""
+    steps = [torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1) for one in (model, eager)]
+    for _ in range(2):
+        loss = compiled.train_step(llava_batch(count))
+        expected = eager(**llava_batch(count)).loss
+        expected.backward()
+        assert torch.allclose(loss, expected.detach(), rtol=1e-5)
+        theirs = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
+        own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert own.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            assert float((own[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-4), name
+        for step in steps:
+            step.step()
+            step.zero_grad()
+
+
 @pytest.mark.long
 def test_a_tower_with_a_tp_of_its_own_is_chosen_and_trains_as_eager_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,17 +85,31 @@ def test_a_tower_with_a_tp_of_its_own_is_chosen_and_trains_as_eager_does(
     mesh = compiled.options.mesh
     assert mesh.components == (("vision_tower", 1),) and mesh.tp > 1 and mesh.size == 4, mesh
     assert Mesh.parse(str(mesh)) == mesh and str(mesh) in compiled.inspected.mesh_text
-    steps = [torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1) for one in (model, eager)]
-    for _ in range(2):
-        loss = compiled.train_step(llava_batch(4))
-        expected = eager(**llava_batch(4)).loss
-        expected.backward()
-        assert torch.allclose(loss, expected.detach(), rtol=1e-5)
-        theirs = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
-        own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert own.keys() == theirs.keys()
-        for name, gradient in theirs.items():
-            assert float((own[name] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-4), name
-        for step in steps:
-            step.step()
-            step.zero_grad()
+    trains_as_eager_does(compiled, model, eager, 4)
+
+
+@pytest.mark.parametrize(
+    ("axes", "samples", "own", "context"),
+    [
+        long(Mesh(tp=4), 2, (("vision_tower", 2),), ()),  # of two images on four ranks
+        (Mesh(cp=2), 1, (), (("vision_tower", 2),)),
+        long(Mesh(cp=2, tp=2), 1, (), (("vision_tower", 2),)),
+    ],
+)
+def test_what_samples_that_do_not_divide_are_divided_by_instead(
+    axes: Mesh, samples: int, own: tuple[tuple[str, int], ...], context: tuple[tuple[str, int], ...],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of the layouts that divide layers and tokens so."""
+    monkeypatch.setattr(chosen_mesh, "SECONDS", 600.0)
+    monkeypatch.setattr(mesh_search, "layouts", lambda *asked: [one for one in layouts(*asked) if one.mesh == axes])
+    model = llava()
+    eager = copy.deepcopy(model)
+    eager.model.vision_tower.requires_grad_(False)
+    compiled = csc.compile(
+        model, mesh=csc.Mesh(ranks=axes.size), example=llava_batch(samples), microbatches=1, cache=False, check=False,
+        hardware=slow(tmp_path, "1e11"), freeze=["vision_tower"],
+    )  # fmt: skip
+    assert (compiled.options.mesh.components, compiled.options.context) == (own, context)
+    assert all(f"{name}': {ranks}" in compiled.inspected.mesh_text for name, ranks in context)
+    trains_as_eager_does(compiled, model, eager, samples)
