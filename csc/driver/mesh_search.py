@@ -69,7 +69,7 @@ class MeshSearch:
         self.model, self.devices, self.step, self.tell, self.fixed = model, devices, step, tell, fixed
         self.problems = DividedProblems(model)
         self.found = FoundMeshes()
-        self.undivided: dict[MeshDivision, str] = {}  # refused in every form, and why
+        self.undivided: dict[MeshDivision, str | None] = {}  # why they are refused in every form, if they are
         self.memory: float | None = None
         self.made = 0  # candidates
         first = self.problems.first()
@@ -141,33 +141,30 @@ class MeshSearch:
             self.found.left |= {layout: self.problems.ideal(layout) for layout in layouts}
             return []
         listed, refused = self.forms(division), self.found.refused
-        alike = len({form.own for form in listed})  # but for what the first ones have in common
+        alike = len({form.own for form in listed})  # in all but that
+        why = self.undivided.get(replace(division, cp=1))
         for number, form in enumerate(listed):
-            if number == alike:
-                self._note_undivided(layouts[0], listed)
-            own = replace(division, form=form)
-            for known in (division, replace(division, cp=1)):
-                if known in self.undivided:
-                    refused[own] = self.undivided[known]
-            made = [] if own in refused else self._in_form(layouts, form)
-            if made:
+            if number == alike and why is None:
+                self.undivided[division] = why = self._undivided(layouts[0], listed)
+            if why is not None:
+                refused[replace(division, form=form)] = why
+            elif replace(division, form=form) not in refused and (made := self._in_form(layouts, form)):
                 return made
         return []
 
-    def _note_undivided(self, layout: MeshLayout, listed: Sequence[MeshForm]) -> None:
-        """If csc refuses it for the same reasons whether or not tokens, and samples over cp, are shared out: then in
-        all forms, and what it refuses without cp it refuses with it.
+    def _undivided(self, layout: MeshLayout, listed: Sequence[MeshForm]) -> str | None:
+        """Why csc refuses it in all forms: for the same reasons whether or not tokens, and samples over cp, are shared
+        out. What it refuses without cp it refuses with it.
         """
-        refused, reasons = self.found.refused, []
+        refused, why = self.found.refused, None
         for form in listed[:2]:
-            reason, other = refused[replace(layout.division, form=form)], replace(listed[-1], own=form.own)
+            why, other = refused[replace(layout.division, form=form)], replace(listed[-1], own=form.own)
             again = replace(layout.division, form=other)
             if again not in refused:
                 self._in_form([layout], other)
-            if refused.get(again) != reason:
-                return
-            reasons.append(reason)
-        self.undivided[layout.division] = reasons[-1]
+            if refused.get(again) != why:
+                return None
+        return why
 
     def _in_form(self, listed: Sequence[MeshLayout], form: MeshForm) -> list[MeshCandidate]:
         """The candidates of the layouts of a division in a form; none if csc cannot divide the model so."""
