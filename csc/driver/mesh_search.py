@@ -15,8 +15,9 @@ Tracing and planning take the time. So every division is traced once, those near
 of its forms the first that csc can divide so; of every candidate it is then told in milliseconds what no plan of it
 beats, and what to expect of one (csc.planning.mesh_bounds). Candidates are planned in the order of the latter, but for
 those that the former shows to be slower than the best so far, or to exceed the memory, and those expected to be far
-behind. Then come the other forms of the layouts that are near the best. Where several nodes are filled, a plan is
-priced in every order of its ranks, and planned for one that makes it the best.
+behind. When a part of the time is over, or all are planned, come other forms of the layouts that are near the best,
+then the rest. Where several nodes are filled, a plan is priced in every order of its ranks, and planned for one that
+makes it the best.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ EFFORT = 0.1  # of the search for each plan
 LIMIT = 20.0  # seconds of the clock for each, far more than it takes: a busy machine chooses as an idle one does
 LAST = 3.0  # seconds for each when the search's are over
 TRACING = 0.5  # of the time, at most, before the first plan
+FIRST_FORMS = 0.6  # of the time, at most, before other forms of what is near the best
 LATE = 2.0  # times the seconds that a search may take as long as nothing fits
 FAR = 1.5  # times the best: what is expected to take longer is not planned
 NEAR = 1.15  # times the best: layouts of which other forms are looked at
@@ -93,8 +95,11 @@ class MeshSearch:
 
     def choice(self) -> MeshChoice:
         """InputError where the model can be divided for no mesh."""
-        self._plan([], UntracedDivisions(self.problems, self.asked))
-        self._look_at_other_forms()
+        waiting: list[MeshCandidate] = []
+        untraced = UntracedDivisions(self.problems, self.asked)
+        for until in (FIRST_FORMS, math.inf):
+            self._plan(waiting, untraced, until)
+            self._look_at_other_forms()
         found = self.found
         if not found.rows:
             self._without_room()
@@ -106,13 +111,16 @@ class MeshSearch:
         self._give_stages()
         return found.answer(self.devices, self.step, self.memory, self._told())
 
-    def _plan(self, waiting: list[MeshCandidate], untraced: UntracedDivisions | None = None) -> None:
+    def _plan(
+        self, waiting: list[MeshCandidate], untraced: UntracedDivisions | None = None, until: float = math.inf
+    ) -> None:
         """Those that may be faster than the best, and divisions as soon as nothing traced is expected to be faster;
-        what there is no time for is left.
+        what there is no time for is left. until: a part of the time, after which all stay where they are if something
+        fits.
         """
         found = self.found
         heapq.heapify(waiting)
-        while True:
+        while not (found.rows and self.clock() - self.start > until * self.seconds):
             division = untraced.next() if untraced is not None else None
             if untraced is not None and division and self._is_next(division[0], waiting):
                 for made in self._traced(untraced, *division):
@@ -182,54 +190,56 @@ class MeshSearch:
         return found
 
     def _look_at_other_forms(self) -> None:
-        """Of layouts near the best, the nearest first: whether tokens are shared out between products, then each
-        encoder, as far as it may matter.
+        """Of layouts near the best, the nearest first: each encoder's, as far as it may matter, then whether tokens are
+        shared out between products.
         """
         for division, listed in self._close().items():
             form = division.form
-            if division.tp > 1:
-                other = replace(form, sequence=not form.sequence)
-                form = self._faster(listed, form, [one for one in self.forms(division) if one == other])
             for name in self.encoders:
                 if name not in dict(self.model.options.context):
-                    form = self._faster(self._spared(listed, form, name), form, forms_of(name, division, form))
+                    form = self._faster(listed, form, forms_of(name, division, form), name)
+            other = replace(form, sequence=not form.sequence)
+            if division.tp > 1 and not self.model.options.sequence_parallel:
+                self._faster(listed, form, [other])
 
     def _close(self) -> dict[MeshDivision, list[MeshLayout]]:
-        seconds, close = self.found.fastest(), {}  # type: tuple[dict[MeshLayout, float], dict[MeshDivision, list[MeshLayout]]]
-        for one in sorted(self.found.expected.values()):
-            layout, several = one.layout, one.layout.mesh.tp * one.layout.mesh.cp > 1
-            if several and seconds.get(layout, one.expected) <= NEAR * self.found.best:
+        known = self.found.fastest()
+        seconds = {layout: known.get(layout, one.expected) for layout, one in self.found.expected.items()}
+        close: dict[MeshDivision, list[MeshLayout]] = {}
+        for layout in sorted(seconds, key=lambda each: seconds[each]):
+            if layout.mesh.tp * layout.mesh.cp > 1 and seconds[layout] <= NEAR * self.found.best:
                 close.setdefault(layout.division, []).append(layout)
         return close
 
-    def _spared(self, listed: Sequence[MeshLayout], form: MeshForm, name: str) -> list[MeshLayout]:
-        """The layouts that would be the fastest if the form left out all that an encoder's work takes beside an even
-        division of it.
-        """
-        seconds, found = self.found.fastest(), []
-        for layout in listed:
-            one = self.found.expected.get(layout.in_form(form))
-            if one is not None:
-                spare = self.problems.spare(one, name)
-                most = self.found.best * (1 - GAIN)
-                if spare > GAIN and seconds.get(one.layout, one.expected) * (1 - spare) < most:
-                    found.append(layout)
-        return found
-
-    def _faster(self, listed: Sequence[MeshLayout], form: MeshForm, others: Sequence[MeshForm]) -> MeshForm:
-        """The form, or which of the others is faster on a layout; those are looked at."""
-        for other in others if listed else ():
-            if replace(listed[0].division, form=other) in self.found.refused:
-                continue
-            if self._late():
-                self.found.left |= {one.in_form(other): self.problems.ideal(one) for one in listed}
-            else:
-                self._plan(self._in_form(listed, other))
-        seconds = self.found.fastest()
+    def _faster(
+        self, listed: Sequence[MeshLayout], form: MeshForm, others: Sequence[MeshForm], name: str = ""
+    ) -> MeshForm:
+        """The form, or which of the others is faster on a layout. name: of an encoder that they divide otherwise."""
+        found = self.found
+        for other in others:
+            for layout in listed:
+                new = layout.in_form(other)
+                if new in found.expected or new.division in found.refused:
+                    continue
+                if name and not self._may_gain(layout.in_form(form), name):
+                    continue
+                if self._late():
+                    found.left[new] = self.problems.ideal(layout)
+                else:
+                    self._plan(self._in_form([layout], other))
+        seconds = found.fastest()
         return min(
             [form, *others],
             key=lambda each: min((seconds.get(one.in_form(each), math.inf) for one in listed), default=math.inf),
         )
+
+    def _may_gain(self, layout: MeshLayout, name: str) -> bool:
+        """Whether it would be the fastest without all that an encoder takes beside an even division of its work."""
+        one = self.found.expected.get(layout)
+        if one is None:
+            return False
+        spare, seconds = self.problems.spare(one, name), self.found.fastest().get(layout, one.expected)
+        return spare > GAIN and seconds * (1 - spare) < self.found.best * (1 - GAIN)
 
     def _look_at(self, one: MeshCandidate) -> list[MeshCandidate]:
         """Plan a candidate, unless that cannot help; or what to look at next: it with what it takes at least by its

@@ -127,10 +127,10 @@ def test_an_encoder_is_divided_otherwise_where_that_may_make_a_layout_the_best(
 ) -> None:
     layout = MeshLayout(Mesh(tp=4), 1, 4)
     asked = search(problems=SimpleNamespace(spare=lambda one, name: spare))
-    assert asked._spared([layout], PLAIN, "v") == []  # never looked at
+    assert not asked._may_gain(layout, "v")  # never looked at
     asked.found.best = 1.0
     asked.found.expect(candidate(layout, seconds))
-    assert asked._spared([layout], PLAIN, "v") == [layout] * worth
+    assert asked._may_gain(layout, "v") is worth
 
 
 def tried(refused: Callable[[MeshForm], str], cp: int, names: Sequence[str] = ("a", "v")) -> list[MeshForm]:
