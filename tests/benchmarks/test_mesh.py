@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from csc.passes.pipeline_problem import problem
 
 from benchmarks.mesh.cases import QUICK, cases
 from benchmarks.mesh.components import FORMULAS, Share, thetas
@@ -21,6 +22,7 @@ from benchmarks.mllm.configurations import Configuration
 from benchmarks.pipeline.cases import Case
 from csc.driver.mesh_rows import NOTHING_FIXED
 from csc.driver.mesh_search import MeshSearch
+from csc.driver.options import changed
 from csc.ir.mesh import Mesh
 from tests.benchmarks.test_mllm import DECODER, VISION, shrunk
 
@@ -49,6 +51,23 @@ def test_a_case_with_all_its_rivals() -> None:
     assert found["speedup_over_best_uniform_geomean"] == row.speedup(row.rival("best uniform"))
     assert (row.by_component.seconds or 0.0) <= (row.rival("DFLOP").seconds or 0.0)
     assert json.loads(json.dumps(document([row])))["rows"][0]["case"]["ranks"] == 2
+
+
+@pytest.mark.long
+def test_a_mesh_is_traced_with_all_that_its_components_have_of_their_own() -> None:
+    """Two images on two ranks of cp: each computes one, or all tokens of one half, or both."""
+    model = divided(TINY, "all trainable", "h100")
+
+    def kept_bytes(mesh: str, **more: object) -> float:
+        options = changed(model.options, mesh=mesh, **more)
+        numbers = problem(model.divided(options, 1), options)
+        return sum(unit.saved for unit in numbers.units if unit.component == "vision")
+
+    whole = kept_bytes("cp=2")
+    assert kept_bytes("cp=2,vision.cp=1") == pytest.approx(whole / 2, rel=0.1)
+    assert kept_bytes("cp=2", context={"vision": 2}) == pytest.approx(whole / 2, rel=0.2)
+    assert kept_bytes("tp=2,pp=2,vision.tp=1,vision.pp=1") == pytest.approx(whole / 2, rel=0.1)
+    assert kept_bytes("tp=2,pp=2,vision.tp=1,vision.pp=1,vision.dp=1") == whole == kept_bytes("pp=2")
 
 
 def test_cases_that_were_run_are_kept(tmp_path: Path) -> None:
