@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from csc.analysis.token_counts import places_for_features, set_in_samples
+from csc.analysis.token_counts import MaskGroups, places_for_features, set_in_samples
 from csc.capture.capture import capture
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
+from csc.torch_private.traces import make_fx
 
 Batch = dict[str, torch.Tensor]
 MaskOf = Callable[[Batch], torch.Tensor]
@@ -321,6 +322,17 @@ def test_groups_are_compared_once_for_layers_that_compare_the_same(other: bool) 
     kept["document"].copy_(torn["document"])  # a loader that fills the same tensors again
     with pytest.raises(InputError, match="does not stand together"):
         found.check(kept, "the batch")
+
+
+def test_groups_that_no_batch_decides_are_compared_too() -> None:
+    def torn() -> torch.Tensor:
+        numbers = torch.arange(4).remainder(2)[None]
+        return torch.ops.csc.group_ranges(numbers, numbers, numbers >= 0, numbers >= 0)
+
+    groups = MaskGroups(make_fx(torn, tracing_mode="fake")().graph, "model.py:1")
+    for _ in range(2):
+        with pytest.raises(InputError, match="does not stand together"):
+            groups.check([])
 
 
 def test_placeholders_are_counted_as_the_whole_mask_has_them() -> None:
