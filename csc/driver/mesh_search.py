@@ -50,7 +50,7 @@ from csc.planning.problem import Problem
 
 EFFORT = 0.1  # of the search for each plan
 LIMIT = 20.0  # seconds of the clock for each, far more than it takes: a busy machine chooses as an idle one does
-LAST = 3.0  # seconds for each when the search's are over
+LAST = 10.0  # for each that begins late, three times what it takes on an idle machine
 TRACING = 0.5  # of the time, at most, before the first plan
 FIRST_FORMS = 0.6  # of the time, at most, before other forms of what is near the best
 LATE = 2.0  # times the seconds that a search may take as long as nothing fits
