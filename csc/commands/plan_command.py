@@ -24,7 +24,7 @@ from csc.simulation.look import bytes_text, seconds_text
 if TYPE_CHECKING:
     from csc.reports.advice import Advice, Row
 
-SECONDS = 60.0
+SECONDS = 50.0
 
 
 @on_target
