@@ -18,9 +18,7 @@ from csc.kernels.tiles import SEEN, Tiles
 
 SHORTEST = 8  # queries of a sequence in a row, on the average; of shorter ones many are one block
 ROWS = 256  # queries of a block where there is no mask and scores have to be written out (soft cap)
-FEW = (
-    4096  # pairs of queries and keys that cost less than a call of the kernel and what it takes to put results together
-)
+FEW = 4096  # pairs of queries and keys that cost less than another call of the kernel, and results put together
 KEPT = 16 * 2**20
 
 
@@ -91,17 +89,14 @@ def _together(visits: Sequence[list[int]], slots: Sequence[int], rows: int) -> I
     """Runs of neighbouring samples that look at the same tiles, or nearly, and these tiles: a short batch is one call.
     visits: of each sample; one that looks at none is in no run. slots: of each tile. rows: of queries.
     """
-
-    def unseen(run: Sequence[int], listed: Sequence[int]) -> int:
-        return rows * sum(sum(slots[tile] for tile in listed if tile not in visits[sample]) for sample in run)
-
-    run, listed = list[int](), list[int]()
+    run, listed, looked = list[int](), list[int](), 0  # looked: slots that the run's samples look at, each its own
     for sample, own in enumerate(visits):
-        both = sorted({*listed, *own})
-        if run and (not own or unseen([*run, sample], both) > FEW):
+        both, width = sorted({*listed, *own}), sum(slots[tile] for tile in own)
+        unseen = (len(run) + 1) * sum(slots[tile] for tile in both) - looked - width
+        if run and (not own or rows * unseen > FEW):
             yield run, listed
-            run, both = [], own
-        run, listed = ([*run, sample], both) if own else ([], [])
+            run, both, looked = [], own, 0
+        run, listed, looked = ([*run, sample], both, looked + width) if own else ([], [], 0)
     if run:
         yield run, listed
 
