@@ -27,7 +27,7 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     )
     for row in choice.rows[:MOST]:
         peak = bytes_text(row.peak_memory) + ("" if row.fits else ", above the limit")
-        mesh = "".join([row.mesh, *(f", {name} over {ranks} of cp" for name, ranks in row.context.items())])
+        mesh = "".join([row.mesh, *(f", context {name}={ranks}" for name, ranks in row.context.items())])
         mesh += ", sequence parallel" * row.sequence_parallel
         made.add_row(
             mesh, str(row.microbatches), str(row.samples), str(row.zero), row.recompute, seconds_text(row.seconds),

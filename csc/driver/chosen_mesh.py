@@ -33,7 +33,7 @@ from csc.simulation.look import bytes_text, seconds_text
 
 log = logging.getLogger("csc")
 
-SECONDS = 50.0  # of the search, once the model is captured: a minute in all
+SECONDS = 50.0  # of the search, once the model is captured
 CHOSEN = "mesh"  # the one file that the first rank hands out
 OF_ONE_MESH = ("cuts", "stages", "placement", "chunks")
 

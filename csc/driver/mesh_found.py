@@ -5,7 +5,7 @@ Terms: see csc.driver.mesh_search.
     found.add(candidate, row)        found.best -> seconds of the fastest row that fits
     found.fastest() -> {layout: seconds}
     found.answer(devices, step, memory, told) -> MeshChoice
-    rank_of(row)                     what comes first
+    fitting_first(row) -> key        of rows: what fits, then the fastest
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class FoundMeshes:
         by_layout: dict[MeshLayout, MeshRow] = {}
         for one, row in self.rows.items():
             before = by_layout.get(one.layout, row)
-            by_layout[one.layout] = min(before, row, key=rank_of)
-        rows = tuple(sorted(by_layout.values(), key=rank_of))
+            by_layout[one.layout] = min(before, row, key=fitting_first)
+        rows = tuple(sorted(by_layout.values(), key=fitting_first))
         left = {layout: least for layout, least in self.left.items() if layout not in by_layout}
         known = by_layout.keys() | left.keys()
         far = self.far - known
@@ -93,6 +93,6 @@ class FoundMeshes:
         return tuple(found)
 
 
-def rank_of(row: MeshRow) -> tuple[bool, float]:
+def fitting_first(row: MeshRow) -> tuple[bool, float]:
     """What comes first."""
     return not row.fits, row.seconds

@@ -33,7 +33,7 @@ from functools import partial
 from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_several
 from csc.driver.mesh_divisions import UntracedDivisions
 from csc.driver.mesh_forms import encoders, forms, forms_of, own_stages
-from csc.driver.mesh_found import GAIN, ROOM, FoundMeshes, rank_of
+from csc.driver.mesh_found import GAIN, ROOM, FoundMeshes, fitting_first
 from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice, MeshRow
 from csc.driver.rank_orders import priced_orders
 from csc.errors import CscError, InputError
@@ -315,12 +315,12 @@ class MeshSearch:
             gains = other.seconds < min(best.seconds, room) * (1 - GAIN)
             again = self._planned(other.problem) if gains else None
             if again is not None:
-                best = min(best, self._row(one, other.options, again, True), key=rank_of)
+                best = min(best, self._row(one, other.options, again, True), key=fitting_first)
         return best
 
     def _give_stages(self) -> None:
         """Encoders of the best layout stages of their own, if that makes it faster."""
-        best = min(self.found.rows, key=lambda one: rank_of(self.found.rows[one]))
+        best = min(self.found.rows, key=lambda one: fitting_first(self.found.rows[one]))
         row = self.found.rows[best]
         if not row.fits or best.problem is None:
             return

@@ -50,7 +50,7 @@ class MeshDivision:
     def __str__(self) -> str:
         named = [f"tp={self.tp}", f"cp={self.cp}", *(f"{component}.tp={tp}" for component, tp in self.form.own)]
         named += [f"{component}.cp=1" for component in self.form.whole]
-        named += [f"context={component}:{self.cp}" for component in self.form.spread]
+        named += [f"context {component}={self.cp}" for component in self.form.spread]
         return ", ".join([*named, "sequence_parallel"] if self.form.sequence else named)
 
 
@@ -84,7 +84,7 @@ class MeshLayout:
         return dict.fromkeys(self.spread, self.mesh.cp)
 
     def __str__(self) -> str:
-        shared = "".join(f", context={component}:{self.mesh.cp}" for component in self.spread)
+        shared = "".join(f", context {component}={self.mesh.cp}" for component in self.spread)
         shared += ", sequence_parallel" if self.sequence else ""
         return f"{self.mesh}{shared}, {self.microbatches} microbatches of {self.samples}"
 

@@ -116,7 +116,7 @@ def test_forms_of_an_encoder() -> None:
         assert layout.in_form(PLAIN).division == MeshDivision(8, 2, 1)
     assert MeshLayout(Mesh(dp=4), 1, 4).in_form(spread) == MeshLayout(Mesh(dp=4), 1, 4)
     assert MeshLayout(Mesh(cp=4), 1, 4).in_form(spread).context == {"v": 4}
-    assert "context=v:2" in str(MeshDivision(2, 2, 1, spread))
+    assert "context v=2" in str(MeshDivision(2, 2, 1, spread))
 
 
 @pytest.mark.parametrize(
