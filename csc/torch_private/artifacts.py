@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from pathlib import Path
-from threading import Lock, RLock, get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
 
 Tensors = Sequence[torch.Tensor]
-REPLACING = RLock()  # of who has put something in place of a function of Inductor's
-ASKING = Lock()  # of who has put something in place of a method of Inductor's for the length of a call
+REPLACING = Lock()  # of who has put something in place of functions that compile and read
+ASKING = Lock()  # the same of what calls compiled code, in which a thread may wait for another
 
 
 def artifact(
@@ -37,7 +37,7 @@ def artifact(
         graph = make_fx(function, tracing_mode="fake")(*given)
         if not any(node.op == "call_function" for node in graph.graph.nodes):
             return None
-        with _headers_noted(file.parent), _arguments_unasked():
+        with REPLACING, _headers_noted(file.parent), _arguments_unasked():
             made = standalone_compile(
                 graph, list(given), dynamic_shapes="from_example_inputs", options={"config_patches": dict(settings)}
             )
@@ -53,7 +53,7 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
     from torch._inductor import CompiledArtifact, config
 
     try:
-        with config.patch(dict(settings)), _headers_noted(file.parent, read=True):
+        with REPLACING, config.patch(dict(settings)), _headers_noted(file.parent, read=True):
             return CompiledArtifact.load(path=str(file))
     except Exception:  # damaged, of another torch, or kernels that are gone and cannot be made again
         return None
@@ -93,19 +93,17 @@ def _arguments_unasked() -> Iterator[None]:
 
 @contextmanager
 def _in_this_thread(holder: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
-    """`other` in place of one of Inductor's functions, called from this thread."""
-    thread = get_ident()
-    with REPLACING:
-        own = getattr(holder, name)
+    """`other` in place of one of Inductor's functions, called from this thread; under a lock of that function."""
+    thread, own = get_ident(), getattr(holder, name)
 
-        def called(*given: Any, **named: Any) -> Any:
-            return (other if get_ident() == thread else own)(*given, **named)
+    def called(*given: Any, **named: Any) -> Any:
+        return (other if get_ident() == thread else own)(*given, **named)
 
-        setattr(holder, name, called)
-        try:
-            yield
-        finally:
-            setattr(holder, name, own)
+    setattr(holder, name, called)
+    try:
+        yield
+    finally:
+        setattr(holder, name, own)
 
 
 @contextmanager
@@ -153,22 +151,16 @@ def _graph_calls() -> Iterator[list[tuple[Any, list[Any], list[Any]]]]:
     from torch._inductor.output_code import CompiledFxGraph
 
     calls: list[tuple[Any, list[Any], list[Any]]] = []
-    thread, own = get_ident(), CompiledFxGraph.__call__
+    own = CompiledFxGraph.__call__
 
     def noted(graph: Any, inputs: Any) -> Any:
-        if get_ident() != thread:
-            return own(graph, inputs)
         given = list(inputs)  # the code empties its list
         found = own(graph, inputs)
         calls.append((graph, given, list(found)))
         return found
 
-    kind: Any = CompiledFxGraph
-    kind.__call__ = noted
-    try:
+    with _in_this_thread(CompiledFxGraph, "__call__", noted):
         yield calls
-    finally:
-        kind.__call__ = own
 
 
 def inductor_settings() -> str:
