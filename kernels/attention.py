@@ -9,6 +9,8 @@
 q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], H a multiple of Hkv: query head h reads key head h // (H / Hkv).
 scores = scale * q.k, bent to softcap * tanh(scores / softcap) if softcap > 0; softmax over the visible keys.
 out: (B, Tq, H, D) transposed to [B, H, Tq, D], zero where nothing is seen; lse: float32 [B, H, Tq], there -inf.
+A backward may be `grouped`: gradients of query heads that share a key head are added in an order of the kernel's own,
+which is faster on CPUs, and not that of eager PyTorch.
 """
 
 from __future__ import annotations
@@ -191,11 +193,14 @@ def _attention_backward(
     block_k: int,
     scale: float,
     softcap: float,
+    grouped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
     known, lists = _unpacked(mask, form)
     d_out, q, k, v = map(memory_layout.dense, (d_out, q, k, v))
-    return _engine(q).backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)
+    if q.is_cpu:
+        return cpu.backward(d_out, q, k, v, out, lse, known, lists, scale, softcap, grouped)
+    return _engine(q).backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)  # groups heads at any rate
 
 
 @torch.library.register_fake("csc::attention_backward")

@@ -6,10 +6,11 @@ The backward gives the kernel the block's output and log-sum-exp, so each block 
 they are added in float32 (float64 for float64) in ascending order of blocks: deterministic. Sequences that share a row
 and do not see each other are blocks of their own. A block that is all there is is the kernel's own call, and a mask
 that is exactly causal is the kernel's own causal one. There, and without a mask, the kernel groups heads itself, as it
-does for PyTorch's attention without a mask.
+does for PyTorch's attention without a mask. With another mask models repeat heads, and so does csc, to the same bits,
+unless the call is `grouped`.
 
     forward(q, k, v, mask, tiles, scale, softcap) -> (out, lse)
-    backward(d_out, q, k, v, out, lse, mask, tiles, scale, softcap) -> (dq, dk, dv)      laid out as out is
+    backward(d_out, q, k, v, out, lse, mask, tiles, scale, softcap, grouped) -> (dq, dk, dv)     laid out as out is
 
 q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], H a multiple of Hkv; mask and tiles both None: every query sees every key.
 out: (B, Tq, H, D) transposed to [B, H, Tq, D]; lse: float32 (float64 for float64) [B, H, Tq], -inf where nothing is
@@ -27,6 +28,9 @@ from csc.kernels.mask import Mask
 from csc.kernels.memory_layout import as_heads_last, exact, heads_last, statistics
 from csc.kernels.tiles import Tiles
 
+ADDED = (torch.float32, torch.float64)
+"""Where the kernel adds the gradients of a group's heads as exactly as csc does; in others it rounds each sum,
+and they are twice as far from the truth."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -79,7 +83,7 @@ def _forward(
     """out and lse of a block's queries."""
     q_block, k_block, v_block = _cut(block, q, k, v)
     if softcap:
-        k_block, v_block = _by_head(block, q_block, k_block, v_block)
+        k_block, v_block = _by_head(q_block, k_block, v_block)
         found, lse = capped.forward(q_block, k_block, v_block, block.bias, scale, softcap)
     else:
         found, lse = _flash(q_block, k_block, v_block, 0.0, block.causal, attn_mask=block.bias, scale=scale)
@@ -91,19 +95,19 @@ def _forward(
 
 def backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float,
+    mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float, grouped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See the module's text."""
     walk = blocks(q, mask, tiles, softcap)
     if walk and walk[0].whole:
-        d_q, d_k, d_v = _backward(walk[0], d_out, q, k, v, out, lse, scale, softcap)
+        d_q, d_k, d_v = _backward(walk[0], d_out, q, k, v, out, lse, scale, softcap, grouped)
         return as_heads_last(d_q), as_heads_last(d_k.to(k.dtype)), as_heads_last(d_v.to(v.dtype))
     along = _along(walk, q)
     of_queries: list[torch.Tensor] = []
     dq = heads_last(q).zero_() if along is None else None
     dk, dv = (heads_last(x, exact(x.dtype)).zero_() for x in (k, v))
     for block in walk:
-        share_q, *shares = _backward(block, d_out, q, k, v, out, lse, scale, softcap)
+        share_q, *shares = _backward(block, d_out, q, k, v, out, lse, scale, softcap, grouped)
         if dq is not None:
             dq[block.samples, :, block.rows] = share_q
         else:
@@ -121,11 +125,12 @@ def backward(
 
 def _backward(
     block: Block, d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, scale: float, softcap: float,
+    lse: torch.Tensor, scale: float, softcap: float, grouped: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradient of a block's queries, and its shares of those of the keys and values that it sees."""
     q_block, k_block, v_block = _cut(block, q, k, v)
-    k_block, v_block = _by_head(block, q_block, k_block, v_block)
+    if not block.grouped and (softcap or not grouped or q.dtype not in ADDED):
+        k_block, v_block = _by_head(q_block, k_block, v_block)
     d_block, out_block, lse_block = (x if block.whole else x[block.samples, :, block.rows] for x in (d_out, out, lse))
     if block.blind is not None:
         lse_block = lse_block.masked_fill(block.blind, 0.0)
@@ -160,12 +165,12 @@ def _cut(block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tup
     return (q[block.samples, :, block.rows], *(x[block.samples].index_select(2, block.keys) for x in (k, v)))
 
 
-def _by_head(block: Block, q: torch.Tensor, *of_keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Heads of k and v repeated, as models with a mask do, unless the block is `grouped`. In a forward the kernel reads
-    a head that others share as it is, to the same bits.
+def _by_head(q: torch.Tensor, *of_keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Heads of k and v repeated, as models with a mask do. In a forward the kernel reads a head that others share as it
+    is, to the same bits.
     """
     batch, heads, keys, width = of_keys[0].shape
-    group = 1 if block.grouped else q.shape[1] // heads
+    group = q.shape[1] // heads
     if group == 1:
         return of_keys
     apart = (batch, heads, group, keys, width)

@@ -30,6 +30,7 @@ from csc.passes.regions import regions
 from csc.passes.schedule import schedule
 from csc.passes.sequence import sequence
 from csc.passes.shapes import shapes
+from csc.passes.shared_heads import shared_heads
 from csc.passes.simplify import simplify
 from csc.passes.split import split
 from csc.passes.tensor import tensor
@@ -48,7 +49,7 @@ TRACING: tuple[Pass, ...] = (
     shapes, dropout, precision, attention, context, data_parallel, loss, head, regions, tensor, sequence,
     differentiate, simplify,
 )  # fmt: skip
-DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split, overlap)
+DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split, shared_heads, overlap)
 PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)
 
 

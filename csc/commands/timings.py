@@ -32,7 +32,16 @@ STEPS = {  # of the way through, and what of it stands in program.json
         "regions",
         "tensor",
     ),
-    "differentiation": ("differentiate", "simplify", "freeze", "prune", "recompute", "split", "overlap"),
+    "differentiation": (
+        "differentiate",
+        "simplify",
+        "freeze",
+        "prune",
+        "recompute",
+        "split",
+        "shared_heads",
+        "overlap",
+    ),
     "planning": ("partition", "schedule"),
     "emission": ("emission",),
 }

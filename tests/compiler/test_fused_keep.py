@@ -52,6 +52,15 @@ def test_b_repeats_what_its_kernels_make_on_the_way(models: Models) -> None:
     assert all(variant.rematerialised == 0 for variant in program.variants.values())
 
 
+def test_attention_adds_the_gradients_of_shared_heads_itself_where_bits_may_differ(models: Models) -> None:
+    plain = models("llava")
+    for one, fused in ((plain, False), (plain.with_options(fuse=True), True), (plain, False)):
+        graphs = [variant.backward_input for variant in one.program.variants.values() if variant.backward_input]
+        calls = [g.bind(n) for graph in graphs for n in g.calls(graph) if g.op_name(n) == "csc::attention_backward"]
+        shared = [call["k"].meta["val"].shape[1] < call["q"].meta["val"].shape[1] for call in calls]
+        assert set(shared) == {True, False} and [call["grouped"] for call in calls] == [fused and s for s in shared]
+
+
 @pytest.mark.long
 def test_the_choice_by_name_keeps_the_bits_of_plain_functions(models: Models) -> None:
     plain = models("llava", freeze=["vision_tower"])
