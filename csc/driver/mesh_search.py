@@ -36,6 +36,7 @@ from csc.driver.mesh_forms import encoders, forms, forms_of, own_stages
 from csc.driver.mesh_found import GAIN, ROOM, FoundMeshes, fitting_first
 from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice, MeshRow
 from csc.driver.rank_orders import priced_orders
+from csc.driver.search_clock import PLAN, TRACE, Kind, SearchClock
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
@@ -91,7 +92,7 @@ class MeshSearch:
             )  # fmt: skip
         self.encoders = encoders(first)
         self.forms = partial(forms, self.encoders, model.options)
-        self.clock, self.seconds, self.start = clock, seconds, clock()  # from here on: the model has been captured
+        self.clock = SearchClock(seconds, clock)  # from here on: the model has been captured
 
     def choice(self) -> MeshChoice:
         """InputError where the model can be divided for no mesh."""
@@ -120,7 +121,7 @@ class MeshSearch:
         """
         found = self.found
         heapq.heapify(waiting)
-        while not (found.rows and self.clock() - self.start > until * self.seconds):
+        while not (found.rows and self.clock.over(until)):
             division = untraced.next() if untraced is not None else None
             if untraced is not None and division and self._is_next(division[0], waiting):
                 for made in self._traced(untraced, *division):
@@ -131,7 +132,7 @@ class MeshSearch:
             one = heapq.heappop(waiting)
             if one.seconds >= found.best and self._enough():
                 found.slow.add(one.layout)
-            elif self._late():
+            elif self._late(PLAN):
                 found.left[one.layout] = min(one.seconds, found.left.get(one.layout, math.inf))
             elif one.expected > FAR * found.best and self._enough():
                 found.far.add(one.layout)
@@ -180,9 +181,10 @@ class MeshSearch:
         self.tell(str(own[0].division))
         found: list[MeshCandidate] = []
         try:
-            for zero, recompute in self.fixed.ways():
-                possible = [one for one in own if zero < 3 or self.fixed.zero is not None or are_several(one)]
-                found += self.problems.bounded(possible, [(zero, recompute)], self.made + len(found))
+            with self.clock.of(TRACE):
+                for zero, recompute in self.fixed.ways():
+                    possible = [one for one in own if zero < 3 or self.fixed.zero is not None or are_several(one)]
+                    found += self.problems.bounded(possible, [(zero, recompute)], self.made + len(found))
         except CscError as error:  # or microbatches of this size
             self.found.refused[own[0].division] = str(error)
             return []
@@ -223,7 +225,7 @@ class MeshSearch:
                     continue
                 if name and not self._may_gain(layout.in_form(form), name):
                     continue
-                if self._late():
+                if self._late(TRACE):
                     found.left[new] = self.problems.ideal(layout)
                 else:
                     self._plan(self._in_form([layout], other))
@@ -295,11 +297,10 @@ class MeshSearch:
 
     def _planned(self, numbers: Problem) -> PipelinePlan | None:
         """A plan that keeps to the limit; None if none was found."""
-        left = self.seconds - (self.clock() - self.start)
-        try:
-            return plan(numbers, "auto", effort=EFFORT, limit=min(LIMIT, max(LAST, left)))
-        except CscError:
-            return None
+        limit = min(LIMIT, max(LAST, self.clock.left))
+        with self.clock.of(PLAN), suppress(CscError):
+            return plan(numbers, "auto", effort=EFFORT, limit=limit)
+        return None
 
     def _ordered(self, one: MeshCandidate, numbers: Problem, planned: PipelinePlan) -> MeshRow:
         """By the order of ranks in which this plan is the fastest; planned for it if that may make it the best: with
@@ -313,7 +314,7 @@ class MeshSearch:
         room = (NEAR if one.options.zero == 3 else ROOM) * self.found.best
         for other in sorted(orders[1:], key=lambda each: each.seconds):
             gains = other.seconds < min(best.seconds, room) * (1 - GAIN)
-            again = self._planned(other.problem) if gains else None
+            again = self._planned(other.problem) if gains and not self._late(PLAN) else None
             if again is not None:
                 best = min(best, self._row(one, other.options, again, True), key=fitting_first)
         return best
@@ -325,12 +326,12 @@ class MeshSearch:
         if not row.fits or best.problem is None:
             return
         for own in own_stages(self.encoders, best.problem):
-            if self._late():
+            if self._late(PLAN):
                 return
             mesh = replace(Mesh.parse(row.mesh), own_stages=own)
             options = replace(best.options, mesh=mesh)
             numbers = replace(problem(self.problems.program(best.layout, options), options), memory=best.problem.memory)
-            with suppress(CscError):
+            with self.clock.of(PLAN), suppress(CscError):
                 stages = staged(numbers, own)
                 planned = plan(numbers, "auto", stages=stages, effort=EFFORT, limit=LIMIT)
                 other = self._row(best, options, planned, True)
@@ -357,11 +358,11 @@ class MeshSearch:
         """Whether there are others beside the best."""
         return len({replace(one.layout.mesh, components=(), whole_sequences=()) for one in self.found.rows}) >= MESHES
 
-    def _late(self) -> bool:
-        spent = self.clock() - self.start
+    def _late(self, kind: Kind) -> bool:
+        """Whether there is no time for another of this kind; for the first that fits there is more."""
         if self.found.rows:
-            return spent > self.seconds
-        return bool(self.found.bytes) and spent > LATE * self.seconds
+            return not self.clock.ends(kind)
+        return bool(self.found.bytes) and not self.clock.ends(kind, LATE)
 
     def _is_next(self, expected: float, waiting: Sequence[MeshCandidate]) -> bool:
         """Whether to trace a division that may take so long, rather than to plan what is waiting."""
@@ -370,8 +371,8 @@ class MeshSearch:
     def _no_time_to_trace(self) -> bool:
         """Where nothing of what was traced fits, something else may."""
         if self.found.bytes and not self.found.rows:
-            return self._late()
-        return self.clock() - self.start > TRACING * self.seconds
+            return self._late(TRACE)
+        return self.clock.over(TRACING)
 
     def _problem(self, one: MeshCandidate) -> Problem:
         numbers = self.problems.problem(one)

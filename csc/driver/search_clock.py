@@ -1,0 +1,47 @@
+"""How much of its time a search for a mesh has spent, and whether what comes next would end within it.
+
+clock = SearchClock(seconds, read)      from now on; read: gives seconds, time.monotonic by default
+clock.left                              seconds; less than nothing when they are over
+with clock.of(PLAN): ...                work of a kind, from which is told what the next of that kind takes
+clock.ends(PLAN) -> bool                whether the next of that kind would end in time
+clock.over(part) -> bool                whether that part of the time is over
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+TRACE, PLAN = "trace", "plan"
+Kind = str
+
+
+class SearchClock:
+    """See the module."""
+
+    def __init__(self, seconds: float, read: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._read, self._start = seconds, read, read()
+        self._took = dict[Kind, float]()
+
+    @property
+    def left(self) -> float:
+        """See the module."""
+        return self.seconds - (self._read() - self._start)
+
+    @contextmanager
+    def of(self, kind: Kind) -> Iterator[None]:
+        """See the module. Some take much longer than others: what took long is forgotten by and by."""
+        before = self.left
+        try:
+            yield
+        finally:
+            self._took[kind] = max(before - self.left, self._took.get(kind, 0.0) / 2)
+
+    def ends(self, kind: Kind, times: float = 1.0) -> bool:
+        """times: that of so many times the seconds."""
+        return self.left + (times - 1) * self.seconds >= self._took.get(kind, 0.0)
+
+    def over(self, part: float) -> bool:
+        """See the module."""
+        return self.seconds - self.left > part * self.seconds
