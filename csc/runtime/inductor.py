@@ -98,7 +98,7 @@ def _fused(module: ModuleType, folder: Path) -> list[Fused]:
         except ValueError as error:
             log.warning("fuse: %s runs as it is: %s", shown, error)
             continue
-        setattr(module, name, fused)
+        setattr(module, name, fused.call)
         found.append(fused)
     return found
 
@@ -128,11 +128,15 @@ class Fused:
         self._short: dict[Layouts, tuple[int, Callable[..., bool], Callable[..., Any], Callable[..., Any]]] = {}
         self._watch: _Watch | None = None
 
-    def __call__(self, *given: Any) -> Any:
+    def call(self, *given: Any) -> Any:
+        """What stands in the module, as a method: Python hands over the arguments of one, where it keeps those of an
+        object that is called. So what F has kept and a rank file hands on is freed as soon as B has read it.
+        """
         if self._short:
             tensors = self._flat(given)
             for count, are_these, code, nested in self._short.values():
                 if len(tensors) == count and are_these(*tensors):
+                    del given
                     return nested(code(tensors))
         return self._called(given)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import textwrap
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -59,18 +60,18 @@ def test_what_reads_all_of_w_runs_as_it_is(layer: ModuleType, tmp_path: Path, ca
     before = layer.backward_input
     inductor.fused_functions("written", tmp_path)
     assert layer.backward_input is before
-    assert isinstance(layer.forward, inductor.Fused)
+    assert isinstance(layer.forward.__self__, inductor.Fused)
     assert "fuse: linear.backward_input runs as it is: it uses w otherwise" in caplog.text
 
 
 def test_what_is_no_full_graph_is_not_made(layer: ModuleType, tmp_path: Path) -> None:
     inductor.fused_functions("written", tmp_path)
     kept = torch.ones(3, 2)
-    order = layer.backward_weight.order([None], layouts_of([kept]))
+    order = layer.backward_weight.__self__.order([None], layouts_of([kept]))
     with pytest.raises(Exception, match="data-dependent"):
-        layer.backward_weight.make(order, wait=True)
-    assert layer.backward_weight.take(order, inductor.COMPILED) == "what was compiled is not to be read"
-    layer.backward_weight.on = True
+        layer.backward_weight.__self__.make(order, wait=True)
+    assert layer.backward_weight.__self__.take(order, inductor.COMPILED) == "what was compiled is not to be read"
+    layer.backward_weight.__self__.on = True
     for _ in range(2):
         assert torch.equal(layer.backward_weight(kept)["bias"], kept.sum(0))
 
@@ -101,7 +102,7 @@ def test_what_uses_more_than_its_arguments_runs_as_it_is(
     rewrite(layer, text)
     plain = layer.backward
     inductor.fused_functions("written", tmp_path)
-    assert layer.backward is plain and isinstance(layer.forward, inductor.Fused)
+    assert layer.backward is plain and isinstance(layer.forward.__self__, inductor.Fused)
     assert f"linear.backward runs as it is: it uses {what}, and is compiled for" in caplog.text
 
 
@@ -109,7 +110,7 @@ def test_constants_and_functions_of_the_file_are_its_text(layer: ModuleType, tmp
     text = "    return scaled(x) + sum(len(SCALE) for _ in range(2))\n"
     rewrite(layer, f"{LAYER}\nSCALE = (2.0, 3)\n\ndef scaled(x):\n    return x * SCALE[0]\n\ndef backward(x):\n{text}")
     inductor.fused_functions("written", tmp_path)
-    assert isinstance(layer.backward, inductor.Fused)
+    assert isinstance(layer.backward.__self__, inductor.Fused)
 
 
 def taken(layer: ModuleType, monkeypatch: pytest.MonkeyPatch, *given: torch.Tensor) -> list[list[int]]:
@@ -123,8 +124,10 @@ def taken(layer: ModuleType, monkeypatch: pytest.MonkeyPatch, *given: torch.Tens
     monkeypatch.setattr(inductor.KeptFunction, "read", lambda self: inductor.CompiledFunction(near, None, 2.0))
     for one in given:
         layouts = layouts_of([one, torch.ones(2), torch.eye(2)])
-        assert not layer.forward.take(layer.forward.order([None, {"bias": None, "weight": None}], layouts), "compiled")
-    layer.forward.on = True
+        assert not layer.forward.__self__.take(
+            layer.forward.__self__.order([None, {"bias": None, "weight": None}], layouts), "compiled"
+        )
+    layer.forward.__self__.on = True
     return called
 
 
@@ -146,20 +149,20 @@ def test_functions_run_compiled_once_they_are_on(
     inductor.fused_functions("written", tmp_path)
     x, w = torch.ones(3, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
     called = taken(layer, monkeypatch, x, torch.ones(5, 2))
-    layer.forward.on = False
+    layer.forward.__self__.on = False
     assert torch.equal(layer.forward(x, w), x + 1) and not called
-    layer.forward.tries(True)
+    layer.forward.__self__.tries(True)
     for rows in (1, 3, 3):
         assert torch.equal(layer.forward(torch.ones(rows, 2), w), torch.full((rows, 2), 2.0)), "as it is"
-    layer.forward.tries(False)
-    assert called == [[6, 2, 4]] and not layer.forward.differs
-    (left,) = layer.forward.untried
-    assert layer.forward.refuse(left, "why") and not layer.forward.refuse(left, "why")
-    layer.forward.on = True
+    layer.forward.__self__.tries(False)
+    assert called == [[6, 2, 4]] and not layer.forward.__self__.differs
+    (left,) = layer.forward.__self__.untried
+    assert layer.forward.__self__.refuse(left, "why") and not layer.forward.__self__.refuse(left, "why")
+    layer.forward.__self__.on = True
     for rows in (1, 3, 4, 5):
         layer.forward(torch.ones(rows, 2), w)
     assert called == [[6, 2, 4]] * 2
-    told = [(row.name, row.how, row.seconds, row.why) for row in layer.forward.rows]
+    told = [(row.name, row.how, row.seconds, row.why) for row in layer.forward.__self__.rows]
     assert told[:2] == [("linear.forward", "compiled", 2.0, ""), ("linear.forward", "runs as it is", 0.0, "why")]
     assert {row[3] for row in told[2:]} == {"other layouts of its arguments came"}
 
@@ -179,24 +182,49 @@ def test_the_short_way_is_for_the_same_layouts_alone(
         short.append(len(tensors))
         return [tensors[0] + 1]
 
-    (compiled,) = layer.forward._taken.values()
+    (compiled,) = layer.forward.__self__._taken.values()
     compiled.unwrapped.code = code
     w = under(owned, "a.")
     for given in (w, w, {"weight": torch.eye(2), "bias": torch.ones(2)}):
         assert torch.equal(layer.forward(x, given), x + 1)
-    assert short == [3, 3, 3] and not called and len(layer.forward._short) == 1
+    assert short == [3, 3, 3] and not called and len(layer.forward.__self__._short) == 1
     others = [torch.ones(4, 2), torch.ones(2, 3).t(), torch.ones(3, 2, dtype=torch.float64)]
     for other in others:
         wide = {name: one.to(other.dtype) for name, one in owned.items()}
         assert torch.equal(layer.forward(other, under(wide, "a.")), other + 1)
     assert short == [3, 3, 3]
-    layer.forward.watch(True)
+    layer.forward.__self__.watch(True)
     layer.forward(x, w)
-    assert short == [3, 3, 3] and layer.forward.watched()
+    assert short == [3, 3, 3] and layer.forward.__self__.watched()
     layer.forward(x, w)
-    (form,) = (form for form, one in layer.forward._taken.items() if one is compiled)
-    assert short == [3] * 4 and layer.forward.refuse(form, "why")
+    (form,) = (form for form, one in layer.forward.__self__._taken.items() if one is compiled)
+    assert short == [3] * 4 and layer.forward.__self__.refuse(form, "why")
     assert torch.equal(layer.forward(x, w), x + 1) and short == [3] * 4
+
+
+def test_what_is_handed_on_is_freed_as_soon_as_it_is_read(
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what F kept is, in the midst of B."""
+    inductor.fused_functions("written", tmp_path)
+    taken(layer, monkeypatch, torch.ones(3, 2))
+    kept, gone = list[torch.Tensor](), list[bool]()
+
+    def code(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        result = [tensors[0] + 1]
+        tensors.clear()
+        gone.append(handed_on() is None)
+        return result
+
+    (compiled,) = layer.forward.__self__._taken.values()
+    compiled.unwrapped.code = code
+    w = under({"a.weight": torch.eye(2), "a.bias": torch.ones(2)}, "a.")
+    for _ in range(4):
+        kept.append(torch.ones(3, 2))
+        handed_on = weakref.ref(kept[0])
+        found = layer.forward(kept.pop(), w)  # not in an assert, which would hold it
+        assert torch.equal(found, torch.full((3, 2), 2.0))
+    assert gone == [False, True, True, True], "by the short way"
 
 
 def test_what_is_watched_is_noted_once_and_run_as_it_is(layer: ModuleType, tmp_path: Path) -> None:
@@ -204,11 +232,11 @@ def test_what_is_watched_is_noted_once_and_run_as_it_is(layer: ModuleType, tmp_p
     inductor.fused_functions("written", tmp_path)
     w = {"weight": torch.eye(2), "bias": torch.ones(2)}
     for repeats in (True, False):
-        layer.forward.watch(repeats)
+        layer.forward.__self__.watch(repeats)
         first, second = layer.forward(torch.ones(1, 2), w), layer.forward(torch.zeros(1, 2), w)
         other = layer.forward(torch.ones(4, 2).t()[:2, :1].t(), w)
         assert torch.equal(first, other) and torch.equal(second, torch.ones(1, 2)) == repeats
-        orders = {one.key: one for one in layer.forward.watched()}
+        orders = {one.key: one for one in layer.forward.__self__.watched()}
         assert [(one.name, one.shown, one.is_kept) for one in orders.values()] == [("forward", "linear.forward", False)]
         assert inductor.FunctionOrder.read(next(iter(orders.values())).line()) == next(iter(orders.values()))
 
@@ -224,7 +252,7 @@ def test_other_layouts_run_as_they_are(
     for x in (*others, torch.ones(2, 2, dtype=torch.float64)):
         given = w if x.dtype == torch.float32 else {name: one.double() for name, one in w.items()}
         assert torch.equal(layer.forward(x, given), x + 1)
-    assert not called and len(layer.forward.rows) <= inductor.SEEN + 1
+    assert not called and len(layer.forward.__self__.rows) <= inductor.SEEN + 1
     assert "linear.forward runs as it is with layouts that it was not compiled for" in caplog.text
     layer.forward(torch.ones(2, 2), w)
     assert not called, "so many that none is looked up any more"
@@ -237,11 +265,11 @@ def test_what_is_refused_whole_says_so_once(
 ) -> None:
     inductor.fused_functions("written", tmp_path)
     caplog.clear()
-    layer.forward.refuse(inductor.ALL, "no compiler")
-    layer.forward.on = True
+    layer.forward.__self__.refuse(inductor.ALL, "no compiler")
+    layer.forward.__self__.on = True
     x, w = torch.ones(2, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
     assert torch.equal(layer.forward(x, w), x + 1) and not caplog.messages
-    assert [row.why for row in layer.forward.rows] == ["no compiler"]
+    assert [row.why for row in layer.forward.__self__.rows] == ["no compiler"]
 
 
 def test_a_program_is_fused_once(layer: ModuleType, tmp_path: Path) -> None:
