@@ -121,7 +121,7 @@ def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> li
     """The first lines of a rank's docstring: what no other rank's says."""
     at = mesh.coordinates(rank)
     others = f", cp rank {at.cp} of {mesh.cp}" if mesh.cp > 1 else ""
-    others += f", tp rank {at.tp} of {mesh.width(at.pp)}" if mesh.tp > 1 else ""
+    others += f", tp rank {at.tp} of {mesh.width(at.pp)}" if mesh.sizes(Group.TENSOR) != (1,) else ""
     return [
         f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, replica {at.dp} of {mesh.dp}{others}, '
         f"{comment(program.name)}.",

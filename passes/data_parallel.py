@@ -25,13 +25,14 @@ def data_parallel(program: Program, options: Options) -> Program:
     Ensures   without such a component nothing changes. Else its calls work on a rank's own images or clips: what they
               read is cut, what others read of them is gathered by its first reader; nothing on shards mixes samples.
               Its parameters are whole on every rank, and their gradients parts of a sum over tp. Of tokens the same;
-              attention meets those of other ranks, and calls that see all tokens are computed by every rank.
+              attention meets those of other ranks, and calls that see all tokens are computed by every rank. What
+              leaves a component on more ranks than others have is gathered where it is made.
     Before    %x = conv2d(%images, %w) : f32[4, 48, 7, 7];  %y = linear(%x, %up)
     After     %x = conv2d(csc.own_part(%images, 0, 2), %w) : f32[2, 48, 7, 7];  %y = linear(csc.all_gather(%x), %up)
     """
     mesh, known = options.mesh, {info.component for info in program.modules.values()}
     own = dict(mesh.components)
-    for component in dict.fromkeys((*own, *mesh.whole_sequences)):
+    for component in dict.fromkeys((*own, *mesh.whole_sequences, *dict(mesh.own_ranks))):
         if component not in known:
             raise InputError(
                 f"the mesh names {component!r}, which is no component of the model", "mesh",
@@ -46,20 +47,22 @@ def data_parallel(program: Program, options: Options) -> Program:
         levels = {"cp": mesh.cp} if component in mesh.whole_sequences else {}
         tp, ranks = own.get(component, mesh.tp), mesh.tp_ranks(component)
         if tp < ranks:
-            levels["copies" if tp > 1 else "tp" if ranks == mesh.tp else "division"] = ranks // tp
+            levels["copies" if tp > 1 else "tp" if ranks >= mesh.tp else "division"] = ranks // tp
         if levels:
-            program = _spread(program, component, levels)
+            program = _spread(program, component, levels, ranks > mesh.tp)
     return program
 
 
-def _spread(program: Program, component: str, levels: Mapping[str, int]) -> Program:
-    """Over so many ranks of each axis. InputError where neither samples nor tokens can be shared out."""
+def _spread(program: Program, component: str, levels: Mapping[str, int], gathers: bool) -> Program:
+    """Over so many ranks of each axis. gathers: what leaves is gathered where it is made, and not by its first reader.
+    InputError where neither samples nor tokens can be shared out.
+    """
     tables = shared_nodes(program.graph)
     inside = {n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component}
     if not inside:
         return program  # of a batch without its samples
     try:
-        return _samples(program, component, levels, inside)
+        return _samples(program, component, levels, inside, gathers)
     except InputError as of_samples:
         if len(levels) > 1:
             raise InputError(
@@ -68,7 +71,7 @@ def _spread(program: Program, component: str, levels: Mapping[str, int]) -> Prog
             ) from of_samples  # fmt: skip
         ((axis, ranks),) = levels.items()
         try:
-            found = spread_encoder(program, component, ranks, axis)
+            found = spread_encoder(program, component, ranks, axis, gathers)
         except InputError as of_tokens:
             raise InputError(
                 f"{of_samples.what}; nor can its tokens be shared out: {of_tokens.what}", of_samples.where,
@@ -90,10 +93,12 @@ def _held(levels: Mapping[str, int]) -> str:
     return "; its layers are divided within each of these" if "copies" in levels else "; its weights are whole"
 
 
-def _samples(program: Program, component: str, levels: Mapping[str, int], inside: Collection[fx.Node]) -> Program:
+def _samples(
+    program: Program, component: str, levels: Mapping[str, int], inside: Collection[fx.Node], gathers: bool
+) -> Program:
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
-    shards = SampleShards(program.graph, inside, component, levels, program.fake_mode)
+    shards = SampleShards(program.graph, inside, component, levels, program.fake_mode, gathers)
     graph = shards.run(number)
     note = f"{component}: {_sharing(levels)} share out {shards.axis.size} samples of a microbatch{_held(levels)}"
     within = next((axis for axis in levels if axis != "cp"), "tp")

@@ -78,9 +78,9 @@ def named(program: Program, options: Options, own: Collection[str]) -> dict[str,
     return {component: ranks for component, ranks in options.context if ranks > 1 and component not in own}
 
 
-def spread_encoder(program: Program, component: str, ranks: int, axis: str) -> Program:
+def spread_encoder(program: Program, component: str, ranks: int, axis: str, gathers: bool = False) -> Program:
     """The layers of an encoder on shards of its tokens, each over `ranks` consecutive ranks of an axis: cp, tp, or that
-    of the ranks of tp which hold the same.
+    of the ranks of tp which hold the same. gathers: what leaves the component is made whole by itself.
     """
     tables = shared_nodes(program.graph)
     calls = [n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component]
@@ -101,7 +101,9 @@ def spread_encoder(program: Program, component: str, ranks: int, axis: str) -> P
         return (found[node][0],) if node in found else ()
 
     edge = PartsEdge() if axis == "cp" else EqualEdge(program.graph, local, dims, program.fake_mode, axis)
-    spreading = Spreading(program, component, dims, sizes, local, ranks, edge)
+    inside = set(calls)
+    leaving = {node for node in local if gathers and any(user not in inside for user in node.users)}
+    spreading = Spreading(program, component, dims, sizes, local, ranks, edge, leaving=leaving)
     graph = spreading.graph()
     between = _between(program.graph, local)
     notes = tuple(

@@ -11,6 +11,7 @@ from torch import fx
 
 from csc.analysis.operators.views import is_view
 from csc.ir import graph as g
+from csc.ir.groups import Group
 from csc.ir.program import Options, Program, Variant
 from csc.ir.rewrite import Writer
 
@@ -24,7 +25,7 @@ def overlap(program: Program, options: Options) -> Program:
     Before    B: d_x = all_reduce(part);  W: d_w = mm(d, x)
     After     BW: ticket = start_all_reduce(part);  d_w = mm(d, x);  d_x = finish_all_reduce(part, ticket)
     """
-    if options.mesh.tp == 1:
+    if options.mesh.sizes(Group.TENSOR) == (1,):
         return program
     done = {name: replace(one, backward=_of(one, program.fake_mode)) for name, one in program.variants.items()}
     return replace(program, variants=done)

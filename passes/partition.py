@@ -94,7 +94,7 @@ def _refuse_uneven(program: Program, stages: Sequence[Stage], mesh: Mesh) -> Non
     of stages with different numbers of ranks, which no two of these hold alike.
     """
     held: dict[str, int] = {}
-    component = {region.name: region.component for region in program.regions} if mesh.narrow else {}
+    component = {region.name: region.component for region in program.regions} if mesh.own_ranks else {}
     for stage in stages:
         away = next((name for name in stage.regions if name in component
                      and mesh.tp_ranks(component[name]) != mesh.width(stage.rank)), None)  # fmt: skip
@@ -103,16 +103,17 @@ def _refuse_uneven(program: Program, stages: Sequence[Stage], mesh: Mesh) -> Non
             raise InputError(
                 f"{away} of {component[away]}, which the mesh puts on {own} tp ranks, is at position {stage.rank}, "
                 f"which has {there}", "schedule",
-                "leave the schedule out, or give it the stages of components on fewer ranks at the first positions",
+                "leave the schedule out, or give it the stages of components on another number of ranks at the first "
+                "positions",
             )  # fmt: skip
-        for name in stage.parameters if mesh.narrow else ():
+        for name in stage.parameters if mesh.own_ranks else ():
             if held.setdefault(name, mesh.width(stage.rank)) != mesh.width(stage.rank):
                 components = " and ".join(
                     sorted({region.component for region in program.regions if name in region.parameters})
                 )
                 raise InputError(
                     f"{name} is a parameter of {components}, which are on different numbers of ranks", "mesh",
-                    "put both on as many: leave dp of the one on fewer out of the mesh",
+                    "put both on as many: leave dp of the one on another number out of the mesh",
                 )  # fmt: skip
 
 
@@ -147,8 +148,8 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
         )  # fmt: skip
     given = _given(program, options)
     if given is None and options.mesh.own_stages:
-        given = own_stages(problem, options.mesh.own_stages, dict(options.mesh.narrow))
-    placement = tuple(range(options.mesh.pp)) if options.mesh.narrow else options.placement
+        given = own_stages(problem, options.mesh.own_stages, dict(options.mesh.own_ranks))
+    placement = tuple(range(options.mesh.pp)) if options.mesh.own_ranks else options.placement
     written = given_schedule(options)
     if written is not None:
         placement = tuple(written.placement.values())

@@ -146,7 +146,8 @@ def links(own: Sequence[Hardware], mesh: Mesh) -> Network:
             node, free, before = node + 1, own[position].ranks_per_node, own[position]
         free -= 1
         of_device.append(node)
-    widest = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pp == mesh.pp - 1]
+    most = max(range(mesh.pp), key=mesh.width)
+    widest = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pp == most]
     nodes = [[of_device[mesh.sender(rank, position)] for rank in widest] for position in range(mesh.pp)]
     found = network(own[0])
     in_a_row = all(one == [rank // own[0].ranks_per_node] for rank, one in enumerate(nodes))
@@ -170,26 +171,27 @@ def values(program: Program, mesh: Mesh | None = None) -> tuple[Value, ...]:
             of_value = readers.setdefault(value, {})
             of_value[position[region.name]] = of_value.get(position[region.name], False) or needed
     sizes = value_bytes(program)
-    return tuple(
-        Value(
-            maker=position[region.name],
-            readers=tuple(readers[value]),
-            gradient=tuple(readers[value].values()),
-            size=sizes[value][0] * _receivers(mesh, components, position[region.name], readers[value]),
-            gradient_size=sizes[value][1],
-        )
-        for region in program.regions
-        for value in region.outputs
-        if value in readers
-    )
+    found = []
+    for region in program.regions:
+        for value in region.outputs:
+            if value in readers:
+                maker = position[region.name]
+                there, back = _receivers(mesh, components, maker, readers[value])
+                size, gradient = sizes[value]
+                found.append(
+                    Value(maker, tuple(readers[value]), tuple(readers[value].values()), size * there, gradient * back)
+                )
+    return tuple(found)
 
 
-def _receivers(mesh: Mesh | None, components: Sequence[str], maker: int, readers: Collection[int]) -> int:
-    """How many ranks each rank of what makes a value sends it to."""
+def _receivers(mesh: Mesh | None, components: Sequence[str], maker: int, readers: Collection[int]) -> tuple[int, int]:
+    """To how many ranks each rank of what makes a value sends it, and each that reads it the gradient."""
     own = components[maker]
-    if mesh is None or own not in dict(mesh.narrow) or all(components[reader] == own for reader in readers):
-        return 1
-    return mesh.tp // mesh.tp_ranks(own)
+    others = [components[reader] for reader in readers if components[reader] != own]
+    if mesh is None or not others:
+        return 1, 1
+    here, there = mesh.tp_ranks(own), max(map(mesh.tp_ranks, others))
+    return max(1, there // here), max(1, here // there)
 
 
 def names(program: Program) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from torch import fx
 
 from csc.analysis.placement_check import verify_on
 from csc.errors import InputError
+from csc.ir.groups import Group
 from csc.ir.program import Options, Program, Record
 from csc.ir.verifier import verify
 
@@ -94,7 +95,7 @@ def run(
         start = time.perf_counter()
         program = one(programs[-1], options)
         verify(program, after=one.__name__, sound=sound)
-        if options.mesh.tp > 1:
+        if options.mesh.sizes(Group.TENSOR) != (1,):
             verify_on(options.mesh, program, one.__name__, placed)
         record = Record(one.__name__, time.perf_counter() - start, _summary(program))
         programs.append(replace(program, history=(*programs[-1].history, record)))

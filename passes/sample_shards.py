@@ -8,7 +8,7 @@ Terms
            and their gradients are zero. What has no samples is whole, and equal on all ranks
   inside   the calls of the component; a call inside on shards reads nothing but shards and what is whole
 
-    SampleShards(graph, inside, component, levels, mode).run(number) -> fx.Graph      levels: {"cp": 2, "tp": 4}
+    SampleShards(graph, inside, component, levels, mode, gathers).run(number) -> fx.Graph     levels: {"cp": 2, "tp": 4}
     .parts                       parameters whose gradients are parts of a sum over tp
 
 What ranks of tp compute is equal on all of them, gradients included; those of cp have each a part of every gradient,
@@ -46,9 +46,10 @@ STAYS = (None, "regrouped", "grouped", "joined")  # how a dimension of samples m
 class SampleShards:
     def __init__(
         self, graph: fx.Graph, inside: Collection[fx.Node], component: str, levels: Mapping[str, int],
-        mode: FakeTensorMode,
+        mode: FakeTensorMode, gathers: bool = False,
     ) -> None:  # fmt: skip
-        self.old, self.inside, self.component, self.levels = graph, inside, component, levels
+        """gathers: what leaves is made whole by the component itself: its readers are on fewer ranks."""
+        self.old, self.inside, self.component, self.levels, self.gathers = graph, inside, component, levels, gathers
         self.groups: dict[str, fx.Node] = {}  # by level
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, mode)
@@ -84,6 +85,8 @@ class SampleShards:
                     if used not in self.wholes:  # by its first reader: shards are what travels between stages
                         self.wholes[used] = self._leave(used, node)
                 g.copy_node(self.graph, node, self.wholes)
+            if self.gathers and node in self.inside and any(user not in self.inside for user in node.users):
+                self.wholes[node] = self._leave(node, node)
         for used in self.old.output_node().all_input_nodes:
             if used not in self.wholes:
                 self.wholes[used] = self._leave(used, used)

@@ -41,7 +41,7 @@ def sequence(program: Program, options: Options) -> Program:
     if not groups:
         return program
     names, tables = program.shared.output_node().meta["names"], g.outputs(program.shared)
-    fewer = (*options.mesh.held_in_copies, *dict(options.mesh.narrow))
+    fewer = (*options.mesh.held_in_copies, *dict(options.mesh.own_ranks))
     return _Handing(program, options.mesh.tp, groups[-1].meta["val"], names[tables.index(groups[-1])], fewer).program()
 
 

@@ -7,7 +7,7 @@ Terms
   local    a call that runs on shards; what enters it from elsewhere is dispatched, padded to the whole where its place
            is a part; what leaves it to other calls is gathered: see csc.passes.shard_edges
 
-    Spreading(program, component, dims, sizes, local, ranks, edge, labels, ignored, last)
+    Spreading(program, component, dims, sizes, local, ranks, edge, labels, ignored, last, leaving)
     .graph() -> the rewritten forward graph              .context(attention) -> Context, once the graph is made
 """
 
@@ -49,13 +49,13 @@ class Spreading:
     def __init__(
         self, program: Program, component: str, dims: Callable[[fx.Node], tuple[int, ...]], sizes: TokenSizes,
         local: Collection[fx.Node], ranks: int, edge: ShardEdge, labels: fx.Node | None = None, ignored: int = 0,
-        last: bool = False,
+        last: bool = False, leaving: Collection[fx.Node] = (),
     ) -> None:  # fmt: skip
         """labels: filled with `ignored` in slots without a token. last: everything behind the local calls is local, and
-        what the plan says needs no component in its name.
+        what the plan says needs no component in its name. leaving: gathered where they are made.
         """
         self.program, self.component, self.dims, self.sizes, self.ranks = program, component, dims, sizes, ranks
-        self.local, self.ignored, self.last = local, ignored, last
+        self.local, self.ignored, self.last, self.leaving = local, ignored, last, leaving
         self.edge, self.over = edge, f"{edge.axis}={ranks}"
         self.without = "leave cp at 1" if last else remedy(edge.axis, component)
         self.labels = _what_moves(labels)
@@ -80,6 +80,7 @@ class Spreading:
             if node in self.local:
                 self.reader = node
                 self._local_call(node)
+                self.wholes |= {node: self._gathered(node, node)} if node in self.leaving else {}
                 continue
             for used in node.all_input_nodes:
                 if used not in self.wholes:
@@ -111,8 +112,8 @@ class Spreading:
         self.edge.start(self.new)
 
     def _gathered(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """A local value as calls see it that are not: whole. It becomes so with the first that reads it, so that equal
-        layers stay equal and shards are what travels between stages.
+        """A local value as others see it: whole. It becomes so with the first of these, so that equal layers stay equal
+        and shards are what travels between stages, or where it is made.
         """
         shard: fx.Node = self.mapping[node]
         if node not in self.places:

@@ -47,7 +47,8 @@ def tensor(program: Program, options: Options) -> Program:
         return program
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
-    fewer = dict.fromkeys(mesh.held_in_copies, mesh.division) | dict(mesh.narrow)
+    fewer = dict.fromkeys(mesh.held_in_copies, mesh.division)
+    fewer |= {component: ranks if ranks < mesh.tp else 1 for component, ranks in mesh.own_ranks}  # more have whole ones
     program = _templates_apart(program, fewer)
     ranks = {region.template: fewer.get(region.component, mesh.tp) for region in program.regions}
     whole = _of_shards(program) | _uses(program, lambda region, _: fewer.get(region.component) == 1)

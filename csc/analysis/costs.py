@@ -141,18 +141,20 @@ def region_costs(
     of_variant = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
     seen = shares(program)
     wires = {} if mesh is None else exchanges.wires(mesh, hardware)
-    several = (*mesh.held_in_copies, *dict(mesh.narrow)) if mesh is not None else ()
-    fewer = {one: exchanges.within(wires) for one in several}
-    timed: dict[tuple[str, tuple[str, ...]], Seconds] = {}
+    others: dict[str, exchanges.Wires] = {}
+    if mesh is not None:
+        others |= {one: exchanges.wires(mesh, hardware, one) for one, _ in mesh.own_ranks}
+        others |= {one: exchanges.within(others.get(one, wires)) for one in mesh.held_in_copies}
+    timed: dict[tuple[str, tuple[str, ...], str], Seconds] = {}
     found = []
     for region in program.regions:
         variant, cost = program.variants[region.variant], of_variant[region.variant]
-        key = (region.variant, tuple(region.shared))
+        key = (region.variant, tuple(region.shared), region.component if region.component in others else "")
         if key not in timed:
             visible = named(region, program.templates[variant.template].shared, seen)
             works = works_of(variant, fuse)
             measured = hardware.measured.get(variant_key(variant, fuse)) if hardware.measured else None
-            timed[key] = measured or _seconds(works, hardware, visible, fewer.get(region.component, wires))
+            timed[key] = measured or _seconds(works, hardware, visible, others.get(region.component, wires))
         times = timed[key]
         found.append(
             RegionTimes(

@@ -5,8 +5,8 @@ Terms: the *payload* is what one rank brings to a collective. Each rank sends th
 large one each rank sums a piece for all.
 
     exchange(node) -> Exchange or None       of a call of a graph: over which axis, and how many bytes come to a rank
-    wires(mesh, hardware) -> {axis: (ranks, Wire)}      the slowest wire of any group of ranks along the axis
-    within(known) -> {axis: (ranks, Wire)}        of components whose layers fewer ranks divide, or on fewer ranks
+    wires(mesh, hardware, component) -> {axis: (ranks, Wire)}      the slowest wire of any group of ranks along the axis
+    within(known) -> {axis: (ranks, Wire)}        of components whose layers fewer ranks divide
     seconds(exchange, wires) -> float        0 along an axis that is not among the wires
 
 Attention starts on a rank's own keys while those of others come, so it takes the longer of the two; all other
@@ -75,17 +75,18 @@ def exchange(node: fx.Node) -> Exchange | None:
     return None
 
 
-def wires(mesh: Mesh, hardware: Hardware) -> dict[str, tuple[int, Wire]]:
-    """Devices fill nodes in the order of their global ranks."""
+def wires(mesh: Mesh, hardware: Hardware, component: str = "") -> dict[str, tuple[int, Wire]]:
+    """Devices fill nodes in the order of their global ranks. component: with as many tp ranks as it has."""
     found = {}
+    positions = [place for place in range(mesh.pp) if mesh.width(place) == mesh.tp_ranks(component)]
     for axis, group in SHARING.items():
-        if mesh.sizes(group) == (1,) or (axis == "division" and mesh.copies == 1):
+        listed = [ranks for place in positions for ranks in mesh.groups(group, [place])]
+        most = max(map(len, listed), default=1)
+        if most == 1 or (axis == "division" and mesh.copies == 1):
             continue
-        listed = mesh.groups(group)
-        most = max(map(len, listed))
         apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
         found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
-    if mesh.components and "cp" not in found and "tp" in found:
+    if (mesh.components or mesh.own_ranks) and "cp" not in found and "tp" in found:
         found["cp"] = found["tp"]  # which alone share tokens then
     if mesh.whole_sequences and "tp" not in found:
         found["tp"] = found["cp"]  # which alone share out samples then

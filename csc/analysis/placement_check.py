@@ -65,11 +65,10 @@ ALL = Over()
 
 def verify_on(mesh: Mesh, program: Program, after: str, sound: dict[str, Sound]) -> None:
     """sound: by axis, as `verify_placements` has it."""
-    narrow = dict(mesh.narrow)
-    apart = {
-        component for component, tp in mesh.components if tp < mesh.tp_ranks(component) and component not in narrow
-    }
-    whole = {component for component, tp in mesh.components if tp == 1}
+    narrow = {component for component, ranks in mesh.own_ranks if ranks < mesh.tp}
+    wide = {component for component, _ in mesh.own_ranks} - narrow
+    whole = {component for component, tp in mesh.components if tp == 1} | wide
+    apart = {component for component, tp in mesh.components if tp < mesh.tp_ranks(component)} - narrow | wide
     asked = {ALL: apart} if mesh.copies == 1 else {
         Over("copies", mesh.division, frozenset(narrow)): apart, Over("division", mesh.division): whole,
     }  # fmt: skip

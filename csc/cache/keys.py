@@ -30,7 +30,6 @@ from csc.cache.reads import reads
 from csc.cache.switches import switches
 from csc.capture.batch import device_of
 from csc.capture.trace.training_mode import training, without_kv_cache
-from csc.ir.groups import Group
 from csc.ir.program import Options
 
 FORMAT = 5
@@ -63,9 +62,9 @@ def trace_key(model: str, batch: Any, options: Options) -> str:
             "trace",
             model,
             repr(batch),
-            options.mesh.sizes(Group.LAYER),
+            (options.mesh.cp, options.mesh.tp),
             options.mesh.components,
-            options.mesh.narrow,
+            options.mesh.own_ranks,
             options.mesh.whole_sequences,
             repr(chosen),
         ]

@@ -31,7 +31,6 @@ from csc.capture.trace.autograd_functions import refuse_hooks
 from csc.capture.trace.held_tensors import refuse_tensors
 from csc.codegen.write import write
 from csc.errors import CscError, InputError
-from csc.ir.groups import Group
 from csc.ir.joints import Joints
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
@@ -238,9 +237,9 @@ class Compiler:
 def _key(match: Match, options: Options) -> Any:
     """Of traced graphs."""
     return (
-        match.key, options.loss_weight, options.mesh.sizes(Group.LAYER), options.mesh.components, options.mesh.narrow,
-        options.mesh.whole_sequences, options.context, options.precision, options.keep_fp32, options.loss_chunk,
-        options.sequence_parallel,
+        match.key, options.loss_weight, (options.mesh.cp, options.mesh.tp), options.mesh.components,
+        options.mesh.own_ranks, options.mesh.whole_sequences, options.context, options.precision, options.keep_fp32,
+        options.loss_chunk, options.sequence_parallel,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from csc.errors import InputError
-from csc.ir.narrow_positions import tp_ranks
+from csc.ir.own_ranks import tp_ranks
 
 AXES = ("dp", "pp", "cp", "tp")
 OWN = (".tp", ".pp", ".dp", ".cp")  # behind the name of a component, its own
@@ -47,9 +47,9 @@ def check_own_tp(mesh: Any) -> None:
 
 
 def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
-    """Sizes of axes out of sizes by component: the mesh's are those of the component with the largest tp; others may
-    have more replicas and fewer parts. Where several name pp, each has so many stages of its own; else all are on the
-    same ranks. make: a mesh of sizes.
+    """Sizes of axes out of sizes by component: the mesh's are those of the component with the largest tp, of these the
+    one with the fewest replicas; others may have more replicas and fewer parts. Where several name pp, each has so many
+    stages of its own, which may have another number of ranks; else all are on the same ranks. make: a mesh of sizes.
     """
     for name, sizes in meshes.items():
         if not isinstance(sizes, Mapping) or set(sizes) - set(AXES):
@@ -59,7 +59,9 @@ def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[s
             )  # fmt: skip
         for axis, size in sizes.items():
             check_size(f"axis {axis} of {name}", size)
-    largest = max(meshes, key=lambda name: (meshes[name].get("tp", 1), meshes[name].get("cp", 1)))
+    largest = max(
+        meshes, key=lambda name: [meshes[name].get("tp", 1), meshes[name].get("cp", 1), -meshes[name].get("dp", 1)]
+    )
     staged = {name: sizes["pp"] for name, sizes in meshes.items() if "pp" in sizes}
     if largest not in staged and staged:  # the largest has what the others leave, which nobody has said
         name = next(iter(staged))
@@ -77,14 +79,8 @@ def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[s
         cp = sizes.get("cp", whole.cp)
         check_own_cp(name, cp, whole.cp)
         ranks = whole.dp * whole.tp * whole.cp // cp
-        if own.dp * own.tp > ranks:
-            raise InputError(
-                f"{name} has dp * tp = {own.dp * own.tp} in a mesh where {largest} has {whole}", "mesh",
-                f"No stage has more ranks than those of the component with the largest tp. The nearest that fits: "
-                f"{name} with dict(tp={own.tp}, dp={ranks // own.tp})",
-            )  # fmt: skip
         found[f"{name}.tp"] = own.tp
-        found |= {f"{name}.dp": own.dp} if own.dp * own.tp < ranks else {}
+        found |= {f"{name}.dp": own.dp} if own.dp * own.tp != ranks else {}
         found |= {f"{name}.cp": 1} if cp < whole.cp else {}
     return found
 
@@ -106,7 +102,7 @@ def own_words(mesh: Any) -> dict[str, int]:
     found = {f"{name}.tp": size for name, size in mesh.components}
     found |= {f"{name}.pp": size for name, size in mesh.own_stages}
     found |= {f"{name}.cp": 1 for name in mesh.whole_sequences}
-    for name, ranks in mesh.narrow:
+    for name, ranks in mesh.own_ranks:
         replicas = mesh.dp * (mesh.cp if name in mesh.whole_sequences else 1)
         found[f"{name}.dp"] = replicas * ranks // tp.get(name, mesh.tp)
     return found
@@ -122,10 +118,10 @@ def own_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
         check_own_cp(name, size, whole["cp"])
     apart = tuple(name for name, size in cp.items() if size < whole["cp"])
     replicas = {name: whole["dp"] * (whole["cp"] if name in apart else 1) for name in dp}
-    narrow = {name: tp_ranks(name, size, tp.get(name, whole["tp"]), replicas[name], whole["tp"])
-              for name, size in dp.items()}  # fmt: skip
+    ranks = {name: tp_ranks(name, size, tp.get(name, whole["tp"]), replicas[name], whole["tp"])
+             for name, size in dp.items()}  # fmt: skip
     return {
-        "components": tuple(tp.items()), "own_stages": tuple(pp.items()), "narrow": tuple(narrow.items()),
+        "components": tuple(tp.items()), "own_stages": tuple(pp.items()), "own_ranks": tuple(ranks.items()),
         "whole_sequences": apart,
     }  # fmt: skip
 

@@ -4,7 +4,7 @@ Terms: *dp* replicas of the data, *pp* pipeline stages, *cp* shards of a sequenc
 Ranks count through the axes in the order dp, pp, cp, tp, the last one fastest: with cp = tp = 1, rank =
 dp_index * pp + stage. Devices fill nodes in the order of ranks, so the last axes stand within a node. `order` puts pp
 elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, and stages on other nodes. A *narrow*
-position has fewer tp ranks than the others; all of these stand in front.
+position has fewer tp ranks than the mesh's tp, a *wide* one more; all of these stand in front.
 
     Mesh(dp=1, pp=1, cp=1, tp=1, order=AXES)    .size    .rank_of(dp, pp, cp, tp)    .coordinates(rank)
     .group(Group.DATA, rank)  .groups(Group.DATA)      lists of ranks: see csc.ir.groups
@@ -14,7 +14,7 @@ position has fewer tp ranks than the others; all of these stand in front.
     .division  .copies                                 what tp is made of: see `Mesh.division`
     .own_stages                                        and those with pipeline stages of their own, out of pp
     .whole_sequences                                   those with a cp of 1 beside the mesh's: ("vision_tower",)
-    .narrow                                            of these those on fewer ranks: (("vision_tower", 2),)
+    .own_ranks                                         of these those on fewer ranks, or more: (("vision_tower", 2),)
     .width(position)  .receivers(rank, position)  .sender(rank, position)      what that makes of tp, and of messages
     Mesh.parse("pp=3,dp=2") -> Mesh
     Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
@@ -32,7 +32,7 @@ from csc.errors import InputError
 from csc.ir.component_meshes import AXES, OWN, check_own_tp, check_size, own_of, own_words, sizes_by_axis
 from csc.ir.groups import Group
 from csc.ir.mesh_words import order_of, sizes_of_device_mesh, sizes_of_text
-from csc.ir.narrow_positions import check_narrow
+from csc.ir.own_ranks import check_own_ranks
 from csc.ir.rank_numbers import RankNumbers
 
 
@@ -59,7 +59,7 @@ class Mesh:
         components: Components with a tp of their own, and this; on the same ranks, which share out its samples instead.
         own_stages: Components with pipeline stages of their own, and how many of the pp; the others share the rest, or
             if nothing is left those of the last one.
-        narrow: Of these, components on fewer ranks, and how many tp ranks each replica has at their stages.
+        own_ranks: Of these, components on fewer ranks or more, and how many tp ranks each replica has at their stages.
         whole_sequences: Components with a cp of 1, and this: the ranks of cp share out its samples.
         ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
@@ -76,7 +76,7 @@ class Mesh:
     ranks: int | None = None
     components: tuple[tuple[str, int], ...] = ()
     own_stages: tuple[tuple[str, int], ...] = ()
-    narrow: tuple[tuple[str, int], ...] = ()
+    own_ranks: tuple[tuple[str, int], ...] = ()
     whole_sequences: tuple[str, ...] = ()
 
     AXES: ClassVar[tuple[str, ...]] = AXES
@@ -112,9 +112,10 @@ class Mesh:
         object.__setattr__(self, "order", self._plain_order())
         object.__setattr__(self, "components", tuple(sorted(self.components)))
         object.__setattr__(self, "own_stages", tuple(sorted(self.own_stages)))
-        object.__setattr__(self, "narrow", tuple(sorted((name, tp) for name, tp in self.narrow if tp != self.tp)))
+        others = sorted((name, ranks) for name, ranks in self.own_ranks if ranks != self.tp)
+        object.__setattr__(self, "own_ranks", tuple(others))
         object.__setattr__(self, "whole_sequences", tuple(sorted(self.whole_sequences)) if self.cp > 1 else ())
-        check_narrow(self)
+        check_own_ranks(self)
 
     def _plain_order(self) -> tuple[str, ...]:
         """The order, with axes of size 1 where they stand by default."""
@@ -133,13 +134,13 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        of, stages = dict(self.narrow), dict(self.own_stages)
-        fewer = sum((self.tp - width) * stages[name] for name, width in of.items())
-        return self.ranks or self.dp * self.cp * (self.pp * self.tp - fewer)
+        of, stages = dict(self.own_ranks), dict(self.own_stages)
+        more = sum((width - self.tp) * stages[name] for name, width in of.items())
+        return self.ranks or self.dp * self.cp * (self.pp * self.tp + more)
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:
-        of, stages = dict(self.narrow), dict(self.own_stages)
+        of, stages = dict(self.own_ranks), dict(self.own_stages)
         in_front = [width for name, width in of.items() for _ in range(stages[name])]
         return (*in_front, *[self.tp] * (self.pp - len(in_front)))
 
@@ -187,8 +188,9 @@ class Mesh:
         return Coordinates(**self._numbers.place(rank))
 
     def receivers(self, rank: int, position: int) -> tuple[int, ...]:
-        """The ranks at a position to which a rank sends what it has made for the stages there: its counterpart; from a
-        narrow position all whose counterpart it is; to one nobody, where another has the same to send.
+        """The ranks at a position to which a rank sends what it has made for the stages there: its counterpart; to a
+        position with more ranks all whose counterpart it is; to one with fewer nobody, where another has the same to
+        send.
         """
         at, there = self.coordinates(rank), self.width(position)
         return tuple(self.rank_of(at.dp, position, at.cp, tp) for tp in range(at.tp, there, self.width(at.pp)))
@@ -256,7 +258,7 @@ class Mesh:
         """How many neighbours divide the layers of components with a tp between 1 and the mesh's, or are a narrow
         position's; the mesh's tp without these.
         """
-        return next((tp for _, tp in (*self.components, *self.narrow) if 1 < tp < self.tp), self.tp)
+        return next((tp for _, tp in (*self.components, *self.own_ranks) if 1 < tp < self.tp), self.tp)
 
     @property
     def copies(self) -> int:
@@ -270,7 +272,7 @@ class Mesh:
 
     def tp_ranks(self, component: str) -> int:
         """How many tp ranks of a replica have a component."""
-        return dict(self.narrow).get(component, self.tp)
+        return dict(self.own_ranks).get(component, self.tp)
 
     def place(self, axis: str, rank: int) -> int:
         """A rank's index on an axis, or on one of those that tp is made of.
@@ -304,8 +306,8 @@ class Mesh:
         return self.coordinates(rank).tp
 
     def sizes(self, what: Group) -> tuple[int, ...]:
-        """Of the axes along which groups of this kind run."""
-        return tuple(getattr(self, axis) for axis in what.along)
+        """Of the axes along which groups of this kind run; of tp the most that a position has."""
+        return tuple(max(self._widths) if axis == "tp" else getattr(self, axis) for axis in what.along)
 
     def orders(self) -> list[Mesh]:
         """This mesh, and those of its sizes whose ranks count in another order; tp stays the fastest."""

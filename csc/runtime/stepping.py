@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from csc.errors import InputError
-from csc.ir.groups import Group
 from csc.runtime import elementwise
 from csc.runtime.trainer import Trainer
 
@@ -34,7 +33,7 @@ def make_optimizer(trainer: Trainer, make: Make, parameters: Iterable[Any], **op
             "pass the class and its options: compiled.optimizer(torch.optim.AdamW, lr=1e-4)",
         )  # fmt: skip
     given = list(parameters)
-    if manifest.zero or manifest.mesh.sizes(Group.TENSOR) != (1,):
+    if manifest.zero or manifest.mesh.tp > 1:
         of_groups = [{k: v for k, v in one.items() if k != "params"} for one in given if isinstance(one, Mapping)]
         elementwise.check(_named(make, options), _different(of_groups) or [{}], trainer.device)
     made = make(given, **options)

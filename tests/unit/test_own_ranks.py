@@ -1,4 +1,4 @@
-"""Meshes in which some positions of the pipeline have fewer ranks, against brute force over coordinates."""
+"""Meshes in which some positions of the pipeline have fewer ranks or more, against brute force over coordinates."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from tests.unit.test_groups import AGREE, AXES
 
-# tp of the mesh and of the narrow positions
-widths = st.sampled_from([(2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (8, 4)])
+# tp of the mesh and of the narrow positions, or the wide ones
+widths = st.sampled_from([
+    *[(2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (8, 4)], *[(1, 2), (1, 3), (1, 4), (2, 4), (2, 6), (4, 8)],
+])  # fmt: skip
 orders = st.sampled_from([AXES, ("pp", "dp", "cp", "tp"), ("dp", "cp", "pp", "tp")])
 small = st.integers(1, 3)
 
 
 @st.composite
-def narrow(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, int]], int, int]:
-    """A mesh, the coordinates of every rank, how many positions are narrow, and how many ranks they have."""
+def uneven(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, int]], int, int]:
+    """A mesh, the coordinates of every rank, how many positions have another number of ranks, and how many."""
     (tp, width), in_front, rest = draw(widths), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     dp, cp, order = draw(small), draw(st.integers(1, 2)), draw(orders)
-    own = draw(st.sampled_from([1, width]))
+    own = draw(st.sampled_from([1, width if width < tp else 1]))
     mesh = Mesh(
         dp, in_front + rest, cp, tp, order, components=(("eye", own),), own_stages=(("eye", in_front),),
-        narrow=(("eye", width),),
+        own_ranks=(("eye", width),),
     )  # fmt: skip
-    size = {"dp": dp, "pp": in_front + rest, "cp": cp, "tp": tp}
+    size = {"dp": dp, "pp": in_front + rest, "cp": cp, "tp": max(tp, width)}
     at = [dict(zip(order, one, strict=True)) for one in product(*(range(size[axis]) for axis in order))]
-    there = [one for one in at if one["pp"] >= in_front or one["tp"] < width]
-    division = width if width > 1 else tp
+    there = [one for one in at if one["tp"] < (tp if one["pp"] >= in_front else width)]
+    division = width if 1 < width < tp else tp
     return mesh, [{**o, "copy": o["tp"] // division, "part": o["tp"] % division} for o in there], in_front, width
 
 
-@given(narrow())
+@given(uneven())
 def test_ranks_count_through_what_is_there(given: tuple[Mesh, list[dict[str, int]], int, int]) -> None:
     mesh, at, in_front, width = given
     assert mesh.size == len(at)
@@ -45,12 +47,13 @@ def test_ranks_count_through_what_is_there(given: tuple[Mesh, list[dict[str, int
         assert mesh.coordinates(rank)._asdict() == {axis: own[axis] for axis in AXES}
         assert mesh.rank_of(**{axis: own[axis] for axis in AXES}) == rank
     assert [mesh.width(p) for p in range(mesh.pp)] == [width if p < in_front else mesh.tp for p in range(mesh.pp)]
+    assert mesh.sizes(Group.LAYER) == (mesh.cp, max(width, mesh.tp))
     with pytest.raises(IndexError, match=f"tp index {width} is outside"):
         mesh.rank_of(tp=width)
     assert mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
 
 
-@given(narrow(), st.sampled_from(sorted(set(Group) - {Group.PIPELINE})))
+@given(uneven(), st.sampled_from(sorted(set(Group) - {Group.PIPELINE})))
 def test_groups_are_of_those_that_are_there(given: tuple[Mesh, list[dict[str, int]], int, int], what: Group) -> None:
     mesh, at, _, _ = given
     for rank, own in enumerate(at):
@@ -62,12 +65,14 @@ def test_groups_are_of_those_that_are_there(given: tuple[Mesh, list[dict[str, in
         assert everyone == [rank for rank, its in enumerate(at) if its["pp"] == position]
 
 
-@given(narrow())
+@given(uneven())
 def test_messages_come_from_one_and_go_to_all_that_need_them(
     given: tuple[Mesh, list[dict[str, int]], int, int],
 ) -> None:
-    """Neighbours of so many hold, in this order, what each rank of a narrow position has made."""
-    mesh, at, in_front, width = given
+    """Neighbours of so many hold, in this order, what each rank of a narrow position has made. Of a wide one those
+    send that have a counterpart, and all get gradients.
+    """
+    mesh, at, _, width = given
     for source, destination in product(range(mesh.pp), repeat=2):
         senders = {rank: mesh.receivers(rank, destination) for rank, its in enumerate(at) if its["pp"] == source}
         receiving = [rank for rank, its in enumerate(at) if its["pp"] == destination]
@@ -76,21 +81,38 @@ def test_messages_come_from_one_and_go_to_all_that_need_them(
             sender = mesh.sender(rank, source)
             assert rank in senders[sender]
             assert [at[sender][axis] for axis in ("dp", "cp")] == [at[rank][axis] for axis in ("dp", "cp")]
-            widest = source >= in_front and destination >= in_front
-            assert at[sender]["tp"] == (at[rank]["tp"] if widest else at[rank]["tp"] % width)
-    if width > 1:
+            assert at[sender]["tp"] == at[rank]["tp"] % mesh.width(source)
+        fewer = min(mesh.width(source), mesh.width(destination))
+        assert all(bool(own) == (at[rank]["tp"] < fewer) for rank, own in senders.items())
+    if 1 < width < mesh.tp:
         for group in mesh.groups(Group.DIVISION):
             assert [at[mesh.sender(rank, 0)]["tp"] for rank in group] == list(range(width))
 
 
 def test_a_mesh_in_four_forms() -> None:
     mesh = Mesh.of({"vision_tower": {"tp": 1, "dp": 2, "pp": 1}, "language_model": {"tp": 4, "pp": 2}})
-    assert (mesh.size, mesh.narrow, mesh.division) == (10, (("vision_tower", 2),), 2)
+    assert (mesh.size, mesh.own_ranks, mesh.division) == (10, (("vision_tower", 2),), 2)
     assert str(mesh).endswith("vision_tower.dp=2") and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
     assert mesh.orders() == [mesh], "with one replica"
-    wide = Mesh.of({"vision_tower": {"tp": 1, "dp": 4, "pp": 1}, "language_model": {"tp": 4, "pp": 2}})
-    assert wide.size == 12 and not wide.narrow
-    assert Mesh.parse("tp=4,pp=3,vision_tower.tp=1,vision_tower.dp=4,vision_tower.pp=1").narrow == ()
+    alike = Mesh.of({"vision_tower": {"tp": 1, "dp": 4, "pp": 1}, "language_model": {"tp": 4, "pp": 2}})
+    assert alike.size == 12 and not alike.own_ranks
+    assert Mesh.parse("tp=4,pp=3,vision_tower.tp=1,vision_tower.dp=4,vision_tower.pp=1").own_ranks == ()
+
+
+def test_more_ranks_in_four_forms() -> None:
+    """The mesh is that of the component with the largest tp, among equals of that with the fewest replicas."""
+    mesh = Mesh.of({"eye": {"tp": 1, "dp": 4, "pp": 1}, "text": {"tp": 2, "dp": 1, "pp": 2}})
+    assert (mesh.size, mesh.own_ranks, mesh.division, mesh.copies) == (8, (("eye", 4),), 2, 1)
+    assert str(mesh).endswith("eye.dp=4") and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
+    alone = Mesh.of({"eye": {"dp": 4, "pp": 1}, "text": {"dp": 2, "pp": 2}})
+    assert (alone.dp, alone.tp, alone.size, alone.own_ranks) == (2, 1, 8, (("eye", 2),))
+    assert alone == Mesh.parse(str(alone)) == Mesh.of(alone.to_dict())
+    assert [alone.width(place) for place in range(alone.pp)] == [2, 1, 1]
+    both = Mesh.of({"eye": {"dp": 4, "pp": 1}, "ear": {"dp": 1, "pp": 1}, "text": {"tp": 2, "pp": 1}})
+    assert (both.size, both.own_ranks) == (7, (("ear", 1), ("eye", 4)))
+    apart = Mesh.parse("cp=2,pp=2,eye.pp=1,eye.cp=1,eye.dp=4")
+    assert (apart.size, apart.own_ranks) == (6, (("eye", 2),)) and apart == Mesh.of(apart.to_dict())
+    assert Mesh.parse(str(apart)) == apart
 
 
 @pytest.mark.parametrize(
@@ -101,9 +123,13 @@ def test_a_mesh_in_four_forms() -> None:
         ("tp=4,pp=2,a.pp=1,a.tp=1,a.dp=3", "a has dp . tp = 3 in.*fits is a with tp=1 and dp=[24]"),
         ("tp=4,dp=2,pp=2,a.pp=1,a.tp=1,a.dp=3", "a has dp . tp = 3 ranks in a mesh of 2 replicas.*tp=1 and dp=[24]"),
         ("tp=8,pp=2,a.pp=1,a.tp=2,a.dp=2", "which all divide its layers or .tp=1. share out its samples"),
-        ("tp=4,pp=2,a.pp=1,a.tp=1,a.dp=8", "a has dp . tp = 8 in a mesh where.*fits is a with tp=1 and dp=4"),
+        ("tp=4,pp=2,a.pp=1,a.tp=1,a.dp=6", "a has dp . tp = 6 in a mesh where.*more ranks.*a with tp=1 and dp=[48]"),
+        ("tp=4,pp=2,a.pp=1,a.tp=4,a.dp=2", "a has dp . tp = 8 in a mesh where.*more ranks.*a with tp=1 and dp=8"),
+        ("tp=4,pp=2,dp=2,a.pp=1,a.tp=1,a.dp=9", "a has dp . tp = 9 ranks in a mesh of 2 replicas.*tp=1 and dp=8"),
+        ("pp=2,a.dp=3", "a has dp . tp = 3 in a mesh where dp . tp = 1, and no pipeline stages.*dp=1.*give a a pp"),
         ("tp=2,pp=2,a.pp=1,a.tp=1,a.dp=0", "a has dp=0 and tp=1"),
-        ({"a": {"tp": 2, "pp": 1}, "b": {"tp": 1, "dp": 4, "pp": 1}}, "b has dp . tp = 4.*No stage has more ranks"),
+        ({"a": {"tp": 2}, "b": {"tp": 1, "dp": 4}}, "b has dp . tp = 4.*no pipeline stages.*same ranks: b with tp=1"),
+        ("tp=2,pp=2,order=tp-pp,a.pp=1,a.tp=1,a.dp=4", "a is on another number of ranks.*Let tp ranks stand beside"),
         ("tp=4,pp=2,order=tp-pp,a.pp=1,a.tp=1,a.dp=2", "Let tp ranks stand beside each other"),
         ("tp=8,pp=3,a.pp=1,a.tp=1,a.dp=2,b.pp=1,b.tp=1,b.dp=4", "a is on groups of 2 tp ranks and b on groups of 4"),
         ("tp=8,pp=2,a.pp=1,a.tp=1,a.dp=2,b.tp=4", "a is on groups of 2 tp ranks and b on groups of 4"),

@@ -1,0 +1,132 @@
+"""Components on ranks of their own, more than the language model has for each of its stages, against eager PyTorch in
+one process. In several processes: see test_copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import csc
+from tests.compiler.test_data_parallel import FLOAT32, collectives, llava, parity
+from tests.compiler.test_dividing import same
+from tests.models import hf, mixed
+from tests.tiers import long
+
+pytestmark = pytest.mark.usefixtures("traces")
+APART = "vision_tower.tp=1,vision_tower.pp=1"
+PROJECTOR = "multi_modal_projector.tp=1,multi_modal_projector.pp=1"
+
+
+def test_four_ranks_for_an_encoder_beside_two_for_each_stage_of_the_language_model() -> None:
+    """The tower gathers its features itself: two of its ranks send them, each to one; all four get their gradients."""
+    mesh = {"vision_tower": {"tp": 1, "dp": 4, "pp": 1}, "language_model": {"tp": 2, "dp": 1, "pp": 2}}
+    compiled = parity(llava(8, mesh=mesh, microbatches=2), 80)
+    assert compiled.options.mesh.size == 8
+    program = compiled.trainer().program
+    specs = {one.name: one for one in program.manifest.parameters}
+    weight = specs["model.vision_tower.encoder.layers.0.mlp.fc1.weight"]
+    assert not weight.boxes and weight.gradient.to_dict() == {"parts": "position"}
+    assert len(set(specs["model.language_model.layers.0.mlp.up_proj.weight"].boxes)) == 2
+    makers = [
+        region.component for region in compiled.program.regions
+        if "csc.all_gather" in str(compiled.program.variants[region.variant].forward)
+    ]  # fmt: skip
+    assert makers == ["vision_tower"] and collectives(compiled, "backward_input").count("csc.all_gather") == 0
+    (message,) = [one for one in program.manifest.messages if (one.kind, one.source) == ("F", 0)]
+    assert [value.shape[0] for value in message.values] == [4], "all images of a microbatch"
+    sent = {(kind, source): size for kind, source, _, size in compiled.program.plan.pipeline["messages"]}
+    assert sent["B", 1] == 2 * sent["F", 0], "each rank of the reader has two to tell"
+    tower, reader = ((Path(program.directory) / f"rank_{rank}.py").read_text() for rank in (3, 4))
+    assert "tp rank 3 of 4" in tower and "by tp ranks 0 to 1 alone" in tower
+    assert "tp rank 0 of 2" in reader and "2 ranks for each of 2" in reader
+
+
+def test_two_ranks_beside_one() -> None:
+    """Where nothing is divided."""
+    mesh = {"vision_tower": {"dp": 2, "pp": 1}, "language_model": {"dp": 1, "pp": 1}}
+    compiled = parity(llava(8, mesh=mesh, microbatches=2), 80)
+    assert (compiled.options.mesh.size, compiled.options.mesh.tp) == (3, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "gradients", "options"),
+    [
+        long("pp=3,vision_tower.pp=1,vision_tower.dp=4", 80, {}),
+        long(f"tp=2,pp=3,{APART.replace('pp=1', 'pp=2')},vision_tower.dp=4", 80, {}),
+        long(f"tp=2,dp=2,pp=2,{APART},vision_tower.dp=8", 80, {"zero": 1}),
+        long(f"dp=2,pp=2,{APART},vision_tower.dp=4", 80, {"zero": 2}),
+        long(f"tp=2,dp=2,pp=2,order=pp-dp-tp,{APART},vision_tower.dp=8", 80, {"zero": 3}),
+        long(f"dp=2,pp=3,{APART},vision_tower.dp=6", 80, {"zero": 3}),
+        long(f"tp=2,cp=2,pp=2,{APART},vision_tower.dp=4", 80, {}),
+        long(f"cp=2,pp=2,{APART},vision_tower.dp=2", 80, {}),
+        long(f"cp=2,pp=2,{APART},vision_tower.cp=1,vision_tower.dp=4", 80, {}),
+        long(f"tp=2,pp=2,{APART},vision_tower.dp=4", 80, {"sequence_parallel": True}),
+        long(f"tp=2,pp=2,{APART},vision_tower.dp=4", 43, {"freeze": ["vision_tower"]}),
+        long(f"pp=2,{APART},vision_tower.dp=2", 43, {"freeze": ["vision_tower"]}),
+        long(f"tp=2,pp=2,{APART},vision_tower.dp=4", 4, {"freeze": ["vision_tower", "language_model", "lm_head"]}),
+        long(f"tp=2,pp=2,{APART},vision_tower.dp=4", 37, {"freeze": ["multi_modal_projector", "language_model",
+                                                                    "lm_head"]}),
+        long(f"tp=2,pp=2,{APART},vision_tower.dp=4", 80, {"recompute": "full"}),
+        long(f"pp=3,{APART},vision_tower.dp=4", 80, {"schedule": "zb-h1"}),
+        long(f"tp=2,pp=2,{APART},vision_tower.dp=4", 80, {"fuse": True}),
+        long(f"pp=2,{APART},vision_tower.dp=3", 80, {"fuse": True}),
+        long(f"tp=2,pp=3,{APART},vision_tower.dp=4,{PROJECTOR}", 80, {}),
+        long(f"tp=2,pp=3,{APART},vision_tower.dp=4,{PROJECTOR},multi_modal_projector.dp=4", 80, {}),
+        long(f"tp=2,pp=3,{APART},vision_tower.dp=8,{PROJECTOR},multi_modal_projector.dp=1", 80, {}),
+        long(f"tp=2,pp=3,{APART},vision_tower.dp=1,{PROJECTOR},multi_modal_projector.dp=4", 80, {}),
+        long(f"tp=2,pp=2,{APART},vision_tower.dp=4,multi_modal_projector.tp=1", 80, {}),
+        long(f"tp=4,pp=2,{APART},vision_tower.dp=8,multi_modal_projector.tp=2", 80, {}),
+    ],
+)  # fmt: skip
+def test_with_other_axes_and_options(mesh: str, gradients: int, options: dict[str, Any]) -> None:
+    parity(llava(8, mesh=mesh, microbatches=2, **options), gradients)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rest", ["tp=2,pp=2,audio_tower.dp=4", "pp=2,audio_tower.dp=2"])
+def test_sounds(rest: str) -> None:
+    mesh = f"{rest},audio_tower.pp=1,audio_tower.tp=1"
+    parity(csc.compile(hf.whisper_llama(), example=hf.whisper_batch(4), microbatches=2, mesh=mesh), 59)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "counts", "mesh", "options"),
+    [
+        long("LLaVA", (2, 1, 1, 0), f"tp=2,pp=2,{APART},vision_tower.dp=4", {"microbatches": 2}),
+        long("LLaVA", (1, 0, 0, 0), f"tp=2,pp=2,{APART},vision_tower.dp=4", {"microbatches": 2}),
+        long("LLaVA", (3, 2, 0, 0), f"pp=2,{APART},vision_tower.dp=3", {"microbatches": 2}),
+        long("Qwen2.5-VL", (1, 2), "tp=2,pp=2,visual.tp=1,visual.pp=1,visual.dp=4", {}),
+        long("Qwen2.5-VL", (1, 2), "pp=2,visual.pp=1,visual.dp=2", {}),
+        long("Qwen2-VL", (2, 1, 1, 2), "tp=2,pp=3,visual.tp=1,visual.pp=2,visual.dp=4", {"microbatches": 2}),
+        long("Qwen2-VL", (1, 1, 1, 1), "dp=2,pp=2,visual.pp=1,visual.dp=4",
+             {"microbatches": 2, "zero": 3, "recompute": "full"}),
+        long("Qwen2-Audio", (1, 2), "tp=2,pp=2,audio_tower.tp=1,audio_tower.pp=1,audio_tower.dp=4", {}),
+        long("Qwen2-Audio", (1, 2), "pp=2,audio_tower.pp=1,audio_tower.dp=2", {}),
+    ],
+)  # fmt: skip
+def test_any_number_and_size_of_images(
+    name: str, counts: Sequence[int], mesh: str, options: dict[str, Any]
+) -> None:  # fmt: skip
+    same(*mixed.built(name, counts), FLOAT32, mesh=mesh, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [
+        long(name, component) for name, component in (
+            ("LLaVA-NeXT", "vision_tower"), ("LLaVA-OneVision", "vision_tower"), ("InternVL", "vision_tower"),
+            ("Gemma 3", "vision_tower"), ("Qwen3-VL", "visual"), ("Idefics 3", "vision_model"),
+            ("SmolVLM", "vision_model"),
+        )
+    ],
+)  # fmt: skip
+def test_more_models(name: str, component: str) -> None:
+    mesh = f"tp=2,pp=2,{component}.tp=1,{component}.pp=1,{component}.dp=4"
+    same(*mixed.built(name, (1, 2)), FLOAT32, mesh=mesh)
