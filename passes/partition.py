@@ -148,7 +148,7 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
         )  # fmt: skip
     given = _given(program, options)
     if given is None and options.mesh.own_stages:
-        given = own_stages(problem, options.mesh.own_stages, dict(options.mesh.own_ranks))
+        given = own_stages(problem, options.mesh.own_stages, options.mesh.own_ranks)
     placement = tuple(range(options.mesh.pp)) if options.mesh.own_ranks else options.placement
     written = given_schedule(options)
     if written is not None:

@@ -1,7 +1,7 @@
 """What of a program's stages cannot be recorded on a device, and runs as it is: see csc.kernels.recordable.
 
 unfit_in(graph) -> str                   why its first unfit call is; "": it has none
-unfit_parts(program) -> [UnfitPart]      in the order of stages, and of F, B and W
+unfit_parts(program, mesh) -> [UnfitPart]      in the order of stages, and of F, B and W
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import fx
 
 from csc.analysis.operators.randomness import is_random
 from csc.ir import graph as g
+from csc.ir.mesh import Mesh
 from csc.ir.program import Program
 from csc.kernels.recordable import GATHERED, MEETS, unfit
 from csc.torch_private.exported import OpOverload
@@ -43,14 +44,14 @@ def unfit_in(graph: fx.Graph) -> str:
     return ""
 
 
-def unfit_parts(program: Program, ranks: int) -> list[UnfitPart]:
+def unfit_parts(program: Program, mesh: Mesh) -> list[UnfitPart]:
     """See the module."""
     found = []
     for stage in program.stages:
         if stage.divided:
             found.append(UnfitPart(stage.index, "F", GATHERED))
             continue
-        if stage.contexts or ranks > 1:
+        if stage.contexts or mesh.width(stage.rank) > 1 or mesh.whole_sequences:
             found.append(UnfitPart(stage.index, "F", MEETS))
             continue
         for part in PARTS:

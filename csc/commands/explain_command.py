@@ -41,7 +41,7 @@ def explain(
         memory, most = memory_forecast(program, options), limit(program, options)
         devices = devices_of(problem(program, options)) if memory else ()
         fused = _fused(compiled) if options.fuse else []
-        unfit = unfit_parts(program, options.mesh.tp) if options.cuda_graphs else []
+        unfit = unfit_parts(program, options.mesh) if options.cuda_graphs else []
     if json_output:
         rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
         held = {"memory": [row.as_dict() for row in memory], "memory_limit": most}

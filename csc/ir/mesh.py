@@ -32,7 +32,7 @@ from csc.errors import InputError
 from csc.ir.component_meshes import AXES, OWN, check_own_tp, check_size, own_of, own_words, sizes_by_axis
 from csc.ir.groups import Group
 from csc.ir.mesh_words import order_of, sizes_of_device_mesh, sizes_of_text
-from csc.ir.own_ranks import check_own_ranks
+from csc.ir.own_ranks import check_own_ranks, in_front
 from csc.ir.rank_numbers import RankNumbers
 
 
@@ -60,6 +60,7 @@ class Mesh:
         own_stages: Components with pipeline stages of their own, and how many of the pp; the others share the rest, or
             if nothing is left those of the last one.
         own_ranks: Of these, components on fewer ranks or more, and how many tp ranks each replica has at their stages.
+            They stand in this order, which matters only where these numbers differ.
         whole_sequences: Components with a cp of 1, and this: the ranks of cp share out its samples.
         ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
@@ -112,8 +113,7 @@ class Mesh:
         object.__setattr__(self, "order", self._plain_order())
         object.__setattr__(self, "components", tuple(sorted(self.components)))
         object.__setattr__(self, "own_stages", tuple(sorted(self.own_stages)))
-        others = sorted((name, ranks) for name, ranks in self.own_ranks if ranks != self.tp)
-        object.__setattr__(self, "own_ranks", tuple(others))
+        object.__setattr__(self, "own_ranks", in_front([one for one in self.own_ranks if one[1] != self.tp]))
         object.__setattr__(self, "whole_sequences", tuple(sorted(self.whole_sequences)) if self.cp > 1 else ())
         check_own_ranks(self)
 

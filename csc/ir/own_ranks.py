@@ -6,10 +6,12 @@ that it has elsewhere, or are a multiple of them.
 
     tp_ranks(component, dp, own, replicas, tp) -> int    of each replica, for a component's own dp and tp
     check_own_ranks(mesh)                                InputError for ranks that cannot be
+    in_front(own_ranks)                                  in the order of their stages: as given, where numbers differ
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from csc.errors import InputError
@@ -27,6 +29,12 @@ def tp_ranks(component: str, dp: Any, own: Any, replicas: int, tp: int) -> int:
             f"Each replica has as many: {_fitting(component, dp * own, own, replicas, tp)}",
         )  # fmt: skip
     return dp * own // replicas
+
+
+def in_front(own_ranks: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """See the module."""
+    alike = len({ranks for _, ranks in own_ranks}) < 2
+    return tuple(sorted(own_ranks) if alike else own_ranks)
 
 
 def check_own_ranks(mesh: Any) -> None:

@@ -1,6 +1,6 @@
 """Stages of which some belong to one component alone.
 
-own_stages(problem, own, first) -> [units of each stage]      own: (component, stages) pairs; first: who is in front
+own_stages(problem, own, first) -> [units of each stage]      own: (component, stages) pairs; first: (component, ranks)
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ NANOSECOND = 1e-9
 
 
 def own_stages(
-    problem: Problem, own: Sequence[tuple[str, int]], first: Collection[str] = ()
+    problem: Problem, own: Sequence[tuple[str, int]], first: Sequence[tuple[str, int]] = ()
 ) -> list[list[int]]:  # fmt: skip
     """The units of each of `problem.ranks` stages: those of a named component in as many stages of its own, in front of
     the stages of all others. If no stage is left for the others, they share those of the last component. Within both
     the largest sum of F, B and W is as small as it can be. first: components whose stages stand in front of those of
-    the others.
+    the others, with their numbers of ranks; in this order, if these differ.
 
     InputError for a component that is not there, has fewer units than stages, or reads what stages behind make.
     """
@@ -35,7 +35,9 @@ def own_stages(
             f"the mesh gives {missing} pipeline stages of its own, and nothing of it runs for the example batch",
             "mesh", f"components: {', '.join(sorted({unit.component for unit in problem.units}))}",
         )  # fmt: skip
-    front = sorted(own, key=lambda one: (one[0] not in first, of[one[0]][0]))
+    ahead = dict(first)
+    turn = {name: i for i, name in enumerate(ahead)} if len({*ahead.values()}) > 1 else {}
+    front = sorted(own, key=lambda one: (one[0] not in ahead, turn.get(one[0], 0), of[one[0]][0]))
     left = problem.ranks - sum(stages for _, stages in own)
     rest = "all that has no stages of its own"
     if left == 0:
@@ -44,19 +46,23 @@ def own_stages(
     found: list[list[int]] = []
     for name, stages in front:
         found += _balanced(problem, name, of[name], stages)
-        _refuse_readers(problem, name, set().union(*found))
+        _refuse_readers(problem, name, set().union(*found), turn)
     return found + _balanced(problem, rest, others, left)
 
 
-def _refuse_readers(problem: Problem, name: str, in_front: Collection[int]) -> None:
-    """InputError if the units up to those of a component read what others make, further back."""
+def _refuse_readers(problem: Problem, name: str, in_front: Collection[int], ordered: Collection[str]) -> None:
+    """InputError if the units up to those of a component read what others make, further back. ordered: components whose
+    stages stand as the mesh names them.
+    """
     for value in problem.values:
         if value.maker not in in_front and any(reader in in_front for reader in value.readers):
             maker = problem.units[value.maker]
+            remedy = f"give stages to the components that {name} reads in its place, and leave the rest to it"
+            if maker.component in ordered:
+                remedy = f"name dp of {maker.component} in front of that of {name}: so do their stages stand"
             raise InputError(
                 f"the mesh gives {name} pipeline stages in front of others, and it reads what {maker.name} of "
-                f"{maker.component} makes", "mesh",
-                f"give stages to the components that {name} reads in its place, and leave the rest to it",
+                f"{maker.component} makes", "mesh", remedy,
             )  # fmt: skip
 
 

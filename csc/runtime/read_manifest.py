@@ -181,10 +181,10 @@ def _contexts(top: Fields, mesh: Mesh, stages: tuple[StageSpec, ...]) -> tuple[C
 
 def _context(row: Fields, mesh: Mesh) -> ContextSpec:
     ranks, sizes = row.get("ranks", int), {name: row.get(name, int) for name in ("tokens", "block", "shard")}
-    axis = row.get("axis", str, "cp")
+    axis, component = row.get("axis", str, "cp"), row.get("component", str)
     if axis not in SHARING:
         raise ProgramError(f"tokens cannot be spread over {axis!r}", row.where, REMEDY)
-    (size,) = mesh.sizes(SHARING[axis])
+    (size,) = (mesh.tp_ranks(component),) if axis == "tp" else mesh.sizes(SHARING[axis])
     along = f"{axis}={size}"
     if ranks < 1 or size % ranks:
         raise ProgramError(f"{ranks} ranks do not divide {along}", row.where, REMEDY)
@@ -193,7 +193,7 @@ def _context(row: Fields, mesh: Mesh) -> ContextSpec:
     masks = tuple(ContextMaskSpec(mask.get("layers", int)) for mask in row.rows("masks"))
     tile, block = row.number("tile_seconds"), row.number("block_seconds")
     return ContextSpec(
-        row.get("component", str), ranks, **sizes, tile_seconds=tile, block_seconds=block, masks=masks,
+        component, ranks, **sizes, tile_seconds=tile, block_seconds=block, masks=masks,
         inputs=row.names("inputs"), axis=axis,
     )  # fmt: skip
 
@@ -243,8 +243,9 @@ def _placement(row: Fields, key: str, known: tuple[str, ...], divided: tuple[str
         found = Placement.of(row.get(key, dict))
     except CscError as error:
         raise ProgramError(error.what, f"{row.where}, {key}", error.remedy) from None
+    (most,) = mesh.sizes(Group.TENSOR)
     for axis in places(Group.POSITION.along):
-        over, size = found.over(axis), getattr(mesh, axis)
+        over, size = found.over(axis), most // mesh.division if axis == "copies" else getattr(mesh, axis)
         named = "tp" if axis in places(["tp"]) and mesh.copies == 1 else axis
         expected = ("shard",) if axis in divided else known
         if (over or size > 1) and over not in expected:

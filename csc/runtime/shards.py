@@ -66,12 +66,13 @@ def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> di
     """A rank's place among those that divide its layers, and within these; and among those that share out samples of
     its sequences. fused: its functions are compiled by Inductor.
     """
-    asked = [Group.TENSOR] if mesh.sizes(Group.TENSOR) != (1,) else []
+    asked = [Group.TENSOR]
     asked += [Group.COPIES, Group.DIVISION] if mesh.copies > 1 else []
     asked += [Group.CONTEXT] if mesh.whole_sequences else []
     groups = {MEETINGS[group]: mesh.group(group, rank) for group in asked}
     return {
-        name: Met(Membership(endpoint, group.index(rank), group), copies=fused) for name, group in groups.items()
+        name: Met(Membership(endpoint, ranks.index(rank), ranks), copies=fused) for name, ranks in groups.items()
+        if len(ranks) > 1
     }  # fmt: skip
 
 

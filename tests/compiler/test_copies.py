@@ -25,7 +25,7 @@ from tests.tiers import long
 
 pytestmark = pytest.mark.usefixtures("traces")
 TOWER = "vision_tower.tp=2"
-NARROW = "vision_tower.tp=1,vision_tower.pp=1"  # on ranks of its own, fewer than others have: see test_narrow
+APART = "vision_tower.tp=1,vision_tower.pp=1"  # on ranks of its own, fewer than others have or more: see test_narrow
 
 
 def test_an_encoder_divided_by_two_beside_a_language_model_divided_by_four() -> None:
@@ -110,12 +110,12 @@ CASES: dict[str, dict[str, Any]] = {
     "shards": {"mesh": f"tp=4,dp=2,{TOWER}", "options": {"zero": 3}},
     "stages": {"mesh": f"tp=4,pp=2,{TOWER}"},
     "patches": {"model": "patches", "mesh": "tp=4,visual.tp=2"},
-    "one rank": {"mesh": f"tp=2,pp=2,{NARROW},vision_tower.dp=1"},
-    "two ranks, other images": {"mesh": f"tp=4,pp=2,{NARROW},vision_tower.dp=2"},
+    "one rank": {"mesh": f"tp=2,pp=2,{APART},vision_tower.dp=1"},
+    "two ranks, other images": {"mesh": f"tp=4,pp=2,{APART},vision_tower.dp=2"},
     "two ranks, divided": {"mesh": "tp=4,pp=2,vision_tower.tp=2,vision_tower.pp=1,vision_tower.dp=1"},
-    "two ranks, frozen": {"mesh": f"tp=4,pp=2,{NARROW},vision_tower.dp=2", "frozen": ["vision_tower"]},
-    "one rank, shards": {"mesh": f"tp=2,pp=2,dp=2,{NARROW},vision_tower.dp=2", "options": {"zero": 3}},
-    "one rank, summed": {"mesh": f"tp=2,pp=2,dp=2,{NARROW},vision_tower.dp=2", "options": {"zero": 1}},
+    "two ranks, frozen": {"mesh": f"tp=4,pp=2,{APART},vision_tower.dp=2", "frozen": ["vision_tower"]},
+    "one rank, shards": {"mesh": f"tp=2,pp=2,dp=2,{APART},vision_tower.dp=2", "options": {"zero": 3}},
+    "one rank, summed": {"mesh": f"tp=2,pp=2,dp=2,{APART},vision_tower.dp=2", "options": {"zero": 1}},
     "other images on cp ranks": {"mesh": "cp=2,pp=2,vision_tower.cp=1"},
     "other images on cp and tp ranks": {
         "mesh": "cp=2,tp=2,vision_tower.cp=1,vision_tower.tp=1",
@@ -124,6 +124,17 @@ CASES: dict[str, dict[str, Any]] = {
     "two ranks, patches": {
         "model": "patches",
         "mesh": "tp=4,pp=2,visual.tp=1,visual.pp=1,visual.dp=2",
+        "microbatches": 1,
+    },
+    "four ranks": {"mesh": f"tp=2,pp=2,{APART},vision_tower.dp=4"},
+    "four ranks, frozen": {"mesh": f"tp=2,pp=2,{APART},vision_tower.dp=4", "frozen": ["vision_tower"]},
+    "two ranks beside one": {"mesh": "pp=2,vision_tower.pp=1,vision_tower.dp=2"},
+    "two ranks beside one, shards": {"mesh": f"dp=2,pp=2,{APART},vision_tower.dp=4", "options": {"zero": 3}},
+    "two ranks beside one, summed": {"mesh": f"dp=2,pp=2,{APART},vision_tower.dp=4", "options": {"zero": 1}},
+    "two ranks beside one, cp": {"mesh": f"cp=2,pp=2,{APART},vision_tower.cp=1,vision_tower.dp=4"},
+    "two ranks beside one, patches": {
+        "model": "patches",
+        "mesh": "pp=2,visual.pp=1,visual.dp=2",
         "microbatches": 1,
     },
 }

@@ -122,7 +122,7 @@ def test_what_runs_as_it_is_says_why(
     """In the log, and ahead of it in what `csc explain` shows."""
     compiled = compare(models, "text", {"microbatches": 4, **options}, steps=2)
     assert not recorder.launches and f"runs as it is: {why}" in caplog.text
-    parts = unfit_parts(compiled.program, compiled.options.mesh.tp)
+    parts = unfit_parts(compiled.program, compiled.options.mesh)
     assert {part.stage for part in parts} == {stage.index for stage in compiled.program.stages}
     assert {(part.part, part.why) for part in parts} == {("F", why)}
 
@@ -135,7 +135,7 @@ def test_dropout_is_found_ahead(recorder: CpuRecorder, caplog: pytest.LogCapture
     for _ in range(2):
         compiled.train_step(small.text_batch(8))
     assert not recorder.launches and "it draws random numbers, and a replay would draw the same" in caplog.text
-    assert "csc::dropout: a replay would draw the same" in unfit_parts(compiled.program, 1)[0].why
+    assert "csc::dropout: a replay would draw the same" in unfit_parts(compiled.program, compiled.options.mesh)[0].why
 
 
 def test_a_cpu_skips_it(models: Models, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,7 +109,8 @@ def test_more_ranks_in_four_forms() -> None:
     assert alone == Mesh.parse(str(alone)) == Mesh.of(alone.to_dict())
     assert [alone.width(place) for place in range(alone.pp)] == [2, 1, 1]
     both = Mesh.of({"eye": {"dp": 4, "pp": 1}, "ear": {"dp": 1, "pp": 1}, "text": {"tp": 2, "pp": 1}})
-    assert (both.size, both.own_ranks) == (7, (("ear", 1), ("eye", 4)))
+    assert (both.size, both.own_ranks) == (7, (("eye", 4), ("ear", 1))), "in the order that they are named in"
+    assert [both.width(place) for place in range(both.pp)] == [4, 1, 2] and both == Mesh.of(both.to_dict())
     apart = Mesh.parse("cp=2,pp=2,eye.pp=1,eye.cp=1,eye.dp=4")
     assert (apart.size, apart.own_ranks) == (6, (("eye", 2),)) and apart == Mesh.of(apart.to_dict())
     assert Mesh.parse(str(apart)) == apart
