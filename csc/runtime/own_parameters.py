@@ -351,7 +351,7 @@ class OwnParameters:
         own = [mesh.coordinates(rank).pp for rank in ranks if rank == mesh.group(Group.POSITION, rank)[0]]
         state = self._held_now
         for spec in manifest.parameters:  # all ranks have their part in each that is divided
-            if self.parts.box(spec) is not None:
+            if self.parts.in_parts(spec):
                 whole = self.parts.whole(spec, state.get(spec.name))
                 state |= {spec.name: whole.cpu()} if spec.owner in own else {}
         save = f"{int(meeting.total('save', name)):08x}"

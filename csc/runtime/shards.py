@@ -7,6 +7,7 @@ box in every step; one of several keeps its own rank's box alone.
     shards = Shards(mesh, transport, device, zero)
     .parameters(program, specs, given, kept)    nn.Parameters by name, and which of them have no values
     .box(spec)                                  what this process keeps; None: all of it
+    .in_parts(spec)                             whether any does not keep all of it
     .of_rank(spec, tensor, rank)                as a rank holds it
     .divides(boxes), .in_shards(spec)           whether tensor-parallel, data-parallel ranks hold different parts of it
     .whole(spec, own)                           from all processes
@@ -89,11 +90,15 @@ class Shards:
         self._sources: dict[str, Source] = {}
 
     def box(self, spec: ParameterSpec) -> Box | None:
-        """What this process keeps of a parameter; None: all of it."""
-        if self._alone or not (spec.boxes or self.in_shards(spec)):
+        """What this process keeps of a parameter of its own; None: all of it."""
+        if not self.in_parts(spec):
             return None
         box = spec.boxes[self._shard] if spec.boxes else whole_box(spec.shape)
         return self._boxes(spec, box)[self._index if self.in_shards(spec) else 0]
+
+    def in_parts(self, spec: ParameterSpec) -> bool:
+        """Whether processes hold parts of a parameter, which may be one of other positions: all say the same."""
+        return not self._alone and bool(spec.boxes or self.in_shards(spec))
 
     def in_shards(self, spec: ParameterSpec) -> bool:
         """With zero=3, but for numbers without dimensions."""
