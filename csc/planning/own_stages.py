@@ -46,19 +46,24 @@ def own_stages(
     found: list[list[int]] = []
     for name, stages in front:
         found += _balanced(problem, name, of[name], stages)
-        _refuse_readers(problem, name, set().union(*found), turn)
+        _refuse_readers(problem, name, set().union(*found), ahead)
     return found + _balanced(problem, rest, others, left)
 
 
-def _refuse_readers(problem: Problem, name: str, in_front: Collection[int], ordered: Collection[str]) -> None:
-    """InputError if the units up to those of a component read what others make, further back. ordered: components whose
-    stages stand as the mesh names them.
+def _refuse_readers(problem: Problem, name: str, in_front: Collection[int], ahead: Collection[str]) -> None:
+    """InputError if the units up to those of a component read what others make, further back. ahead: components whose
+    stages stand in front.
     """
     for value in problem.values:
         if value.maker not in in_front and any(reader in in_front for reader in value.readers):
             maker = problem.units[value.maker]
             remedy = f"give stages to the components that {name} reads in its place, and leave the rest to it"
-            if maker.component in ordered:
+            if name in ahead:
+                remedy = (
+                    f"components on another number of ranks than the mesh's stand in front: let the mesh's be those of "
+                    f"{name}, and give what it reads more ranks or fewer, with tp=1"
+                )
+            if maker.component in ahead:
                 remedy = f"name dp of {maker.component} in front of that of {name}: so do their stages stand"
             raise InputError(
                 f"the mesh gives {name} pipeline stages in front of others, and it reads what {maker.name} of "

@@ -173,22 +173,24 @@ def test_processes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.long
-def test_a_run_of_one_process_is_taken_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [f"tp=4,{TOWER}", f"pp=2,{APART},vision_tower.dp=3"])
+def test_a_run_of_one_process_is_taken_up(mesh: str, tmp_path: Path) -> None:
     case = {"model": "llava", "mesh": "pp=1", "samples": 8, "microbatches": 2}
     compiled, batch = copies_worker.compiled_of(case, "pp=1"), copies_worker.BATCHES["llava"](8)
     optimizer = compiled.optimizer(torch.optim.AdamW, **copies_worker.STEP)
     copies_worker.steps(compiled, optimizer, batch, 3)
     csc.CheckpointManager(tmp_path / "run", compiled, optimizer=optimizer).save(3).wait()
     later = copies_worker.steps(compiled, optimizer, batch, 2)["losses"]
-    launching.ranks(copies_worker.taken_up, 4, {**case, "mesh": f"tp=4,{TOWER}"}, tmp_path)
+    launching.ranks(copies_worker.taken_up, 4, {**case, "mesh": mesh}, tmp_path)
     for rank in range(4):
         assert json.loads((tmp_path / f"taken_up_{rank}.json").read_text()) == pytest.approx(later, rel=FLOAT32)
 
 
 @pytest.mark.gloo
 @pytest.mark.long
-def test_ranks_that_hold_the_same_have_to_start_with_the_same(tmp_path: Path) -> None:
-    launching.ranks(copies_worker.drawn_apart, 4, {"model": "llava", "mesh": f"tp=4,{TOWER}", "samples": 8}, tmp_path)
+@pytest.mark.parametrize("mesh", [f"tp=4,{TOWER}", f"pp=2,{APART},vision_tower.dp=3"])
+def test_ranks_that_hold_the_same_have_to_start_with_the_same(mesh: str, tmp_path: Path) -> None:
+    launching.ranks(copies_worker.drawn_apart, 4, {"model": "llava", "mesh": mesh, "samples": 8}, tmp_path)
     for rank in range(4):
         said = (tmp_path / f"said_{rank}.txt").read_text()
         assert "parameter 'model.vision_tower" in said and "on rank 2 than on rank 0" in said, said

@@ -51,6 +51,11 @@ def test_wires_are_those_between_the_nodes_where_a_group_is_on_several() -> None
     assert wires(shared, h100) == {"tp": (8, h100.within), "cp": (8, h100.within)}
     copies = wires(Mesh(tp=16, components=(("visual", 4),)), h100)  # over two nodes, each with two copies of it
     assert copies["tp"] == (16, h100.between) and within(copies)["tp"] == copies["division"] == (4, h100.within)
+    eye = {"components": (("eye", 1),), "own_stages": (("eye", 1),), "own_ranks": (("eye", 16),)}
+    wide = Mesh(tp=2, pp=2, **eye)  # type: ignore[arg-type]
+    assert wires(wide, h100)["tp"] == (2, h100.within) and wires(wide, h100, "eye")["tp"] == (16, h100.between)
+    alone = Mesh(pp=2, **{**eye, "own_ranks": (("eye", 4),)})  # type: ignore[arg-type]
+    assert wires(alone, h100) == {} and wires(alone, h100, "eye")["cp"] == (4, h100.within)
     total = Exchange("tp", 100, 0, False, False, True)
     assert seconds(total, within(copies)) == pytest.approx(h100.within.latency + 300 / h100.within.bandwidth)
 

@@ -124,10 +124,14 @@ def test_more_models(name: str, component: str) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_fails_in_the_middle_is_told_to_all(victim: int) -> None:
-    """The encoder's, and one that sends no gradient back."""
-    told = launching.ranks(narrow_worker.fails, 3, f"tp=2,pp=2,{APART},vision_tower.dp=1", victim)
+@pytest.mark.parametrize(
+    ("mesh", "victim"),
+    [(f"tp=2,pp=2,{APART},vision_tower.dp=1", 0), (f"tp=2,pp=2,{APART},vision_tower.dp=1", 2),
+     (f"pp=2,{APART},vision_tower.dp=2", 1), (f"pp=2,{APART},vision_tower.dp=2", 2)],
+)  # fmt: skip
+def test_a_rank_that_fails_in_the_middle_is_told_to_all(mesh: str, victim: int) -> None:
+    """The encoder's, one that sends no gradient back; one of an encoder on more that sends nothing, and its reader."""
+    told = launching.ranks(narrow_worker.fails, 3, mesh, victim)
     for rank, text in enumerate(told):
         said, same_bits = json.loads(text.splitlines()[-1])
         assert "index out of range" in said and same_bits
@@ -138,8 +142,9 @@ def test_a_rank_that_fails_in_the_middle_is_told_to_all(victim: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "mesh",
-    [f"tp=2,pp=2,{APART},vision_tower.dp=1", f"tp=2,pp=2,dp=2,{APART},vision_tower.dp=2", "cp=2,vision_tower.cp=1"],
-)
+    [f"tp=2,pp=2,{APART},vision_tower.dp=1", f"tp=2,pp=2,dp=2,{APART},vision_tower.dp=2", "cp=2,vision_tower.cp=1",
+     f"pp=2,{APART},vision_tower.dp=2", f"pp=2,dp=2,{APART},vision_tower.dp=4"],
+)  # fmt: skip
 def test_microbatches_without_images_in_processes(mesh: str) -> None:
     model, batch = mixed.built("LLaVA", narrow_worker.IMAGES)
     optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []

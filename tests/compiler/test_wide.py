@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import csc
+from csc.analysis.costs import region_costs
+from csc.analysis.hardware import hardware
 from tests.compiler.test_data_parallel import FLOAT32, collectives, llava, parity
 from tests.compiler.test_dividing import same
 from tests.models import hf, mixed
@@ -43,6 +45,13 @@ def test_four_ranks_for_an_encoder_beside_two_for_each_stage_of_the_language_mod
     tower, reader = ((Path(program.directory) / f"rank_{rank}.py").read_text() for rank in (3, 4))
     assert "tp rank 3 of 4" in tower and "by tp ranks 0 to 1 alone" in tower
     assert "tp rank 0 of 2" in reader and "2 ranks for each of 2" in reader
+    h100 = hardware("h100")
+    alone, beside = (region_costs(compiled.program, h100, mesh=one) for one in (None, compiled.options.mesh))
+    last = max(i for i, one in enumerate(alone) if one.component == "vision_tower")
+    image = 10 * 32 * 4  # bytes of ten tokens
+    met = h100.within.latency + 3 * image / h100.within.bandwidth
+    assert beside[last].forward - alone[last].forward == pytest.approx(met), "three others' images come to each"
+    assert beside[last].backward_input == alone[last].backward_input
 
 
 def test_two_ranks_beside_one() -> None:
