@@ -39,7 +39,7 @@ def data_parallel(program: Program, options: Options) -> Program:
                 f"components: {', '.join(sorted(known))}",
             )  # fmt: skip
         if component in dict(options.context):
-            axis = "tp" if component in own else "cp"
+            axis = "tp" if component in own or component not in mesh.whole_sequences else "cp"
             raise InputError(
                 f"{component} has a {axis} of its own in the mesh, and a number of ranks in context", "mesh",
                 "spread either its samples or its tokens",
