@@ -134,10 +134,12 @@ def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> li
 def _copies(mesh: Mesh, rank: int) -> list[str]:
     """Which part the rank has of components whose layers fewer tp ranks divide."""
     copy, part = mesh.place("copies", rank), mesh.place("division", rank)
+    there = mesh.width(mesh.coordinates(rank).pp)
+    held = [component for component in mesh.held_in_copies if mesh.tp_ranks(component) == there]
     return [
         f"{'Divided' if not i else '':<9} part {part} of {mesh.division} of {comment(component)}, copy {copy} of "
-        f"{mesh.copies}"
-        for i, component in enumerate(mesh.held_in_copies)
+        f"{there // mesh.division}"
+        for i, component in enumerate(held)
     ]
 
 

@@ -48,7 +48,8 @@ def tensor(program: Program, options: Options) -> Program:
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
     fewer = dict.fromkeys(mesh.held_in_copies, mesh.division)
-    fewer |= {component: ranks if ranks < mesh.tp else 1 for component, ranks in mesh.own_ranks}  # more have whole ones
+    own = {component: ranks if ranks < mesh.tp else 1 for component, ranks in mesh.own_ranks}  # more have whole ones
+    fewer = own | fewer
     program = _templates_apart(program, fewer)
     ranks = {region.template: fewer.get(region.component, mesh.tp) for region in program.regions}
     whole = _of_shards(program) | _uses(program, lambda region, _: fewer.get(region.component) == 1)
@@ -200,15 +201,16 @@ def _applied(
 ) -> Program:
     """The program with these choices."""
     assert program.shared is not None
-    shared, tables = program.shared, dict[int, str]()
-    met = {ranks[region.template] for region in program.regions if found[region.template].meets}
-    for size in sorted(met):
-        role, name = (GROUP, "tp") if size == mesh.tp else (DIVISION, "tp_division")
-        tables[size] = unique(name, set(shared.output_node().meta["names"]))
-        shared = _with_group(shared, tables[size], number, role)
+    shared, tables, held = program.shared, dict[bool, str](), mesh.held_in_copies
+    within = {region.name: ranks[region.template] < mesh.tp or region.component in held for region in program.regions}
+    met = {within[region.name] for region in program.regions if found[region.template].meets}
+    for apart in sorted(met, reverse=True):
+        role, name = (DIVISION, "tp_division") if apart else (GROUP, "tp")
+        tables[apart] = unique(name, set(shared.output_node().meta["names"]))
+        shared = _with_group(shared, tables[apart], number, role)
     templates = {name: _template(one, found[name]) for name, one in program.templates.items()}
     regions = tuple(
-        replace(region, shared=(*region.shared, tables[ranks[region.template]])) if found[region.template].meets
+        replace(region, shared=(*region.shared, tables[within[region.name]])) if found[region.template].meets
         else region for region in program.regions
     )  # fmt: skip
     reasons = dict.fromkeys(reason for name, one in found.items() if ranks[name] > 1 for reason in one.reasons)
@@ -216,7 +218,7 @@ def _applied(
         program,
         templates=templates,
         regions=regions,
-        parameters=_parameters(program, found, mesh.tp),
+        parameters=_parameters(program, found, mesh),
         shared=shared,
         notes=(*program.notes, *(f"on each tp rank whole: {reason}" for reason in reasons)),
     )
@@ -229,14 +231,15 @@ def _template(template: Template, choice: ShardChoice) -> Template:
     return replace(template, graph=choice.graph, shared=tuple(shared), divided=choice.axes)
 
 
-def _parameters(program: Program, found: Mapping[str, ShardChoice], ranks: int) -> tuple[Parameter, ...]:
-    """Where fewer of all `ranks` divide one, each group of these holds the same."""
+def _parameters(program: Program, found: Mapping[str, ShardChoice], mesh: Mesh) -> tuple[Parameter, ...]:
+    """Where fewer of all ranks divide one, each group of these holds the same."""
     boxes: dict[str, tuple[Box, ...]] = {}
     parts: set[str] = set()
     for region in program.regions:
         choice, template = found[region.template], program.templates[region.template]
         for name, local in zip(region.parameters, template.parameters, strict=True):
             held = choice.boxes.get(local, ())
+            ranks = max(mesh.tp, mesh.tp_ranks(region.component))
             boxes[name] = held * (ranks // len(held)) if held else ()
             parts |= {name} if local in choice.shared_reads - choice.operators else set()
     return tuple(replace(p, boxes=boxes.get(p.name, ()), parts=p.parts or p.name in parts) for p in program.parameters)

@@ -86,7 +86,10 @@ def told(rows: tuple[GraphRow, ...]) -> str:
 def foreseen(model: nn.Module, batch: Batch, mesh: str) -> str:
     """What speaks against recording, as the graphs tell it."""
     compiled = csc.compile(model, mesh=mesh, example=batch, microbatches=MICROBATCHES, check=False)
-    found = [f"{part.part} of stage {part.stage}: {part.why}" for part in unfit_parts(compiled.program, compiled.options.mesh)]
+    found = [
+        f"{part.part} of stage {part.stage}: {part.why}"
+        for part in unfit_parts(compiled.program, compiled.options.mesh)
+    ]
     return "; ".join(found) or f"all {len(compiled.program.stages)} stages"
 
 

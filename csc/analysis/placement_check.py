@@ -32,12 +32,13 @@ Sound = set[tuple[fx.Graph, int]]
 @dataclass(frozen=True)
 class Over:
     """Ranks that are asked about. axis: tp, or one of what it is made of; division: then the size of that; single:
-    components of which there is one copy.
+    components of which there is one copy; within: groups over tp are of such ranks of one copy.
     """
 
     axis: str = "tp"
     division: int = 0
     single: frozenset[str] = frozenset()
+    within: bool = False
 
     def boxes(self, parameter: Parameter) -> tuple[Box, ...]:
         """Of one of its groups."""
@@ -57,7 +58,7 @@ class Over:
             return {CONTEXT_GROUP}
         other = "division" if self.axis == "copies" else "copies"
         plans = {("context", f"{one.component}.plan") for one in program.contexts if one.axis == other}
-        return {CONTEXT_GROUP, ("tensor", other), *plans}
+        return {CONTEXT_GROUP, ("tensor", other), *plans, *[("tensor", "number")] * self.within}
 
 
 ALL = Over()
@@ -69,8 +70,12 @@ def verify_on(mesh: Mesh, program: Program, after: str, sound: dict[str, Sound])
     wide = {component for component, _ in mesh.own_ranks} - narrow
     whole = {component for component, tp in mesh.components if tp == 1} | wide
     apart = {component for component, tp in mesh.components if tp < mesh.tp_ranks(component)} - narrow | wide
+    single = narrow
+    if mesh.division == mesh.tp:  # of which there are several at positions with more ranks alone
+        single = {region.component for region in program.regions} - set(mesh.held_in_copies)
     asked = {ALL: apart} if mesh.copies == 1 else {
-        Over("copies", mesh.division, frozenset(narrow)): apart, Over("division", mesh.division): whole,
+        Over("copies", mesh.division, frozenset(single), mesh.division == mesh.tp): apart,
+        Over("division", mesh.division): whole,
     }  # fmt: skip
     for over, loose in asked.items():
         verify_placements(program, after, sound.setdefault(over.axis, set()), loose, over)

@@ -262,13 +262,14 @@ class Mesh:
 
     @property
     def copies(self) -> int:
-        """How many ranks hold the same of such components."""
-        return self.tp // self.division
+        """How many ranks hold the same of such components, at most."""
+        return max(map(self.tp_ranks, self.held_in_copies), default=self.tp) // self.division
 
     @property
     def held_in_copies(self) -> tuple[str, ...]:
         """Those components."""
-        return tuple(component for component, tp in self.components if 1 < tp < self.tp_ranks(component))
+        own = {**dict.fromkeys(dict(self.own_ranks), self.tp), **dict(self.components)}
+        return tuple(component for component, tp in own.items() if 1 < tp < self.tp_ranks(component))
 
     def tp_ranks(self, component: str) -> int:
         """How many tp ranks of a replica have a component."""

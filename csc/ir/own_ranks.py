@@ -50,12 +50,12 @@ def check_own_ranks(mesh: Any) -> None:
                 f"The nearest on the same ranks: {component} with tp={own} and dp={max(1, whole // own)}. For ranks of "
                 f"its own give {component} a pp, and the components on the other ranks one",
             )  # fmt: skip
-        nearest = _fitting(component, replicas * ranks, own, replicas, mesh.tp)
-        if ranks > mesh.tp and (ranks % mesh.tp or own > 1):
+        nearest = _fitting(component, replicas * ranks, own, replicas, mesh.tp, mesh.division)
+        if ranks > mesh.tp and (ranks % mesh.tp or own not in (1, mesh.division)):
             raise InputError(
                 says, "mesh",
-                f"A stage on more ranks has a multiple of tp={mesh.tp} for each replica, which share out its samples "
-                f"with whole weights (tp=1): {nearest}",
+                f"A stage on more ranks has a multiple of tp={mesh.tp} for each replica, which share out its samples, "
+                f"each with whole weights (tp=1) or groups of {mesh.division} that divide them: {nearest}",
             )  # fmt: skip
         if ranks < mesh.tp and (mesh.tp % ranks or own not in (1, ranks)):
             raise InputError(
@@ -78,10 +78,10 @@ def check_own_ranks(mesh: Any) -> None:
         )  # fmt: skip
 
 
-def _fitting(component: str, asked: int, own: int, replicas: int, tp: int) -> str:
-    """The nearest number of ranks that a component can be on, in words."""
-    known = [(n, own) for n in range(1, tp + 1) if tp % n == 0 and (own in (1, n) or n == tp)]
-    known += [(n, 1) for times in (0, 1) if (n := (asked // (replicas * tp) + times) * tp) > tp]
-    near, own = min(known, key=lambda one: abs(one[0] * replicas - asked))
-    with_tp = own if own in (1, near) or near == tp else near
+def _fitting(component: str, asked: int, own: int, replicas: int, tp: int, division: int = 1) -> str:
+    """The nearest number of ranks that a component can be on, in words. division: what a tp on more than tp may be."""
+    known = [(n, own if own in (1, n) else n) for n in range(1, tp + 1) if tp % n == 0 and (own in (1, n) or n == tp)]
+    more = own if own == division else 1
+    known += [(n, more) for times in (0, 1) if (n := (asked // (replicas * tp) + times) * tp) > tp]
+    near, with_tp = min(known, key=lambda one: abs(one[0] * replicas - asked))
     return f"the nearest that fits is {component} with tp={with_tp} and dp={near * replicas // with_tp}"

@@ -207,8 +207,9 @@ def _finite(row: Fields, key: str) -> float:
 
 def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> ParameterSpec:
     users, trainable = row.stages("stages", len(stages)), row.get("trainable", bool)
-    divided = _boxes(row, mesh)
-    over = () if not divided else places(["tp"]) if len(set(divided)) == mesh.tp else ("division",)
+    ranks = max([mesh.tp, *(mesh.width(stages[stage].rank) for stage in users)])
+    divided = _boxes(row, mesh, ranks)
+    over = () if not divided else places(["tp"]) if len(set(divided)) == len(divided) else ("division",)
     return ParameterSpec(
         row.get("name", str),
         row.sizes("shape"),
@@ -225,12 +226,12 @@ def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> Parame
     )
 
 
-def _boxes(row: Fields, mesh: Mesh) -> tuple[Box, ...]:
+def _boxes(row: Fields, mesh: Mesh, ranks: int) -> tuple[Box, ...]:
     """Of a parameter that tensor-parallel ranks divide."""
     if "boxes" not in row.table:
         return ()
     try:
-        return boxes.read(row.get("boxes", list), row.sizes("shape"), mesh.tp, mesh.division)
+        return boxes.read(row.get("boxes", list), row.sizes("shape"), ranks, mesh.division)
     except ValueError as error:
         raise ProgramError(f"field 'boxes' {error}", row.where, REMEDY) from None
 

@@ -128,6 +128,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "four ranks": {"mesh": f"tp=2,pp=2,{APART},vision_tower.dp=4"},
     "four ranks, frozen": {"mesh": f"tp=2,pp=2,{APART},vision_tower.dp=4", "frozen": ["vision_tower"]},
+    "four ranks, divided": {"mesh": "tp=2,pp=2,vision_tower.tp=2,vision_tower.pp=1,vision_tower.dp=2"},
     "two ranks beside one": {"mesh": "pp=2,vision_tower.pp=1,vision_tower.dp=2"},
     "two ranks beside one, shards": {"mesh": f"dp=2,pp=2,{APART},vision_tower.dp=4", "options": {"zero": 3}},
     "two ranks beside one, summed": {"mesh": f"dp=2,pp=2,{APART},vision_tower.dp=4", "options": {"zero": 1}},

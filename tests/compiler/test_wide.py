@@ -13,6 +13,7 @@ import pytest
 import csc
 from csc.analysis.costs import region_costs
 from csc.analysis.hardware import hardware
+from csc.errors import InputError
 from tests.compiler.test_data_parallel import FLOAT32, collectives, llava, parity
 from tests.compiler.test_dividing import same
 from tests.models import hf, mixed
@@ -20,6 +21,7 @@ from tests.tiers import long
 
 pytestmark = pytest.mark.usefixtures("traces")
 APART = "vision_tower.tp=1,vision_tower.pp=1"
+DIVIDED = "vision_tower.tp=2,vision_tower.pp=1,vision_tower.dp=2"  # two copies, each divided as the language model is
 PROJECTOR = "multi_modal_projector.tp=1,multi_modal_projector.pp=1"
 
 
@@ -88,6 +90,15 @@ def test_two_ranks_beside_one() -> None:
         long(f"tp=2,pp=3,{APART},vision_tower.dp=4,{PROJECTOR},multi_modal_projector.dp=4", 80, {}),
         long(f"tp=2,pp=3,{APART},vision_tower.dp=8,{PROJECTOR},multi_modal_projector.dp=1", 80, {}),
         long(f"tp=2,pp=3,{APART},vision_tower.dp=1,{PROJECTOR},multi_modal_projector.dp=4", 80, {}),
+        long(f"tp=2,pp=3,{DIVIDED},{PROJECTOR},multi_modal_projector.dp=4", 80, {}),
+        long("tp=4,pp=2,vision_tower.tp=2,vision_tower.pp=1,vision_tower.dp=4", 80, {}),
+        long(f"tp=2,dp=2,pp=2,{DIVIDED.replace('dp=2', 'dp=4')}", 80, {"zero": 1}),
+        long(f"tp=2,dp=2,pp=2,{DIVIDED.replace('dp=2', 'dp=6')}", 80, {"zero": 3}),
+        long(f"tp=2,cp=2,pp=2,{DIVIDED}", 80, {}),
+        long(f"tp=2,pp=2,{DIVIDED}", 80, {"sequence_parallel": True}),
+        long(f"tp=2,pp=2,{DIVIDED}", 43, {"freeze": ["vision_tower"]}),
+        long(f"tp=2,pp=2,{DIVIDED}", 80, {"recompute": "full"}),
+        long(f"tp=2,pp=2,{DIVIDED}", 80, {"fuse": True}),
         long(f"tp=2,pp=2,{APART},vision_tower.dp=4,multi_modal_projector.tp=1", 80, {}),
         long(f"tp=4,pp=2,{APART},vision_tower.dp=8,multi_modal_projector.tp=2", 80, {}),
     ],
@@ -103,6 +114,30 @@ def test_sounds(rest: str) -> None:
     parity(csc.compile(hf.whisper_llama(), example=hf.whisper_batch(4), microbatches=2, mesh=mesh), 59)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "own",
+    ["vision_tower.dp=4,audio_tower.dp=1", "audio_tower.dp=1,vision_tower.dp=6", "audio_tower.dp=6,vision_tower.dp=4"],
+)
+def test_two_encoders_on_several_numbers_of_ranks(own: str) -> None:
+    towers = ",".join(f"{tower}_tower.{axis}=1" for tower in ("vision", "audio") for axis in ("tp", "pp"))
+    parity(csc.compile(hf.valm(), example=hf.valm_batch(4), mesh=f"tp=2,pp=3,{towers},{own}"), 147)
+
+
+def test_stages_stand_as_the_mesh_names_them() -> None:
+    mesh = {
+        "multi_modal_projector": {"dp": 4, "pp": 1},
+        "vision_tower": {"dp": 2, "pp": 1},
+        "language_model": {"pp": 1},
+    }
+    with pytest.raises(
+        InputError, match=r"projector pipeline stages.*name dp of vision_tower in front of that of multi"
+    ):
+        llava(8, mesh=mesh).trainer()
+    with pytest.raises(InputError, match=r"it reads what model.merge.*let the mesh's be those of language_model"):
+        llava(8, mesh={"vision_tower": {"tp": 4, "pp": 1}, "language_model": {"tp": 2, "pp": 1}}).trainer()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "counts", "mesh", "options"),
@@ -112,6 +147,8 @@ def test_sounds(rest: str) -> None:
         long("LLaVA", (3, 2, 0, 0), f"pp=2,{APART},vision_tower.dp=3", {"microbatches": 2}),
         long("Qwen2.5-VL", (1, 2), "tp=2,pp=2,visual.tp=1,visual.pp=1,visual.dp=4", {}),
         long("Qwen2.5-VL", (1, 2), "pp=2,visual.pp=1,visual.dp=2", {}),
+        long("Qwen2.5-VL", (1, 2), "tp=2,pp=2,visual.tp=2,visual.pp=1,visual.dp=2", {}),
+        long("LLaVA", (3, 2, 0, 0), f"tp=2,pp=2,{DIVIDED}", {"microbatches": 2}),
         long("Qwen2-VL", (2, 1, 1, 2), "tp=2,pp=3,visual.tp=1,visual.pp=2,visual.dp=4", {"microbatches": 2}),
         long("Qwen2-VL", (1, 1, 1, 1), "dp=2,pp=2,visual.pp=1,visual.dp=4",
              {"microbatches": 2, "zero": 3, "recompute": "full"}),

@@ -27,7 +27,7 @@ def uneven(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, int]], int, int]:
     """A mesh, the coordinates of every rank, how many positions have another number of ranks, and how many."""
     (tp, width), in_front, rest = draw(widths), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     dp, cp, order = draw(small), draw(st.integers(1, 2)), draw(orders)
-    own = draw(st.sampled_from([1, width if width < tp else 1]))
+    own = draw(st.sampled_from([1, min(width, tp)]))
     mesh = Mesh(
         dp, in_front + rest, cp, tp, order, components=(("eye", own),), own_stages=(("eye", in_front),),
         own_ranks=(("eye", width),),
@@ -108,6 +108,9 @@ def test_more_ranks_in_four_forms() -> None:
     assert (alone.dp, alone.tp, alone.size, alone.own_ranks) == (2, 1, 8, (("eye", 2),))
     assert alone == Mesh.parse(str(alone)) == Mesh.of(alone.to_dict())
     assert [alone.width(place) for place in range(alone.pp)] == [2, 1, 1]
+    held = Mesh.of({"eye": {"tp": 2, "dp": 2, "pp": 1}, "text": {"tp": 2, "dp": 1, "pp": 2}})
+    assert (held.size, held.own_ranks, held.division, held.copies) == (8, (("eye", 4),), 2, 2)
+    assert held.held_in_copies == ("eye",) == Mesh.parse("tp=2,pp=3,eye.pp=1,eye.dp=2").held_in_copies
     both = Mesh.of({"eye": {"dp": 4, "pp": 1}, "ear": {"dp": 1, "pp": 1}, "text": {"tp": 2, "pp": 1}})
     assert (both.size, both.own_ranks) == (7, (("eye", 4), ("ear", 1))), "in the order that they are named in"
     assert [both.width(place) for place in range(both.pp)] == [4, 1, 2] and both == Mesh.of(both.to_dict())
@@ -125,7 +128,8 @@ def test_more_ranks_in_four_forms() -> None:
         ("tp=4,dp=2,pp=2,a.pp=1,a.tp=1,a.dp=3", "a has dp . tp = 3 ranks in a mesh of 2 replicas.*tp=1 and dp=[24]"),
         ("tp=8,pp=2,a.pp=1,a.tp=2,a.dp=2", "which all divide its layers or .tp=1. share out its samples"),
         ("tp=4,pp=2,a.pp=1,a.tp=1,a.dp=6", "a has dp . tp = 6 in a mesh where.*more ranks.*a with tp=1 and dp=[48]"),
-        ("tp=4,pp=2,a.pp=1,a.tp=4,a.dp=2", "a has dp . tp = 8 in a mesh where.*more ranks.*a with tp=1 and dp=8"),
+        ("tp=2,pp=2,dp=2,a.pp=1,a.dp=5", "a has dp . tp = 10 in a mesh where.*groups of 2.*a with tp=2 and dp=4"),
+        ("tp=4,pp=2,a.pp=1,a.tp=4,a.dp=2,b.tp=2", "a has dp . tp = 8 in a.*groups of 2 that.*a with tp=1 and dp=8"),
         ("tp=4,pp=2,dp=2,a.pp=1,a.tp=1,a.dp=9", "a has dp . tp = 9 ranks in a mesh of 2 replicas.*tp=1 and dp=8"),
         ("pp=2,a.dp=3", "a has dp . tp = 3 in a mesh where dp . tp = 1, and no pipeline stages.*dp=1.*give a a pp"),
         ("tp=2,pp=2,a.pp=1,a.tp=1,a.dp=0", "a has dp=0 and tp=1"),
