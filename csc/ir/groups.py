@@ -44,7 +44,7 @@ class Group(StrEnum):
     """Those of `TENSOR` that hold the same of a component which fewer ranks divide: they share out its samples."""
     DIVISION = "division"
     """Those of `TENSOR` that divide the layers of such a component: neighbours. Without one these are all of them;
-    where some positions have fewer ranks than others, so many of them.
+    where some positions have fewer ranks than others, so many of them; where some have more, as many as the rest has.
     """
     HOLDERS = "holders"
     """`DATA` and `COPIES` together: those of a position that hold the same of such a component."""

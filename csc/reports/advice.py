@@ -44,7 +44,7 @@ EQUAL = "equal forward time"
 @dataclass(frozen=True)
 class Now:
     """The plan as it is, and how others are to be planned: with `schedule`, which is `auto` where the plan's own was
-    given whole, and on its stages if they were given. narrow: some stages have fewer ranks than others, so that regions
+    given whole, and on its stages if they were given. uneven: some stages have fewer ranks than others, so that regions
     take what they take only there.
     """
 
@@ -58,7 +58,7 @@ class Now:
     schedule: str
     schedule_given: bool
     stages_given: bool
-    narrow: bool
+    uneven: bool
     chunks: int | None
 
     @property
@@ -134,7 +134,7 @@ def now_of(program: Program, options: Options) -> Now:
     place = {region.name: unit for unit, region in enumerate(program.regions)}
     numbers = problem(program, options)
     work = sum(stage.work for stage in read_pipeline(program.plan.pipeline).stages) * numbers.microbatches
-    written, narrow = given_schedule(options) is not None, bool(options.mesh.own_ranks)
+    written, uneven = given_schedule(options) is not None, bool(options.mesh.own_ranks)
     return Now(
         problem=numbers,
         stages=tuple(tuple(sorted(place[name] for name in stage.regions)) for stage in program.stages),
@@ -145,8 +145,8 @@ def now_of(program: Program, options: Options) -> Now:
         idle=1 - work / numbers.ranks / program.plan.makespan if program.plan.makespan else 0.0,
         schedule="auto" if written else str(options.schedule),
         schedule_given=written,
-        stages_given=narrow or options.stages is not None or options.cuts is not None or options.placement is not None,
-        narrow=narrow,
+        stages_given=uneven or options.stages is not None or options.cuts is not None or options.placement is not None,
+        uneven=uneven,
         chunks=options.chunks,
     )
 
@@ -161,7 +161,7 @@ def alternatives(now: Now) -> list[Variation]:
     if now.stages_given:
         names = (*ONE_ON_A_RANK, "auto") if now.on_a_rank == 1 else (*ONE_ON_A_RANK, *IN_TURNS, "auto")
         found = [Variation(name, plain, name, **now.kept) for name in names if name != now.schedule]
-        return found if now.narrow else [*found, Variation("auto", plain)]
+        return found if now.uneven else [*found, Variation("auto", plain)]
     several = [n for n in SEVERAL if n * numbers.ranks <= len(numbers.units)] if numbers.ranks > 1 else []
     found = [Variation(name, plain, name) for name in ONE_ON_A_RANK]
     found += [Variation(name, plain, name, n) for name in IN_TURNS for n in several]
