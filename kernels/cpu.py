@@ -40,7 +40,7 @@ def forward(
     scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See the module's text."""
-    walk = blocks(q, mask, tiles, softcap)
+    walk = blocks(q, k.shape[2], mask, tiles, softcap)
     if walk and walk[0].whole:
         found, found_lse = _forward(walk[0], q, k, v, scale, softcap)
         return as_heads_last(found), found_lse.contiguous()
@@ -98,7 +98,7 @@ def backward(
     mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float, grouped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See the module's text."""
-    walk = blocks(q, mask, tiles, softcap)
+    walk = blocks(q, k.shape[2], mask, tiles, softcap)
     if walk and walk[0].whole:
         d_q, d_k, d_v = _backward(walk[0], d_out, q, k, v, out, lse, scale, softcap, grouped)
         return as_heads_last(d_q), as_heads_last(d_k.to(k.dtype)), as_heads_last(d_v.to(v.dtype))

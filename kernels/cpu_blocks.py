@@ -1,6 +1,6 @@
 """Which queries the CPU's attention runs against which keys, block after block.
 
-    blocks(q, mask, tiles, softcap) -> Block, Block, ...        q: [B, H, Tq, D]; mask and tiles both None: all see all
+    blocks(q, keys, mask, tiles, softcap) -> Block, Block, ...  q: [B, H, Tq, D]; mask and tiles both None: all see all
 
 A mask is looked at once for all layers that share it, forward and backward: what is made of it stays with it, if its
 biases take no more than KEPT bytes together.
@@ -42,9 +42,11 @@ class Block:
     grouped: bool = False
 
 
-def blocks(q: torch.Tensor, mask: Mask | None, tiles: Tiles | None, softcap: float) -> Sequence[Block]:
-    """The blocks that every visible pair is in, each in one."""
+def blocks(q: torch.Tensor, keys: int, mask: Mask | None, tiles: Tiles | None, softcap: float) -> Sequence[Block]:
+    """The blocks that every visible pair is in, each in one. keys: how many there are."""
     batch, _, queries, _ = q.shape
+    if not (queries and keys):  # ATen's kernel divides by their number, which ends the process
+        return []
     if mask is None or tiles is None:
         height = ROWS if softcap else max(queries, 1)
         starts = range(0, queries, height)

@@ -102,7 +102,7 @@ def test_each_visible_pair_is_in_one_block(mask: Mask, block_q: int, block_k: in
     met = torch.zeros(mask.batch, mask.queries, mask.keys, dtype=torch.int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_blocks, "FEW", few)
-        walk = cpu_blocks.blocks(q, replace(mask, known={}), tiles(mask, block_q, block_k), 1.0)
+        walk = cpu_blocks.blocks(q, mask.keys, replace(mask, known={}), tiles(mask, block_q, block_k), 1.0)
     for block in walk:
         keys = torch.arange(mask.keys)[block.keys]
         seen = torch.ones(mask.batch, mask.queries, len(keys), dtype=torch.bool)[block.samples, block.rows]
@@ -113,13 +113,27 @@ def test_each_visible_pair_is_in_one_block(mask: Mask, block_q: int, block_k: in
     assert torch.equal(met, mask.dense().int())
 
 
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_no_queries_or_no_keys(sizes: tuple[int, int], masked: bool, softcap: float) -> None:
+    """As a batch without tokens or images has; ATen's kernel would end the process."""
+    stops = torch.arange(1, sizes[0] + 1).clamp(max=sizes[1]).int()
+    mask = Mask(torch.stack([torch.zeros_like(stops), stops], -1)[None, None], None, None, sizes[1])
+    q, k, v, d_out = (x.requires_grad_() for x in inputs(2, (4, 2), sizes, 8, torch.float32))
+    out, lse = attention_with_lse(q, k, v, mask if masked else None, softcap=softcap)
+    gradients = torch.autograd.grad(out, (q, k, v), d_out)
+    assert all(torch.equal(one, torch.zeros_like(other)) for one, other in zip((out, *gradients), (q, q, k, v)))
+    assert torch.equal(lse, torch.full((2, 4, sizes[0]), -float("inf")))
+
+
 def test_samples_that_see_nearly_the_same_go_together() -> None:
     for length, padding, calls in ((144, 36, 1), (1100, 36, 5), (1100, 600, 8)):
         padded = torch.tensor([[length, length - padding]])
         slots = torch.arange(1, length + 1)
         stops = torch.minimum(slots[None], padded.T).int()
         mask = Mask(torch.stack([torch.zeros_like(stops), stops], -1)[:, None], None, None, length)
-        walk = cpu_blocks.blocks(torch.zeros(2, 1, length, 4), mask, tiles(mask, 256, 128), 0.0)
+        walk = cpu_blocks.blocks(torch.zeros(2, 1, length, 4), length, mask, tiles(mask, 256, 128), 0.0)
         assert len(walk) == calls, walk
 
 

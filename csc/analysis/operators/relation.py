@@ -132,6 +132,8 @@ def dims_of(value: Any, rank: int) -> list[int]:
 def reshaped(one: Sequence[int], other: Sequence[int], axis: Axis, count: int) -> Axis | None:
     """The axis after a reshape: where the same stretch of the flat memory counts count, if one dimension holds it."""
     step = prod(one[axis[0] + 1 :]) * axis[1]  # elements from one token to the next
+    if not step * count:  # no elements, which lie in any order
+        return None
     for dim, size in enumerate(other):
         behind = prod(other[dim + 1 :])
         if behind and step % behind == 0 and (behind * size) % (step * count) == 0:
