@@ -16,7 +16,7 @@ from csc.ir.rank_entries import OWN
 def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors, other values) of a batch: any mapping of keyword arguments, HF's BatchEncoding included.
 
-    Raises InputError if it is not a mapping, has no tensor, or has a tensor that asks for a gradient.
+    Raises InputError if it is not a mapping, has no tensor, or has one that asks for a gradient or is not dense.
     """
     if batch is None:
         raise InputError(
@@ -42,6 +42,13 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
                     f"the batch entry {name!r} asks for a gradient",
                     "example batch",
                     "detach it: csc trains parameters, and a batch entry is data",
+                )
+            if value.is_nested or value.layout is not torch.strided:
+                kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").lstrip("_")
+                raise InputError(
+                    f"the batch entry {name!r} is a {kind} tensor, and csc traces dense ones",
+                    "batch",
+                    "give its parts as entries (values, indices, lengths), and put them together in forward; or pad it",
                 )
             tensors[str(name)] = value.contiguous()  # as the trace takes every batch to lie in memory
         elif value is not None:

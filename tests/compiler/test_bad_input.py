@@ -296,6 +296,27 @@ def test_sizes_that_microbatches_do_not_divide(models: Models) -> None:
     refused(lambda: compiled.train_step(odd), "the batch has 8 samples; 6 microbatches", "batch", "multiple of 6")
 
 
+def test_a_batch_of_no_tokens_has_no_loss(models: Models) -> None:
+    compiled = models("text", mesh="pp=2")
+    none = {name: tensor[:, :0] for name, tensor in small.text_batch().items()}
+    refused(lambda: compiled.train_step(none), "not finite", "step", "no label")
+
+
+@pytest.mark.parametrize("kind", [torch.sparse_coo, torch.jagged])
+def test_a_batch_with_tensors_that_are_not_dense(kind: torch.layout) -> None:
+    given = torch.eye(3)
+    example = {
+        "x": torch.nested.nested_tensor([*given], layout=kind) if kind is torch.jagged else given.to_sparse(layout=kind)
+    }
+    told = "nested" if kind is torch.jagged else str(kind).removeprefix("torch.")
+    refused(
+        lambda: csc.compile(nn.Linear(3, 3), example=example),
+        f"'x' is a {told} tensor",
+        "batch",
+        "its parts as entries",
+    )
+
+
 @pytest.mark.parametrize("example", [[1, 2], {}, {"x": 3}, {"x": torch.zeros(2, requires_grad=True)}], ids=str)
 def test_an_example_that_is_no_batch(example: Any) -> None:
     error = refused(lambda: csc.compile(Base(), example=example), "", "", "")
