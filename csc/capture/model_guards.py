@@ -36,7 +36,7 @@ from csc.torch_private.hooks import any_gradient_hooks, gradient_hooks, hooks_of
 CONTAINERS = (list, dict, set, tuple)
 OWN = ("_parameters", "_buffers", "_modules")  # an nn.Module's dicts that are slots of their own
 DEPTH = 3  # of configurations within configurations
-TRAINS, KEPT_AS = attrgetter("requires_grad"), attrgetter("dtype", "device")
+TRAINS, KEPT_AS = attrgetter("requires_grad"), attrgetter("dtype", "device", "shape")
 Slot = tuple[str, str]  # the path of what holds it, its name there
 BESIDE = "<beside>"  # in place of a path: of what a forward writes that is no slot, in words
 
@@ -118,7 +118,7 @@ class ModelGuards:
         }
         self._written = TensorValues((_place(*slot), tensor) for slot, tensor in self._tensors.items())
         self._parameters = list(model.parameters())
-        self._trainable, self._dtypes = self._trains(), self._kept_as()
+        self._trainable, self._kept = self._trains(), self._kept_as()
         self._modules = list(model.modules())
         self._own = list(map(vars, self._modules))
         self._classes = list(map(type, self._modules))
@@ -137,7 +137,7 @@ class ModelGuards:
             and self._buffers.hold()
             and self._written.hold()
             and all(map(is_, map(vars, self._modules), self._own))
-            and self._kept_as() == self._dtypes
+            and self._kept_as() == self._kept
             and list(map(type, self._modules)) == self._classes
             and self._rest.holds()
             and self._world() == self._switches
@@ -162,7 +162,7 @@ class ModelGuards:
                 old, new = before.get(name), after.get(name)
                 if self._is_ignored(path, name) or name == "training" or _is_holder(name, old):
                     continue
-                if _written_by_saving(after, name, old, new, self._dtypes):
+                if _written_by_saving(after, name, old, new, self._kept):
                     continue
                 if path.endswith("._parameters") and new is not old:
                     parameters.append(f"{path.removesuffix('_parameters')}{name}".lstrip("."))
@@ -194,9 +194,11 @@ class ModelGuards:
         return "_hooks" in kind and (module, kind) in self._ignored
 
     def _kinds_changed(self) -> list[str]:
-        """Parameters of another dtype or device, modules of another class."""
-        kinds = zip(self._model.named_parameters(), self._dtypes)
-        found = [f"dtype or device of {name}" for (name, p), before in kinds if (p.dtype, p.device) != before]
+        """Parameters of another dtype, device or shape (`weight.data = other` keeps the parameter), modules of another
+        class.
+        """
+        kinds = zip(self._model.named_parameters(), self._kept)
+        found = [f"dtype, device or shape of {name}" for (name, p), before in kinds if KEPT_AS(p) != before]
         classes = zip(self._model.named_modules(), self._classes)
         return found + [f"class of {path or 'the model'}" for (path, one), before in classes if type(one) is not before]
 
@@ -256,14 +258,14 @@ def _of_equals(model: nn.Module, slots: Set[Slot]) -> Set[Slot]:
 
 def _written_by_saving(slots: Mapping[str, Any], name: str, old: Any, new: Any, dtypes: Sequence[Any]) -> bool:
     """Whether a slot of a configuration of transformers is what save_pretrained puts there, on one rank alone: the
-    name of the class, and in words the dtype that the model has. dtypes: (dtype, device) of its parameters.
+    name of the class, and in words the dtype that the model has. dtypes: KEPT_AS of its parameters.
     """
     if not slots.keys() >= {"architectures", "transformers_version"}:
         return False
     if name != "dtype":
         return name == "architectures"
     was, now = (str(value).removeprefix("torch.") for value in (old, new))
-    return was in (now, "None") and any(now == str(dtype).removeprefix("torch.") for dtype, _ in dtypes)
+    return was in (now, "None") and any(now == str(dtype).removeprefix("torch.") for dtype, *_ in dtypes)
 
 
 def _hidden(model: nn.Module) -> set[int]:

@@ -203,7 +203,7 @@ class Reached:
             if value.dtype.hasobject:
                 self._watch(path, (), lambda: list(value.flat), depth)
             else:
-                self._arrays.append((path, value.tobytes, value.tobytes()))
+                self._arrays.append((path, functools.partial(_array, value), _array(value)))
         elif isinstance(value, dict):
             names = tuple(map(str, dict.keys(value)))
             if isinstance(value, defaultdict):
@@ -373,3 +373,8 @@ def _slots(kind: type) -> Names:
 def _bytes(memory: Any) -> bytes:
     """What is in it. No view of it is kept: memory with a view cannot grow."""
     return memoryview(memory).tobytes()
+
+
+def _array(array: np.ndarray) -> bytes:
+    """What is in it, and as what it is read."""
+    return f"{array.dtype}{array.shape}".encode() + array.tobytes()

@@ -1,5 +1,6 @@
-"""Tensors as they were, by what changes when one is written to: its version; where it lies, as `tensor.data = other`
-changes; and the bytes of a small one, since `tensor.data.mul_(2)` and NumPy leave the version as it was.
+"""Tensors as they were, by what changes when one is written to: its version; where and how it lies, as
+`tensor.data = other` changes; and the bytes of a small one, since `tensor.data.mul_(2)` and NumPy leave the version as
+it was.
 
     values = TensorValues([(path, tensor), ...])
     values.hold() -> bool                           values.changed() -> [path]
@@ -17,7 +18,8 @@ from torch import nn
 from csc.torch_private.traces import outside_tracing
 
 SMALL = 4096  # bytes: of what lies on the CPU, of which a microsecond compares that many
-VERSION = attrgetter("_version")
+VERSION, KIND = attrgetter("_version"), attrgetter("dtype", "shape")
+HOW = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg, KIND)  # one lies
 
 
 class TensorValues:
@@ -32,23 +34,26 @@ class TensorValues:
         self._versions = list(map(VERSION, self._tensors))
         lying = [(path, one) for path, one in zip(self._paths, self._tensors) if _lies(one)]
         self._lying, self._lying_paths = [one for _, one in lying], [path for path, _ in lying]
-        self._places = list(map(torch.Tensor.data_ptr, self._lying))
+        self._places = self._as_they_lie()
         self._bytes = [(path, view, view.tobytes()) for path, one in lying if (view := _bytes(one)) is not None]
 
     def hold(self) -> bool:
         """Whether none was written to or moved."""
         return (
             list(map(VERSION, self._tensors)) == self._versions
-            and list(map(torch.Tensor.data_ptr, self._lying)) == self._places
+            and self._as_they_lie() == self._places
             and all(view.tobytes() == before for _, view, before in self._bytes)
         )
 
     def changed(self) -> list[str]:
         """The paths of those that were."""
         found = [path for path, one, was in zip(self._paths, self._tensors, self._versions) if one._version != was]
-        places = zip(self._lying_paths, self._lying, self._places)
-        found += [path for path, one, was in places if one.data_ptr() != was]
+        for now, before in zip(self._as_they_lie(), self._places):
+            found += [path for path, one, was in zip(self._lying_paths, now, before) if one != was]
         return found + [path for path, view, before in self._bytes if view.tobytes() != before]
+
+    def _as_they_lie(self) -> list[list[Any]]:
+        return [list(map(one, self._lying)) for one in HOW]
 
 
 def _lies(tensor: torch.Tensor) -> bool:
