@@ -12,6 +12,8 @@ from csc import devices
 from csc.errors import InputError
 from csc.ir.rank_entries import OWN
 
+LARGEST = 2**26  # bytes of a batch that is made of a microbatch
+
 
 def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors, other values) of a batch: any mapping of keyword arguments, HF's BatchEncoding included.
@@ -95,6 +97,20 @@ def twice(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None
     if not any(tensor.dim() and tensor.shape[0] == 1 for tensor in tensors.values()):
         return None
     return {name: torch.cat([tensor, tensor]) if tensor.dim() else tensor for name, tensor in tensors.items()}
+
+
+def repeated(batch: Mapping[str, Any], parts: int, whole: Collection[str]) -> tuple[dict[str, Any], int]:
+    """(a batch with all rows so many times, how many): `parts` times, unless that takes more than LARGEST bytes; then
+    as often as that holds, but twice. whole: entries that stay as they are.
+    """
+    tensors, others = split_batch(batch)
+    own = sum(tensor.nbytes for tensor in tensors.values())
+    times = max(2, min(parts, LARGEST // max(own, 1)))
+    rows = {
+        name: tensor if name in whole or not tensor.dim() else tensor.repeat(times, *[1] * (tensor.dim() - 1))
+        for name, tensor in tensors.items()
+    }
+    return {**rows, **others}, times
 
 
 def is_metadata(tensor: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:

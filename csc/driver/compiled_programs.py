@@ -164,6 +164,7 @@ class CompiledPrograms:
         with uncollected():
             match, traced = self._compiler.trace(microbatch, options, progress, whole)
             settled = self.options(match, options)
+            self._compiler.check_whole(microbatch, traced, settled)
             known = self._decided or (self._alike._decided if self._alike is not None else {})
             anew = bool(known) and match.answers not in self._decided
             if anew:

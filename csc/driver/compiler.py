@@ -20,11 +20,13 @@ import torch
 from torch import nn
 
 from csc.analysis.samples.combining import combination
+from csc.analysis.samples.other_number import unlike
+from csc.analysis.sized import sized
 from csc.analysis.token_counts import places_for_features
 from csc.cache.model_entries import ModelEntries
 from csc.cache.packed import Captured, TracedProgram
 from csc.cache.store import Store
-from csc.capture.batch import doubtful, split_batch
+from csc.capture.batch import doubtful, repeated, split_batch
 from csc.capture.capture import capture, name_of, with_sizes_of
 from csc.capture.guards import Guards, Match
 from csc.capture.trace.autograd_functions import refuse_hooks
@@ -34,7 +36,7 @@ from csc.errors import CscError, InputError
 from csc.ir.joints import Joints
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
-from csc.passes.loss import check_combination, loss
+from csc.passes.loss import ONE_SAMPLE, check_combination, loss
 from csc.passes.runner import CAPTURE, DIVIDING, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
 
@@ -68,6 +70,7 @@ class Compiler:
     begun: dict[Any, tuple[Program, ...]] = field(default_factory=dict)  # Programs of BEGUN passes, whatever tp is
     joints: dict[str, Joints | None] = field(default_factory=dict)  # by the capture that they are of
     guards: Guards = field(default_factory=Guards)
+    compared: dict[Any, str] = field(default_factory=dict)  # traced graphs with those of more samples
     whole: dict[Any, frozenset[str]] = field(default_factory=dict)  # by the entries of batches, and which were doubtful
 
     def __post_init__(self) -> None:
@@ -109,12 +112,14 @@ class Compiler:
         """
         with uncollected():
             _, traced = self.trace(microbatch, options, progress, whole=True)
+            self.check_whole(microbatch, traced, options)
             return self.planned(traced, options, progress)
 
     def finished(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> Program:
         """The Program after the last pass, planned from the graphs in the cache if it has them."""
         with uncollected():
             _, traced = self.trace(microbatch, options, progress)
+            self.check_whole(microbatch, traced, options)
             return self.planned(traced, options, progress)[-1]
 
     def planned(self, traced: TracedProgram, options: Options, progress: Progress = quiet) -> list[Program]:
@@ -122,6 +127,38 @@ class Compiler:
         history = traced.history or (traced.program,)
         check_combination(history[-1], options)  # with the real number of microbatches it may have to refuse
         return run([self._as_the_model_says(program) for program in history], PLANNING, options, progress)
+
+    def check_whole(self, microbatch: Mapping[str, Any], traced: TracedProgram, options: Options) -> None:
+        """InputError if the model does something else with a batch of all microbatches than with one of them, and how
+        their losses combine rests on the trace of one. A batch that the model refuses tells nothing.
+        """
+        parts, combination = options.microbatches * options.mesh.dp, traced.program.combination
+        if parts == 1 or options.loss_weight != "auto" or combination.problem or ONE_SAMPLE in traced.program.notes:
+            return
+        key = _key(self.match(microbatch), options), parts
+        if key not in self.compared:
+            try:
+                self.compared[key] = self._unlike(microbatch, *repeated(microbatch, parts, combination.whole))
+            except CscError:
+                self.compared[key] = ""
+        if self.compared[key]:
+            raise InputError(
+                "the model computes with the number of samples in Python, and of a batch with more of them "
+                f"{self.compared[key]}", "model",
+                "use one microbatch and dp=1, with which the step is the model's own; or compute with x.shape[0] in "
+                "tensor operations; or say how the losses combine: loss_weight='mean' (by the number of samples) or "
+                "'sum'",
+            )  # fmt: skip
+
+    def _unlike(self, microbatch: Mapping[str, Any], batch: Mapping[str, Any], times: int) -> str:
+        """What is not the same in the captures of two batches, as a phrase; "" where one capture is for both."""
+        ready = [self._captured(one, quiet, False) for one in (microbatch, batch)]
+        (own, mine), (its, other) = ready
+        if own.capture is not None and its.capture is not None and own.capture.name == its.capture.name:
+            return ""
+        shapes = [{name: tensor.shape for name, tensor in split_batch(one.batch)[0].items()} for one, _ in ready]
+        graphs = [sized(program.graph, shape) for (_, program), shape in zip(ready, shapes)]
+        return unlike(graphs[0], graphs[1], times, (mine.constants.__getitem__, other.constants.__getitem__))
 
     def divided(self, traced: TracedProgram, options: Options, progress: Progress = quiet) -> Program:
         """The Program after pass `split`: F, B and W of every region, which is what is costed."""

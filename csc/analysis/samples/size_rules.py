@@ -95,7 +95,7 @@ def filled_rule(following: SamplePropagation, node: fx.Node) -> State:
     bound = given(node)
     sizes = bound.get("size")
     found = _axis_of_sizes(following, sizes)
-    value = of(following, bound.get("fill_value"))
+    value = of(following, bound.get("s" if g.op_name(node) == "aten::scalar_tensor" else "fill_value"))
     if not isinstance(value, Whole):
         raise Lost(UNKNOWN)
     if found is None:

@@ -1,0 +1,78 @@
+"""Whether a model does the same to each sample, however many there are: two of its graphs compared, of so many samples
+and of more.
+
+    unlike(one, other, times) -> str        a phrase that says what is not the same; "": nothing
+
+A trace that was made for one number of samples has what Python made of that number as literals: `math.sqrt(len(x))`,
+`torch.tensor(x.shape[0])`, one branch of `if len(x) > 8`. No rule for an operation can tell them from numbers of the
+model's own. In the graph for another number of samples they are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.ir import graph as g
+from csc.torch_private.exported import OpOverload
+
+SIZES = frozenset({"size", "shape", "repeats"})  # arguments that say how large a result is, and nothing else
+COUNTED = frozenset({("aten::arange", "end")})  # the same of one operation
+
+Values = Callable[[str], torch.Tensor]  # of a constant of the trace, by name
+
+
+def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Values]) -> str:
+    """one, other: of csc.analysis.sized; `other` is of so many times the samples. values: of each one's constants."""
+    calls, others = _tensor_calls(one), _tensor_calls(other)
+    same: dict[fx.Node, fx.Node] = {}
+    for node, its in zip(calls, others):
+        if node.target is not its.target:
+            return f"{g.op_name(node)} becomes {g.op_name(its)} ({g.line(node)})"
+        assert isinstance(node.target, OpOverload)
+        mine, theirs = g.bind(node), g.bind(its)
+        for name, argument in mine.items():
+            sizes = times if name in SIZES or (g.op_name(node), name) in COUNTED else 1
+            if not _alike(argument, theirs[name], same, sizes, values):
+                return f"{g.op_name(node)} is given another '{name}' ({g.line(node)})"
+        same[node] = its
+    if len(calls) != len(others):
+        return f"{len(others)} operations are made in place of {len(calls)}"
+    return ""
+
+
+def _tensor_calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in g.calls(graph) if isinstance(node.target, OpOverload) and not _is_number(node)]
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], (int, float, bool))
+
+
+def _alike(one: Any, other: Any, same: dict[fx.Node, fx.Node], times: int, values: tuple[Values, Values]) -> bool:
+    """times: by which a number may be larger, as it is a size."""
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        if one.op == "placeholder" and other.op == "placeholder":
+            return _given_alike(one, other, values)
+        if one in same:
+            return same[one] is other
+        return one.args[1:] == other.args[1:] and _alike(one.args[0], other.args[0], same, 1, values)  # of several
+    if isinstance(one, Sequence) and not isinstance(one, str):
+        return (
+            isinstance(other, Sequence)
+            and len(one) == len(other)
+            and all(_alike(*both, same, times, values) for both in zip(one, other))
+        )
+    return one == other or (times > 1 and isinstance(one, int) and isinstance(other, int) and one * times == other)
+
+
+def _given_alike(one: fx.Node, other: fx.Node, values: tuple[Values, Values]) -> bool:
+    """Entries of the batch, parameters and buffers by name; constants of the trace by what they hold."""
+    (kind, name), (other_kind, other_name) = one.meta["role"][:2], other.meta["role"][:2]
+    if kind != "constant" or other_kind != "constant":
+        return (kind, name) == (other_kind, other_name)
+    mine, theirs = values[0](name), values[1](other_name)
+    return mine is theirs or (not mine.is_meta and mine.shape == theirs.shape and torch.equal(mine, theirs))
