@@ -24,6 +24,7 @@ SIZES_READ = {"aten::sym_size", "aten::sym_numel"} | {
 OF_VALUES = {
     f"aten::{name}" for name in ("item", "_local_scalar_dense", "nonzero", "nonzero_numpy", "argwhere", "_unique2")
 }  # fmt: skip
+COUNTED = {"aten::arange": "end"}  # by the argument that says how many there are
 MADE = FILLED | NEW | {f"aten::{name}" for name in ("empty", "rand", "randn", "scalar_tensor")}
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.operators.made import COUNTED
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload
 
 SIZES = frozenset({"size", "shape", "repeats"})  # arguments that say how large a result is, and nothing else
-COUNTED = frozenset({("aten::arange", "end")})  # the same of one operation
 
 Values = Callable[[str], torch.Tensor]  # of a constant of the trace, by name
 
@@ -35,7 +35,7 @@ def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Val
         assert isinstance(node.target, OpOverload)
         mine, theirs = g.bind(node), g.bind(its)
         for name, argument in mine.items():
-            sizes = times if name in SIZES or (g.op_name(node), name) in COUNTED else 1
+            sizes = times if name in SIZES or COUNTED.get(g.op_name(node)) == name else 1
             if not _alike(argument, theirs[name], same, sizes, values):
                 return f"{g.op_name(node)} is given another '{name}' ({g.line(node)})"
         same[node] = its
