@@ -220,7 +220,7 @@ def test_another_dtype_is_a_change() -> None:
     model = nn.Linear(2, 2)
     state = ModelGuards(model)
     model.to(torch.bfloat16)
-    assert not state.holds() and str(state.changed()).startswith("dtype or device of weight")
+    assert not state.holds() and str(state.changed()).startswith("dtype, device or shape of weight")
 
 
 def test_switches_of_torch_are_part_of_it() -> None:
