@@ -64,6 +64,7 @@ class DividedProblems:
         self.model = model
         self.programs: dict[Any, Program] = {}
         self.wholes: dict[int, Problem | None] = {}  # by samples, on one device
+        self.ideals: dict[tuple[int, int, int, int], float] = {}  # by the sizes that they depend on
         self.extras: dict[MeshDivision, float] = {}  # of what was bounded with nothing computed again
 
     def first(self) -> Program:
@@ -136,11 +137,14 @@ class DividedProblems:
         """If tp and cp divided all work evenly and nothing was exchanged. 0 where nothing is known of one device, and
         with measured seconds, which are of the regions that were measured.
         """
-        whole = self._of_one(layout.samples)
-        if whole is None:
-            return 0.0
-        numbers = replace(whole, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None)
-        return least_seconds(in_parts(numbers, layout.mesh.tp * layout.mesh.cp))
+        parts = layout.mesh.tp * layout.mesh.cp
+        key = (layout.samples, layout.microbatches, layout.mesh.pp, parts)
+        if key not in self.ideals:
+            whole = self._of_one(layout.samples)
+            self.ideals[key] = 0.0 if whole is None else least_seconds(
+                in_parts(replace(whole, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None), parts)
+            )  # fmt: skip
+        return self.ideals[key]
 
     def spare(self, one: MeshCandidate, component: str) -> float:
         """Which part of a candidate's work an even division of the component's would save: exchanges, and what ranks

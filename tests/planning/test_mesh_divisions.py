@@ -8,11 +8,14 @@ from typing import Any, cast
 
 import pytest
 
+from csc.driver import mesh_candidates
 from csc.driver.mesh_candidates import DividedProblems
 from csc.driver.mesh_divisions import UntracedDivisions
 from csc.driver.mesh_forms import encoders
+from csc.ir.mesh import Mesh
 from csc.ir.program import Program
 from csc.planning.meshes import MeshDivision, MeshForm, MeshLayout, layouts
+from tests.planning.test_mesh_forms import chain
 
 IDEAL = 10.0
 
@@ -46,6 +49,25 @@ def test_nothing_is_known_at_first() -> None:
     found = expected(untraced(Known()))
     assert list(found)[:4] == [(1, 1, 1), (2, 1, 1), (1, 2, 1), (4, 1, 1)]
     assert set(found.values()) == {IDEAL} and len(found) == 4 * 4
+
+
+def test_what_is_told_of_the_same_sizes_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search asks it of every division, each time that it looks for the next one."""
+    asked: list[tuple[int, int, float]] = []
+
+    def least(numbers: Any) -> float:
+        asked.append((numbers.ranks, numbers.microbatches, numbers.units[0].work))
+        return 1.0 + len(asked)
+
+    monkeypatch.setattr(mesh_candidates, "least_seconds", least)
+    problems = DividedProblems(cast(Any, None))
+    problems.wholes = {1: chain(1, ("a", 8.0)), 2: None}
+    listed = [MeshLayout(Mesh(dp=dp, pp=pp, tp=tp), 1, many) for dp in (1, 2) for pp in (1, 2) for tp in (1, 4)
+              for many in (3, 6)]  # fmt: skip
+    for _ in range(3):
+        found = {one: problems.ideal(one) for one in listed}
+    assert len(asked) == len(set(asked)) == 8 == len(set(found.values()))
+    assert problems.ideal(MeshLayout(Mesh(), 2, 3)) == 0.0, "nothing is known of one device"
 
 
 def test_extras_grow_with_ranks_and_add_up() -> None:
