@@ -40,7 +40,7 @@ def features(program: Program, options: Options) -> Program:
     if spread is not None:
         raise InputError(
             f"{spread} {SPREAD}, and what one of them makes is no feature to keep", "cache_features, encode_ahead",
-            "use tp=1, give the encoder no cp of its own and leave it out of context=; or leave cache_features "
+            "use tp=1, give the encoder no dp or cp of its own and leave it out of context=; or leave cache_features "
             "(encode_ahead) out",
         )  # fmt: skip
     left_out = _left_out(program, inexact, {name for name, reason in reasons.items() if not reason})

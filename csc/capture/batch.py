@@ -101,7 +101,7 @@ def twice(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None
 
 def repeated(batch: Mapping[str, Any], parts: int, whole: Collection[str]) -> tuple[dict[str, Any], int]:
     """(a batch with all rows so many times, how many): `parts` times, unless that takes more than LARGEST bytes; then
-    as often as that holds, but twice. whole: entries that stay as they are.
+    as often as fits, and twice at least. whole: entries that stay as they are.
     """
     tensors, others = split_batch(batch)
     own = sum(tensor.nbytes for tensor in tensors.values())

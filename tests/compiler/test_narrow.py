@@ -1,5 +1,6 @@
-"""Components on ranks of their own, fewer than others have, against eager PyTorch in one process. In several processes:
-here where steps fail or lack images, else test_copies.
+"""Components on ranks of their own, fewer than others have, against eager PyTorch in one process; with any number of
+images and other models on more, too (else test_wide). In several processes: here where steps fail or lack images, else
+test_copies.
 """
 
 from __future__ import annotations
@@ -98,6 +99,19 @@ def test_sounds(own: str) -> None:
              {"microbatches": 2, "zero": 3, "recompute": "full"}),
         long("Qwen2-Audio", (1, 2), "tp=2,pp=2,audio_tower.tp=1,audio_tower.pp=1,audio_tower.dp=1", {}),
         long("Qwen2-Audio", (1, 2), "tp=4,pp=2,audio_tower.tp=1,audio_tower.pp=1,audio_tower.dp=2", {}),
+        # on more ranks
+        long("LLaVA", (2, 1, 1, 0), f"tp=2,pp=2,{APART},vision_tower.dp=4", {"microbatches": 2}),
+        long("LLaVA", (1, 0, 0, 0), f"tp=2,pp=2,{APART},vision_tower.dp=4", {"microbatches": 2}),
+        long("LLaVA", (3, 2, 0, 0), f"pp=2,{APART},vision_tower.dp=3", {"microbatches": 2}),
+        long("Qwen2.5-VL", (1, 2), "tp=2,pp=2,visual.tp=1,visual.pp=1,visual.dp=4", {}),
+        long("Qwen2.5-VL", (1, 2), "pp=2,visual.pp=1,visual.dp=2", {}),
+        long("Qwen2.5-VL", (1, 2), "tp=2,pp=2,visual.tp=2,visual.pp=1,visual.dp=2", {}),
+        long("LLaVA", (3, 2, 0, 0), f"tp=2,pp=2,{DIVIDED.replace('dp=1', 'dp=2')}", {"microbatches": 2}),
+        long("Qwen2-VL", (2, 1, 1, 2), "tp=2,pp=3,visual.tp=1,visual.pp=2,visual.dp=4", {"microbatches": 2}),
+        long("Qwen2-VL", (1, 1, 1, 1), "dp=2,pp=2,visual.pp=1,visual.dp=4",
+             {"microbatches": 2, "zero": 3, "recompute": "full"}),
+        long("Qwen2-Audio", (1, 2), "tp=2,pp=2,audio_tower.tp=1,audio_tower.pp=1,audio_tower.dp=4", {}),
+        long("Qwen2-Audio", (1, 2), "pp=2,audio_tower.pp=1,audio_tower.dp=2", {}),
     ],
 )  # fmt: skip
 def test_any_number_and_size_of_images(
@@ -107,6 +121,7 @@ def test_any_number_and_size_of_images(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(
     ("name", "component"),
     [
@@ -117,8 +132,9 @@ def test_any_number_and_size_of_images(
         )
     ],
 )  # fmt: skip
-def test_more_models(name: str, component: str) -> None:
-    mesh = f"tp=2,pp=2,{component}.tp=1,{component}.pp=1,{component}.dp=1"
+def test_more_models(name: str, component: str, ranks: int) -> None:
+    """One rank beside two, and four."""
+    mesh = f"tp=2,pp=2,{component}.tp=1,{component}.pp=1,{component}.dp={ranks}"
     same(*mixed.built(name, (1, 2)), FLOAT32, mesh=mesh)
 
 

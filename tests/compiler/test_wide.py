@@ -1,10 +1,9 @@
 """Components on ranks of their own, more than the language model has for each of its stages, against eager PyTorch in
-one process. In several processes: see test_copies.
+one process. In several processes: see test_copies; other models and any number of images: test_narrow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import csc
 from csc.analysis.costs import region_costs
 from csc.analysis.hardware import hardware
 from csc.errors import InputError
-from tests.compiler.test_data_parallel import FLOAT32, collectives, llava, parity
-from tests.compiler.test_dividing import same
-from tests.models import hf, mixed
+from tests.compiler.test_data_parallel import collectives, llava, parity
+from tests.models import hf
 from tests.tiers import long
 
 pytestmark = pytest.mark.usefixtures("traces")
@@ -136,43 +134,3 @@ def test_stages_stand_as_the_mesh_names_them() -> None:
         llava(8, mesh=mesh).trainer()
     with pytest.raises(InputError, match=r"it reads what model.merge.*let the mesh's be those of language_model"):
         llava(8, mesh={"vision_tower": {"tp": 4, "pp": 1}, "language_model": {"tp": 2, "pp": 1}}).trainer()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "counts", "mesh", "options"),
-    [
-        long("LLaVA", (2, 1, 1, 0), f"tp=2,pp=2,{APART},vision_tower.dp=4", {"microbatches": 2}),
-        long("LLaVA", (1, 0, 0, 0), f"tp=2,pp=2,{APART},vision_tower.dp=4", {"microbatches": 2}),
-        long("LLaVA", (3, 2, 0, 0), f"pp=2,{APART},vision_tower.dp=3", {"microbatches": 2}),
-        long("Qwen2.5-VL", (1, 2), "tp=2,pp=2,visual.tp=1,visual.pp=1,visual.dp=4", {}),
-        long("Qwen2.5-VL", (1, 2), "pp=2,visual.pp=1,visual.dp=2", {}),
-        long("Qwen2.5-VL", (1, 2), "tp=2,pp=2,visual.tp=2,visual.pp=1,visual.dp=2", {}),
-        long("LLaVA", (3, 2, 0, 0), f"tp=2,pp=2,{DIVIDED}", {"microbatches": 2}),
-        long("Qwen2-VL", (2, 1, 1, 2), "tp=2,pp=3,visual.tp=1,visual.pp=2,visual.dp=4", {"microbatches": 2}),
-        long("Qwen2-VL", (1, 1, 1, 1), "dp=2,pp=2,visual.pp=1,visual.dp=4",
-             {"microbatches": 2, "zero": 3, "recompute": "full"}),
-        long("Qwen2-Audio", (1, 2), "tp=2,pp=2,audio_tower.tp=1,audio_tower.pp=1,audio_tower.dp=4", {}),
-        long("Qwen2-Audio", (1, 2), "pp=2,audio_tower.pp=1,audio_tower.dp=2", {}),
-    ],
-)  # fmt: skip
-def test_any_number_and_size_of_images(
-    name: str, counts: Sequence[int], mesh: str, options: dict[str, Any]
-) -> None:  # fmt: skip
-    same(*mixed.built(name, counts), FLOAT32, mesh=mesh, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "component"),
-    [
-        long(name, component) for name, component in (
-            ("LLaVA-NeXT", "vision_tower"), ("LLaVA-OneVision", "vision_tower"), ("InternVL", "vision_tower"),
-            ("Gemma 3", "vision_tower"), ("Qwen3-VL", "visual"), ("Idefics 3", "vision_model"),
-            ("SmolVLM", "vision_model"),
-        )
-    ],
-)  # fmt: skip
-def test_more_models(name: str, component: str) -> None:
-    mesh = f"tp=2,pp=2,{component}.tp=1,{component}.pp=1,{component}.dp=4"
-    same(*mixed.built(name, (1, 2)), FLOAT32, mesh=mesh)

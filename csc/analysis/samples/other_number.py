@@ -1,7 +1,7 @@
 """Whether a model does the same to each sample, however many there are: two of its graphs compared, of so many samples
 and of more.
 
-    unlike(one, other, times) -> str        a phrase that says what is not the same; "": nothing
+    unlike(one, other, times, values) -> str        a phrase that says what is not the same; "": nothing
 
 A trace that was made for one number of samples has what Python made of that number as literals: `math.sqrt(len(x))`,
 `torch.tensor(x.shape[0])`, one branch of `if len(x) > 8`. No rule for an operation can tell them from numbers of the
