@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.capture import recorders
 from csc.capture.dedup.equality import PLAIN
 from csc.capture.dedup.operations import unprofiled
 from csc.capture.values.hoist import NOT_THE_MODELS
@@ -41,7 +42,6 @@ from csc.capture.values.hoist import NOT_THE_MODELS
 LIBRARIES = {
     *NOT_THE_MODELS, *sys.stdlib_module_names, "huggingface_hub", "mpmath", "networkx", "numpy", "sympy", "tqdm",
 }  # fmt: skip
-RECORDERS = {"transformers.utils.output_capturing"}  # keep what layers return, and look at nothing
 DEEPEST, LONGEST = 4, 256  # of values within values; entries of a container
 
 
@@ -85,7 +85,7 @@ class Looked:
             self._telling = frame
             return
         home = str(frame.f_globals.get("__name__"))
-        if not home or home.partition(".")[0] in LIBRARIES or home in RECORDERS:
+        if not home or home.partition(".")[0] in LIBRARIES or home in recorders.MODULES:
             self._passed[place] = code
             return
         names = frozenset(code.co_names).union(one for one in code.co_consts if isinstance(one, str))

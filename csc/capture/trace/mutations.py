@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from csc.capture.model_guards import BESIDE, reached
+from csc.capture.recorders import only_records
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
@@ -81,7 +82,7 @@ def refuse_if_computed_with(
     was written in its trace; beside: globals, objects and closures that were, which nobody puts back; again: captures
     the model as it then is, for models that cannot be run.
     """
-    first = {slot: both for slot, both in changes.items() if not _remembered(*both)}
+    first = {slot: both for slot, both in changes.items() if not (_remembered(*both) or only_records(slot[1], *both))}
     if not first and not beside:
         return
     try:
