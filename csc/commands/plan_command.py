@@ -19,12 +19,11 @@ from csc.commands.model_options import Opening, RanksOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.rows import Rows
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
+from csc.driver.search_clock import SECONDS
 from csc.simulation.look import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from csc.reports.advice import Advice, Row
-
-SECONDS = 50.0
 
 
 @on_target
@@ -39,7 +38,8 @@ def plan(
         int | None, typer.Option("--samples", min=1, help="with --devices: samples of a step; else the example's")
     ] = None,
     limit: Annotated[
-        float, typer.Option("--limit", min=0, help="seconds for alternatives and changes, after the plan itself")
+        float,
+        typer.Option("--limit", min=0, help="seconds: with --devices to choose in; else for alternatives and changes"),
     ] = SECONDS,
     lengths: LengthsOption = None,
     batch_size: BatchSizeOption = 128,

@@ -23,6 +23,7 @@ from csc.driver.mesh_choice import choose
 from csc.driver.mesh_rows import FixedChoices, MeshChoice, MeshRow
 from csc.driver.model_programs import ModelPrograms
 from csc.driver.options import changed
+from csc.driver.search_clock import SECONDS
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
@@ -33,7 +34,6 @@ from csc.simulation.look import bytes_text, seconds_text
 
 log = logging.getLogger("csc")
 
-SECONDS = 50.0  # of the search, once the model is captured
 CHOSEN = "mesh"  # the one file that the first rank hands out
 OF_ONE_MESH = ("cuts", "stages", "placement", "chunks")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from csc.capture.batch import split_batch
 from csc.driver.compiled import CompiledModel
+from csc.driver.compiler import uncollected
 from csc.driver.dividing import samples_of
 from csc.driver.mesh_rows import NOTHING_FIXED, DividedModel, FixedChoices, MeshChoice
 from csc.driver.mesh_search import MeshSearch
@@ -28,8 +29,9 @@ def choose(
 ) -> MeshChoice:  # fmt: skip
     """The layouts of a compiled model's example on so many devices. step: samples of a step; None: the example's.
 
-    Takes about `seconds` once the model is captured. InputError if the samples cannot be divided, or there is no mesh
-    at all, and for hardware or memory that is said of each pipeline rank.
+    Takes about `seconds`, the capture of the model among them; at least half of them are for the search. InputError if
+    the samples cannot be divided, or there is no mesh at all, and for hardware or memory that is said of each pipeline
+    rank.
     """
     for what, number in (("devices", devices), ("samples", 1 if step is None else step)):
         if not isinstance(number, int) or number < 1:
@@ -64,4 +66,5 @@ def choose(
 
     sizes = [n for n in range(1, min(samples, LARGEST) + 1) if samples % n == 0 and n & (n - 1) == 0]
     model = DividedModel(plain.options, tuple(sizes), divided)
-    return MeshSearch(model, devices, samples if step is None else step, seconds, tell, fixed).choice()
+    with uncollected():
+        return MeshSearch(model, devices, samples if step is None else step, seconds, tell, fixed).choice()

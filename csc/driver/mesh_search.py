@@ -61,8 +61,8 @@ MESHES = 5  # that are priced at least, though they may be slower than the best
 
 
 class MeshSearch:
-    """Of a model for `step` samples on so many devices, in about so many seconds of the clock. tell: is called with
-    each layout.
+    """Of a model for `step` samples on so many devices, in about so many seconds of the clock, its capture among them.
+    tell: is called with each layout.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class MeshSearch:
         self.undivided: dict[MeshDivision, str | None] = {}  # why they are refused in every form, if they are
         self.memory: float | None = None
         self.made = 0  # candidates
-        first = self.problems.first()
+        begun = clock()
+        first = self.problems.first()  # captures the model
+        seconds = max(seconds - (clock() - begun), seconds / 2)
         hardware = chosen_hardware(first, model.options)
         self.asked = [
             one for one in layouts(devices, step, model.sizes, hardware.ranks_per_node, len(first.regions))
@@ -92,7 +94,7 @@ class MeshSearch:
             )  # fmt: skip
         self.encoders = encoders(first)
         self.forms = partial(forms, self.encoders, model.options)
-        self.clock = SearchClock(seconds, clock)  # from here on: the model has been captured
+        self.clock = SearchClock(seconds, clock)
 
     def choice(self) -> MeshChoice:
         """InputError where the model can be divided for no mesh."""
