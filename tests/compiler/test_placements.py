@@ -96,15 +96,17 @@ def after(compiled: csc.CompiledModel, name: str) -> Program:
     return next(one for one in compiled.history() if one.history and one.history[-1].name == name)
 
 
-def test_sums_of_a_component_whose_samples_are_shared_out() -> None:
-    """Gradients of its weights are parts, those of the projector's are whole, and its features are no sum."""
-    mesh, apart = "tp=2,vision_tower.tp=1", {"vision_tower"}
-    compiled = csc.compile(MODELS["llava"](), example=BATCHES["llava"](4), mesh=mesh)
+@pytest.mark.parametrize(("name", "encoder"), [("llava", "vision_tower"), ("patches", "visual")])
+def test_sums_of_a_component_that_is_shared_out(name: str, encoder: str) -> None:
+    """By its samples, or by its tokens. Gradients of its weights are parts, those of what comes behind it are whole,
+    and its features are no sum.
+    """
+    compiled = csc.compile(MODELS[name](), example=BATCHES[name](4), mesh=f"tp=2,{encoder}.tp=1")
     program = after(compiled, "differentiate")
     for which in (broken, flipped):
-        verify_placements(program, "differentiate", set(), apart)
-        wrong = [(how, one) for how, one in which(program) if "llama_decoder_layer" not in how]  # one key head a rank
-        assert len(wrong) >= 4 and not [how for how, one in wrong if not refused(one, apart)]
+        verify_placements(program, "differentiate", set(), {encoder})
+        wrong = [(how, one) for how, one in which(program) if "decoder_layer" not in how]  # one key head a rank
+        assert len(wrong) >= 4 and not [how for how, one in wrong if not refused(one, {encoder})]
 
 
 @pytest.mark.long
