@@ -59,7 +59,8 @@ def tensor(program: Program, options: Options) -> Program:
     found = _Agreement(program, ranks, number, whole, alike).choices()
     written_out = any(WRITTEN_OUT in note for note in program.notes)
     for size in sorted({mesh.tp, *(tp for _, tp in mesh.components if tp > 1)} & set(ranks.values())):
-        _check({name: one for name, one in found.items() if ranks[name] == size}, size, mesh, written_out)
+        choices = {name: one for name, one in found.items() if ranks[name] == size}
+        _check(program, choices, size, mesh, written_out)
     return _applied(program, found, number, ranks, mesh)
 
 
@@ -158,9 +159,19 @@ def _made_of_the_batch(program: Program) -> set[str]:
     }
 
 
-def _check(found: Mapping[str, ShardChoice], ranks: int, mesh: Mesh, written_out: bool) -> None:
-    """InputError if an axis does not divide, or none was found. ranks: tp, or that of the components with so many of
-    their own. written_out: whether attention is.
+class Indivisible(InputError):
+    """A number of ranks divides some axes of layers not. axes: by the component that has them."""
+
+    def __init__(
+        self, what: str, where: str = "", remedy: str = "", axes: Mapping[str, tuple[OddAxis, ...]] | None = None
+    ) -> None:
+        super().__init__(what, where, remedy)
+        self.axes = axes or {}
+
+
+def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh: Mesh, written_out: bool) -> None:
+    """Indivisible if an axis does not divide, InputError if none was found. ranks: tp, or that of the components with
+    so many of their own. written_out: whether attention is.
     """
     asked, what = f"tp={ranks}", "this model"
     if ranks < mesh.tp:
@@ -174,9 +185,11 @@ def _check(found: Mapping[str, ShardChoice], ranks: int, mesh: Mesh, written_out
             and all(fits(size, groups, n) for size, groups in sizes)
         )  # fmt: skip
         first = odd[0]
-        raise InputError(
+        used = dict.fromkeys((region.component, region.template) for region in program.regions)
+        raise Indivisible(
             f"{first.size} {first.what} of {first.parameter} cannot be divided by {asked}{_readers(first, ranks)}",
             "mesh", f"the largest tp below it that divides {what} is {largest}{DROPPED if written_out else ''}",
+            {component: found[name].odd for component, name in used if name in found and found[name].odd},
         )  # fmt: skip
     if not any(choice.graph is not None for choice in found.values()):
         reasons = list(dict.fromkeys(reason for choice in found.values() for reason in choice.reasons))

@@ -38,8 +38,7 @@ def plan(
         int | None, typer.Option("--samples", min=1, help="with --devices: samples of a step; else the example's")
     ] = None,
     limit: Annotated[
-        float,
-        typer.Option("--limit", min=0, help="seconds: with --devices to choose in; else for alternatives and changes"),
+        float, typer.Option("--limit", min=0, help="seconds for the choice, or for alternatives and changes")
     ] = SECONDS,
     lengths: LengthsOption = None,
     batch_size: BatchSizeOption = 128,

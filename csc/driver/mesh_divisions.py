@@ -24,18 +24,24 @@ class UntracedDivisions:
     """In the plain form, in which layouts are made."""
 
     def __init__(self, problems: DividedProblems, layouts: Sequence[MeshLayout]) -> None:
-        self._problems = problems
+        self._problems, self._begun = problems, False
         self._layouts: dict[MeshDivision, list[MeshLayout]] = {}
         for layout in sorted(layouts, key=_simple):
             self._layouts.setdefault(layout.division, []).append(layout)
 
     def next(self) -> tuple[float, MeshDivision] | None:
-        """The division that may take the least, and the seconds that are expected of its best layout."""
+        """The division that may take the least, and the seconds that are expected of its best layout; the simplest one
+        before all others, with which the graph of one device has been traced.
+        """
         if not self._layouts:
             return None
+        if not self._begun:
+            simplest = next(iter(self._layouts))
+            return self._seconds(simplest), simplest
         return min(((self._seconds(each), each) for each in self._layouts), key=lambda one: one[0])
 
     def take(self, division: MeshDivision) -> list[MeshLayout]:
+        self._begun = True
         return self._layouts.pop(division)
 
     def _seconds(self, division: MeshDivision) -> float:

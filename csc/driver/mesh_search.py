@@ -37,6 +37,7 @@ from csc.driver.mesh_found import GAIN, ROOM, FoundMeshes, fitting_first
 from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice, MeshRow
 from csc.driver.rank_orders import priced_orders
 from csc.driver.search_clock import PLAN, TRACE, Kind, SearchClock
+from csc.driver.undivided_axes import UndividedAxes
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
@@ -73,6 +74,7 @@ class MeshSearch:
         self.problems = DividedProblems(model)
         self.found = FoundMeshes()
         self.undivided: dict[MeshDivision, str | None] = {}  # why they are refused in every form, if they are
+        self.odd = UndividedAxes(dict(model.options.context))
         self.memory: float | None = None
         self.made = 0  # candidates
         begun = clock()
@@ -84,13 +86,11 @@ class MeshSearch:
             if fixed.microbatches in (None, one.microbatches)
         ]  # fmt: skip
         if not self.asked:
-            given = fixed.microbatches is not None
-            many, other = (
-                (f" with microbatches={fixed.microbatches}", ", or leave microbatches out") if given else ("", "")
-            )
+            given = fixed.microbatches
+            many, other = "" if given is None else f" with microbatches={given}", ", or leave microbatches out"
             raise InputError(
                 f"{step} samples of a step cannot be divided among {devices} devices alike{many}", "samples",
-                f"give a multiple of {devices}, or fewer devices{other}",
+                f"give a multiple of {devices}, or fewer devices{other if many else ''}",
             )  # fmt: skip
         self.encoders = encoders(first)
         self.forms = partial(forms, self.encoders, model.options)
@@ -180,6 +180,10 @@ class MeshSearch:
     def _in_form(self, listed: Sequence[MeshLayout], form: MeshForm) -> list[MeshCandidate]:
         """The candidates of the layouts of a division in a form; none if csc cannot divide the model so."""
         own = [layout.in_form(form) for layout in listed]
+        known = self.odd.why(own[0].division)
+        if known is not None:
+            self.found.refused[own[0].division] = known
+            return []
         self.tell(str(own[0].division))
         found: list[MeshCandidate] = []
         try:
@@ -189,6 +193,7 @@ class MeshSearch:
                     found += self.problems.bounded(possible, [(zero, recompute)], self.made + len(found))
         except CscError as error:  # or microbatches of this size
             self.found.refused[own[0].division] = str(error)
+            self.odd.note(own[0].division, error)
             return []
         self.made += len(found)
         return found

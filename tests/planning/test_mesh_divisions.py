@@ -104,3 +104,20 @@ def test_encoders_are_all_components_but_that_of_the_loss() -> None:
     both = program((layer, "audio"), (layer, "vision"), ("other", "projector"), (layer, "llm"), ("loss", "model"))
     assert encoders(both) == ("audio", "vision")
     assert encoders(program((layer, "llm"))) == () == encoders(program(("other", "model")))
+
+
+def test_what_one_device_does_alone_comes_first() -> None:
+    """Though sizes that nobody knows anything of could be faster: its graph is there."""
+
+    @dataclass
+    class Free(Known):
+        def ideal(self, layout: MeshLayout) -> float:
+            return IDEAL / layout.mesh.tp
+
+    listed = untraced(Free())
+    first, second = listed.next(), None
+    if first is not None:
+        listed.take(first[1])
+        second = listed.next()
+    assert first is not None and (first[1].tp, first[1].cp) == (1, 1)
+    assert second is not None and second[1].tp > 1

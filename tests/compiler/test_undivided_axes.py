@@ -1,0 +1,54 @@
+"""What one refused division of a search says of others."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from csc.passes.tensor import Indivisible
+from csc.passes.tensor_choice import OddAxis
+
+import csc
+from csc.driver.mesh_choice import choose
+from csc.driver.mesh_search import MeshSearch
+from csc.driver.undivided_axes import UndividedAxes
+from csc.errors import InputError
+from csc.planning.meshes import MeshDivision, MeshForm
+from tests.compiler.tensor_models import BATCHES, MODELS
+
+
+def test_a_refusal_is_for_all_that_divide_the_component_so() -> None:
+    known = UndividedAxes({"spread"})
+    heads, wide = OddAxis("heads", 8, 1, "q.weight"), OddAxis("heads", 2, 3, "k.weight", "a reason", (1, 2))
+    known.note(MeshDivision(3, 1, 1), Indivisible("8 heads by tp=3", "mesh", "take 2", {"llm": (heads, wide)}))
+    known.note(MeshDivision(4, 1, 1), InputError("4 is too much", "mesh", "take 2"))
+    said = "mesh: 8 heads by tp=3. take 2."
+    assert known.why(MeshDivision(3, 2, 4, MeshForm((("vision", 1),), True))) == said
+    assert known.why(MeshDivision(6, 1, 1)) == "mesh: 8 heads of q.weight cannot be divided by tp=6."
+    assert known.why(MeshDivision(3, 1, 1, MeshForm((("llm", 1),)))) is None
+    assert known.why(MeshDivision(4, 1, 1)) is None and known.why(MeshDivision(1, 3, 1)) is None
+    spread = Indivisible("9 heads by tp=4", "mesh", "take 3", {"spread": (OddAxis("heads", 9, 1, "q"),)})
+    known.note(MeshDivision(4, 1, 1), spread)
+    assert known.why(MeshDivision(4, 1, 1)) is None
+    copied = pickle.loads(pickle.dumps(spread))
+    assert str(copied) == str(spread) and copied.axes == spread.axes
+
+
+def test_a_search_traces_one_form_of_what_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And first what one device does alone, which is traced already."""
+    traced: list[str] = []
+    searched = MeshSearch._in_form
+
+    def noted(self: Any, listed: Any, form: Any) -> Any:
+        tell, self.tell = self.tell, traced.append
+        found = searched(self, listed, form)
+        self.tell = tell
+        return found
+
+    monkeypatch.setattr(MeshSearch, "_in_form", noted)
+    compiled = csc.compile(MODELS["llava"](), example=BATCHES["llava"](3), mesh={"pp": 1}, check=False)
+    choice = choose(compiled, 3, None, 600.0, lambda _: None)
+    refused = [one for one in traced if one.startswith("tp=3")]
+    assert traced[0] == "tp=1, cp=1" and len(refused) == 1
+    assert "cannot be divided by tp=3" in choice.refused["tp=3, cp=1"]
