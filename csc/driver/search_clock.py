@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SECONDS = 42.0  # for a search unless said otherwise, the capture of the model among them: with imports within a minute
+SECONDS = 50.0  # for a search unless said otherwise, the capture of the model among them
 TRACE, PLAN = "trace", "plan"
 Kind = str
 
