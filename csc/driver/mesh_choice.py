@@ -29,7 +29,7 @@ def choose(
 ) -> MeshChoice:  # fmt: skip
     """The layouts of a compiled model's example on so many devices. step: samples of a step; None: the example's.
 
-    Takes about `seconds`, the capture of the model among them; at least half of them are for the search. InputError if
+    Takes about `seconds`, the capture of the model among them; at least four fifths are for the search. InputError if
     the samples cannot be divided, or there is no mesh at all, and for hardware or memory that is said of each pipeline
     rank.
     """

@@ -53,6 +53,7 @@ from csc.planning.problem import Problem
 EFFORT = 0.1  # of the search for each plan
 LIMIT = 20.0  # seconds of the clock for each, far more than it takes: a busy machine chooses as an idle one does
 LAST = 10.0  # for each that begins late, three times what it takes on an idle machine
+SEARCHING = 0.8  # of the time, at least, whatever the capture takes
 TRACING = 0.5  # of the time, at most, before the first plan
 FIRST_FORMS = 0.85  # of the time, at most, before other forms of what is near the best
 LATE = 2.0  # times the seconds that a search may take as long as nothing fits
@@ -77,9 +78,8 @@ class MeshSearch:
         self.odd = UndividedAxes(dict(model.options.context))
         self.memory: float | None = None
         self.made = 0  # candidates
-        begun = clock()
-        first = self.problems.first()  # captures the model
-        seconds = max(seconds - (clock() - begun), seconds / 2)
+        begun, first = clock(), self.problems.first()  # which captures the model
+        seconds = max(seconds - (clock() - begun), SEARCHING * seconds)
         hardware = chosen_hardware(first, model.options)
         self.asked = [
             one for one in layouts(devices, step, model.sizes, hardware.ranks_per_node, len(first.regions))
