@@ -132,8 +132,8 @@ def _call(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None]) -> 
         return held[0] if g.bind(node)["dim"] != held[0] else UNKNOWN
     known = relation(node)
     related = {use.node for use in known.uses} if known is not None else set()
-    if name == CONTEXT_ATTENTION and len(own := {types[g.bind(node)[one]] for one in ("q", "k", "v")}) == 1:
-        return own.pop()  # keys and values of others come to a rank's own queries
+    if name == CONTEXT_ATTENTION and {types[g.bind(node)[one]] for one in ("q", "k", "v")} in ({0}, {1}, {2}):
+        return held[0]  # of samples, heads, or tokens: keys and values of others come to a rank's own queries
     if name in (ATTENTION, CONTEXT_ATTENTION) and related != set(used):
         return held[0]
     if known is None or any(types[one] != EQUAL for one in set(used) - related):  # a kernel of weights has no rows
@@ -211,13 +211,9 @@ def _linked(uses: Sequence[Use], types: Types) -> Placement:
 
 
 def _reshaped(before: Sequence[int], after: Sequence[int], held: Placement) -> Placement:
-    """A shard's dimension in other sizes: the outermost of what it becomes, if that is one for sure. One of several
-    entries is none of the dimensions of one that stand beside it.
-    """
+    """A shard's dimension in other sizes: the outermost of what it becomes, if that is one for sure."""
     if not isinstance(held, int):
         return held
     ahead = prod(before[:held])
     places = [place for place in range(len(after)) if prod(after[:place]) == ahead]
-    if before[held] > 1:
-        places = [place for place in places if after[place] > 1]
     return places[0] if len(places) == 1 else UNKNOWN
