@@ -1,5 +1,6 @@
 """How much of its time a search for a mesh has spent, and whether what comes next would end within it.
 
+SECONDS                                 that a search takes unless said otherwise, the capture of the model among them
 clock = SearchClock(seconds, read)      from now on; read: gives seconds, time.monotonic by default
 clock.left                              seconds; less than nothing when they are over
 with clock.of(PLAN): ...                work of a kind, from which is told what the next of that kind takes
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SECONDS = 50.0  # for a search unless said otherwise, the capture of the model among them
+SECONDS = 50.0
 TRACE, PLAN = "trace", "plan"
 Kind = str
 

@@ -145,11 +145,6 @@ class Mesh:
         return (*in_front, *[self.tp] * (self.pp - len(in_front)))
 
     @cached_property
-    def _known_groups(self) -> dict[tuple[Group, tuple[int, ...] | None], tuple[tuple[int, ...], ...]]:
-        """Every region's costs ask for those of a thousand ranks."""
-        return {}
-
-    @cached_property
     def _numbers(self) -> RankNumbers:
         return RankNumbers({axis: getattr(self, axis) for axis in self.AXES}, self.order, self._widths)
 
@@ -234,12 +229,6 @@ class Mesh:
         """All groups of a kind, in the order of their coordinates on the other axes: every rank (with positions: every
         rank there) is in one of them.
         """
-        key = what, None if positions is None else tuple(positions)
-        if key not in self._known_groups:
-            self._known_groups[key] = self._groups(*key)
-        return self._known_groups[key]
-
-    def _groups(self, what: Group, positions: tuple[int, ...] | None) -> tuple[tuple[int, ...], ...]:
         inside = (*what.along, *(["pp"] if positions is not None else []))
         dp, pp, cp = (range(1 if axis in inside else getattr(self, axis)) for axis in self.AXES[:-1])
         firsts = []
