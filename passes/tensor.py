@@ -160,7 +160,9 @@ def _made_of_the_batch(program: Program) -> set[str]:
 
 
 class Indivisible(InputError):
-    """A number of ranks divides some axes of layers not. axes: by the component that has them."""
+    """Some axes of layers cannot be divided by a number of ranks. axes: by the component that has them; none of an
+    error that was copied from another process by its words.
+    """
 
     def __init__(
         self, what: str, where: str = "", remedy: str = "", axes: Mapping[str, tuple[OddAxis, ...]] | None = None

@@ -192,8 +192,8 @@ class MeshSearch:
                     possible = [one for one in own if zero < 3 or self.fixed.zero is not None or are_several(one)]
                     found += self.problems.bounded(possible, [(zero, recompute)], self.made + len(found))
         except CscError as error:  # or microbatches of this size
-            self.found.refused[own[0].division] = str(error)
-            self.odd.note(own[0].division, error)
+            self.odd.note(error)
+            self.found.refused[own[0].division] = self.odd.why(own[0].division) or str(error)
             return []
         self.made += len(found)
         return found

@@ -1,8 +1,8 @@
 """Numbers of ranks that are known not to divide the layers of a component.
 
     UndividedAxes(context)                  context: components whose tokens are shared out, which have no tp
-    .note(division, error)                  what csc said of a division
-    .why(division) -> sentence or None      of another one that divides a component so; None: nothing is known
+    .note(error)                            what csc said of a division
+    .why(division) -> sentence or None      of this one, or another that divides a component so; None: nothing is known
 
 Which of its dimensions divide depends on a component and its number of ranks alone, not on the form, nor on samples:
 where a language model has 14,336 hidden features and 8 heads, none of six forms of tp=3, nor of tp=6, has to be traced.
@@ -24,25 +24,18 @@ class UndividedAxes:
     def __init__(self, context: Collection[str]) -> None:
         self._context = context
         self._axes: dict[str, list[OddAxis]] = {}
-        self._said: dict[tuple[str, int], str] = {}
 
-    def note(self, division: MeshDivision, error: CscError) -> None:
+    def note(self, error: CscError) -> None:
         if not isinstance(error, Indivisible):
             return
         for component, axes in error.axes.items():
-            self._said.setdefault((component, _tp(division, component)), str(error))
             own = self._axes.setdefault(component, [])
             own += [axis for axis in axes if not axis.why and axis not in own]
 
     def why(self, division: MeshDivision) -> str | None:
         for component, axes in self._axes.items():
-            tp = _tp(division, component)
+            tp = dict(division.form.own).get(component, division.tp)
             odd = next((axis for axis in axes if not axis.divides(tp)), None)
             if odd is not None and component not in (*division.form.spread, *self._context):
-                plain = f"mesh: {odd.size} {odd.what} of {odd.parameter} cannot be divided by tp={tp}."
-                return self._said.get((component, tp), plain)
+                return f"{odd.size} {odd.what} of {odd.parameter} ({component}) cannot be divided by tp={tp}"
         return None
-
-
-def _tp(division: MeshDivision, component: str) -> int:
-    return dict(division.form.own).get(component, division.tp)
