@@ -19,6 +19,7 @@ from csc.driver.mesh_rows import MeshChoice, MeshIfRoom, MeshRow
 from csc.planning.meshes import MeshDivision, MeshLayout
 
 GAIN = 1e-3  # what another order of ranks, form, stages of their own, or more memory have to save
+NEAR = 1.15  # times the best: layouts of which other forms are looked at
 ROOM = 1.02  # times its bound: a plan this near gains nothing from ZeRO-3, which makes room
 
 

@@ -6,6 +6,7 @@ Terms
              recomputation, ZeRO-3. The fastest that fits counts: where memory lets few microbatches wait, to compute
              again may be faster
   candidate  a layout with a way
+  draft      of a plan: what even cuts come to, in a part of the time (csc.planning.plan)
   price      the simulated makespan of a plan, and behind it gradients summed and the optimizer's step
   order      how ranks count through the axes, which says what stands within a node (csc.ir.mesh)
 
@@ -13,11 +14,12 @@ Terms
 
 Tracing and planning take the time. So every division is traced once, those near one sample on whole layers first, and
 of its forms the first that csc can divide so; of every candidate it is then told in milliseconds what no plan of it
-beats, and what to expect of one (csc.planning.mesh_bounds). Candidates are planned in the order of the latter, but for
+beats, and what to expect of one (csc.planning.mesh_bounds). Candidates are drafted in the order of the latter, but for
 those that the former shows to be slower than the best so far, or to exceed the memory, and those expected to be far
-behind. When a part of the time is over, or all are planned, come other forms of the layouts that are near the best,
-then the rest. Where several nodes are filled, a plan is priced in every order of its ranks, and planned for one that
-makes it the best.
+behind. When a part of the time is over, or all are drafted, come other forms of the layouts that are near the best.
+Then those that came near it are planned, the fastest draft first, and what is left of the time goes into the rest.
+Where several nodes are filled, a plan is priced in every order of its ranks, and made again for one that makes it the
+best.
 """
 
 from __future__ import annotations
@@ -26,39 +28,32 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_several
 from csc.driver.mesh_divisions import UntracedDivisions
 from csc.driver.mesh_forms import encoders, forms, forms_of, own_stages
-from csc.driver.mesh_found import GAIN, ROOM, FoundMeshes, fitting_first
-from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice, MeshRow
-from csc.driver.rank_orders import priced_orders
-from csc.driver.search_clock import PLAN, TRACE, Kind, SearchClock
+from csc.driver.mesh_found import GAIN, NEAR, FoundMeshes, fitting_first
+from csc.driver.mesh_plans import MeshPlans
+from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice
+from csc.driver.search_clock import DRAFT, PLAN, TRACE, Kind, SearchClock
 from csc.driver.undivided_axes import UndividedAxes
 from csc.errors import CscError, InputError
-from csc.ir.mesh import Mesh
-from csc.ir.program import Options
-from csc.passes.pipeline_problem import chosen_hardware, problem
+from csc.passes.pipeline_problem import chosen_hardware
 from csc.passes.recompute import NONE, SELECTIVE
-from csc.passes.step_end import least_behind, seconds_behind
+from csc.passes.step_end import least_behind
 from csc.planning.mesh_bounds import expected_seconds, least_memory, least_seconds
 from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, layouts
-from csc.planning.own_stages import own_stages as staged
-from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem
 
-EFFORT = 0.1  # of the search for each plan
-LIMIT = 20.0  # seconds of the clock for each, far more than it takes: a busy machine chooses as an idle one does
-LAST = 10.0  # for each that begins late, three times what it takes on an idle machine
 SEARCHING = 0.8  # of the time, at least, whatever the capture takes
-TRACING = 0.5  # of the time, at most, before the first plan
-FIRST_FORMS = 0.85  # of the time, at most, before other forms of what is near the best
+TRACING = 0.5  # of the time, at most, before the first draft
+FIRST_FORMS = 0.6  # of the time, at most, before other forms of what is near the best
+FIRST_PLANS = 0.75  # of the time, at most, before the first plan, those forms among it
 LATE = 2.0  # times the seconds that a search may take as long as nothing fits
-FAR = 1.5  # times the best: what is expected to take longer is not planned
-NEAR = 1.15  # times the best: layouts of which other forms are looked at
+FAR = 2.0  # times the best: what is expected to take longer is not drafted
+PLANNED = 1.25  # times the best: of what drafts come to, what is planned
 MESHES = 5  # that are priced at least, though they may be slower than the best
 
 
@@ -74,6 +69,7 @@ class MeshSearch:
         self.model, self.devices, self.step, self.tell, self.fixed = model, devices, step, tell, fixed
         self.problems = DividedProblems(model)
         self.found = FoundMeshes()
+        self.drafted: list[MeshCandidate] = []
         self.undivided: dict[MeshDivision, str | None] = {}  # why they are refused in every form, if they are
         self.odd = UndividedAxes(dict(model.options.context))
         self.memory: float | None = None
@@ -95,14 +91,18 @@ class MeshSearch:
         self.encoders = encoders(first)
         self.forms = partial(forms, self.encoders, model.options)
         self.clock = SearchClock(seconds, clock)
+        self.plans = MeshPlans(self.problems, self.found, self.clock)
 
     def choice(self) -> MeshChoice:
         """InputError where the model can be divided for no mesh."""
         waiting: list[MeshCandidate] = []
         untraced = UntracedDivisions(self.problems, self.asked)
-        for until in (FIRST_FORMS, math.inf):
-            self._plan(waiting, untraced, until)
+        for until in (FIRST_FORMS, FIRST_PLANS):
+            self._draft(waiting, untraced, until)
             self._look_at_other_forms()
+        self._plan()
+        self._draft(waiting, untraced)
+        self._plan()
         found = self.found
         if not found.rows:
             self._without_room()
@@ -114,7 +114,7 @@ class MeshSearch:
         self._give_stages()
         return found.answer(self.devices, self.step, self.memory, self._told())
 
-    def _plan(
+    def _draft(
         self, waiting: list[MeshCandidate], untraced: UntracedDivisions | None = None, until: float = math.inf
     ) -> None:
         """Those that may be faster than the best, and divisions as soon as nothing traced is expected to be faster;
@@ -134,7 +134,7 @@ class MeshSearch:
             one = heapq.heappop(waiting)
             if one.seconds >= found.best and self._enough():
                 found.slow.add(one.layout)
-            elif self._late(PLAN):
+            elif self._late(DRAFT):
                 found.left[one.layout] = min(one.seconds, found.left.get(one.layout, math.inf))
             elif one.expected > FAR * found.best and self._enough():
                 found.far.add(one.layout)
@@ -232,10 +232,10 @@ class MeshSearch:
                     continue
                 if name and not self._may_gain(layout.in_form(form), name):
                     continue
-                if self._late(TRACE):
+                if self._late(TRACE) or (found.rows and self.clock.over(FIRST_PLANS)):
                     found.left[new] = self.problems.ideal(layout)
                 else:
-                    self._plan(self._in_form([layout], other))
+                    self._draft(self._in_form([layout], other))
         seconds = found.fastest()
         return min(
             [form, *others],
@@ -251,7 +251,7 @@ class MeshSearch:
         return spare > GAIN and seconds * (1 - spare) < self.found.best * (1 - GAIN)
 
     def _look_at(self, one: MeshCandidate) -> list[MeshCandidate]:
-        """Plan a candidate, unless that cannot help; or what to look at next: it with what it takes at least by its
+        """Draft a candidate, unless that cannot help; or what to look at next: it with what it takes at least by its
         memory, or with some of its work done again where it does not fit.
         """
         found = self.found
@@ -262,12 +262,30 @@ class MeshSearch:
             return self._recomputed(one) if bounded is None else [bounded]
         else:
             self.tell(str(one.layout))
-            planned = self._planned(one.problem)
-            if planned is None:
+            made = self.plans.draft(one)
+            if made is None:
                 found.bytes[one] = least_memory(one.problem)
+                self.drafted.append(one)
                 return self._recomputed(one)
-            found.add(one, self._ordered(one, one.problem, planned))
+            row, ordered = made
+            found.add(ordered, row)
+            self.drafted.append(replace(ordered, expected=row.seconds))
         return []
+
+    def _plan(self) -> None:
+        """What was drafted: the fastest first, then that of which no draft fits, where a plan may."""
+        found = self.found
+        drafted, self.drafted = sorted(self.drafted, key=lambda one: (one in found.bytes, one)), []
+        for one in drafted:
+            fits = one not in found.bytes
+            if one.seconds >= found.best or (fits and one.expected > PLANNED * found.best):
+                continue
+            if self._late(PLAN):
+                return
+            row = self.plans.plan(one)
+            if row is not None:
+                found.bytes.pop(one, None)
+                found.add(one, row)
 
     def _recomputed(self, one: MeshCandidate) -> list[MeshCandidate]:
         """What does not fit, with cheap work done again."""
@@ -299,32 +317,7 @@ class MeshSearch:
         known = {one: size for one, size in self.found.bytes.items() if size < math.inf}
         if known:
             one = min(known, key=lambda each: known[each])
-            planned = plan(replace(self._problem(one), memory=None), "1f1b", effort=EFFORT, limit=LIMIT)
-            self.found.rows[one] = self._row(one, one.options, planned, False)
-
-    def _planned(self, numbers: Problem) -> PipelinePlan | None:
-        """A plan that keeps to the limit; None if none was found."""
-        limit = min(LIMIT, max(LAST, self.clock.left))
-        with self.clock.of(PLAN), suppress(CscError):
-            return plan(numbers, "auto", effort=EFFORT, limit=limit)
-        return None
-
-    def _ordered(self, one: MeshCandidate, numbers: Problem, planned: PipelinePlan) -> MeshRow:
-        """By the order of ranks in which this plan is the fastest; planned for it if that may make it the best: with
-        ZeRO-3 a plan for gathers between nodes says less of one for gathers within them.
-        """
-        program = self.problems.program(one.layout, one.options)
-        best = self._row(one, one.options, planned, True)
-        orders = priced_orders(
-            program, one.options, numbers, planned.stages, planned.placement, planned.schedule
-        )  # fmt: skip
-        room = (NEAR if one.options.zero == 3 else ROOM) * self.found.best
-        for other in sorted(orders[1:], key=lambda each: each.seconds):
-            gains = other.seconds < min(best.seconds, room) * (1 - GAIN)
-            again = self._planned(other.problem) if gains and not self._late(PLAN) else None
-            if again is not None:
-                best = min(best, self._row(one, other.options, again, True), key=fitting_first)
-        return best
+            self.found.rows[one] = self.plans.without_room(one, self._problem(one))
 
     def _give_stages(self) -> None:
         """Encoders of the best layout stages of their own, if that makes it faster."""
@@ -335,31 +328,9 @@ class MeshSearch:
         for own in own_stages(self.encoders, best.problem):
             if self._late(PLAN):
                 return
-            mesh = replace(Mesh.parse(row.mesh), own_stages=own)
-            options = replace(best.options, mesh=mesh)
-            numbers = replace(problem(self.problems.program(best.layout, options), options), memory=best.problem.memory)
-            with self.clock.of(PLAN), suppress(CscError):
-                stages = staged(numbers, own)
-                planned = plan(numbers, "auto", stages=stages, effort=EFFORT, limit=LIMIT)
-                other = self._row(best, options, planned, True)
-                if other.seconds < self.found.best * (1 - GAIN):
-                    self.found.add(best, other)
-
-    def _row(self, one: MeshCandidate, options: Options, planned: PipelinePlan, fits: bool) -> MeshRow:
-        program = self.problems.program(one.layout, one.options)
-        return MeshRow(
-            mesh=str(options.mesh),
-            microbatches=one.layout.microbatches,
-            samples=one.layout.samples,
-            zero=options.zero,
-            recompute=one.choice,
-            seconds=planned.makespan + seconds_behind(program, options, planned.stages, planned.placement),
-            idle=sum(planned.bubble) / len(planned.bubble),
-            peak_memory=max(planned.peak_memory),
-            fits=fits,
-            sequence_parallel=one.layout.sequence,
-            context=one.layout.context,
-        )
+            other = self.plans.on_own_stages(best, own)
+            if other is not None and other.seconds < self.found.best * (1 - GAIN):
+                self.found.add(best, other)
 
     def _enough(self) -> bool:
         """Whether there are others beside the best."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SECONDS = 50.0
-TRACE, PLAN = "trace", "plan"
+TRACE, DRAFT, PLAN = "trace", "draft", "plan"
 Kind = str
 
 

@@ -5,7 +5,7 @@ the action before its use computes meanwhile; so there are at most two stages wh
 next. A stage is *kept* if it stays whole to its last use, over all microbatches; it is gathered at the start of the
 step, those that are used first first.
 
-    with_gathers(work, schedule, memory) -> Schedule      what has gathers already is left as it is
+    with_gathers(work, schedule, memory, one_by_one) -> Schedule      what has gathers already is left as it is
     seconds_waited_for(work, schedule) -> by which a step is longer than without its gathers
     held_whole(problem) -> Problem                        of ranks that have all their parameters whole all the time
     on_one_rank(problem, chunks, stages) -> (stages, placement, schedule)
@@ -38,10 +38,13 @@ Limits = Sequence[float] | float | None
 STAGES = 8  # of a rank, if nobody says: two of them, whole, are a quarter of its parameters
 
 
-def with_gathers(work: Pipeline, schedule: Schedule, memory: Limits = None) -> Schedule:
+def with_gathers(
+    work: Pipeline, schedule: Schedule, memory: Limits = None, one_by_one: bool = True
+) -> Schedule:  # fmt: skip
     """GATHER and FREE around the uses of every divided stage. memory: bytes that a rank may hold, or each. If given,
     stages are kept as far as there is room and the step gets shorter by it, those first whose gathers take longest for
-    their bytes; else none is.
+    their bytes; else none is. one_by_one: a step is simulated for each stage; else all or none are kept that there is
+    room for.
     """
     if not any(work.divided) or any(action.kind in WHOLE for actions in schedule.ranks for action in actions):
         return schedule
@@ -53,7 +56,7 @@ def with_gathers(work: Pipeline, schedule: Schedule, memory: Limits = None) -> S
     seconds, least = makespan(work, best), makespan(work, schedule)
     stages = [stage for stage, divided in enumerate(work.divided) if divided and stage in home]
     stages.sort(key=lambda stage: -work.stages[stage].gather / work.stages[stage].gathered)
-    for stage in stages:
+    for stage in stages if one_by_one else ():
         if seconds <= least * (1 + 1e-9):  # no gather is waited for
             return best
         rank = home[stage]
@@ -73,15 +76,25 @@ def _keeping(
     work: Pipeline, schedule: Schedule, stages: Sequence[int], memory: Sequence[float] | float
 ) -> Schedule:  # fmt: skip
     """With all of these stages kept that their ranks have room for, the first ones first."""
-    ranks = list(_gathering(schedule, work.divided).ranks)
+    ranks = []
+    for rank, plain in enumerate(schedule.ranks):
+        own = [stage for stage in stages if schedule.placement[stage] == rank]
+        every = _of_rank(plain, work.divided, own)
+        ranks.append(every if _fits(work, rank, every, memory) else _with_room(work, rank, plain, own, memory))
+    return Schedule(schedule.name, tuple(ranks))
+
+
+def _with_room(
+    work: Pipeline, rank: int, plain: Sequence[Action], stages: Sequence[int], memory: Sequence[float] | float
+) -> tuple[Action, ...]:  # fmt: skip
     kept: set[int] = set()
+    best = _of_rank(plain, work.divided, kept)
     for stage in stages:
-        rank = schedule.placement[stage]
-        actions = _of_rank(schedule.ranks[rank], work.divided, kept | {stage})
+        actions = _of_rank(plain, work.divided, kept | {stage})
         if _fits(work, rank, actions, memory):
             kept.add(stage)
-            ranks[rank] = actions
-    return Schedule(schedule.name, tuple(ranks))
+            best = actions
+    return best
 
 
 def seconds_waited_for(work: Pipeline, schedule: Schedule) -> float:

@@ -20,6 +20,7 @@ from csc.errors import InputError
 from csc.ir.schedule import Schedule
 from csc.planning.branches import Stages
 from csc.planning.budget import Budget
+from csc.planning.drafts import drafts
 from csc.planning.free_placement import rearranged
 from csc.planning.partition import candidates
 from csc.planning.partition_bound import Bound, lower_bound
@@ -47,6 +48,7 @@ FIRST, DEEP, HALF = 0.3, 0.25, 0.5
 CLOSER, MOVED, CHANGED = 0.3, 0.3, 0.4
 PAIRED = 0.1  # at most, into partitions for two stages on a rank, for each placement
 PUBLISHED = 0.05  # at most, into schedules as they are published
+DRAFTED = 0.3  # the same into drafts
 SWAPPED = 0.2  # the same where ranks differ
 
 
@@ -81,6 +83,7 @@ def searched(
     bound = lower_bound(problem) if len(problem.units) >= problem.ranks else None
     enough = bound.seconds * (1 + 1e-6) if bound else 0.0
     known = published(problem, ways, fixed, budget.part(PUBLISHED))
+    known += drafts(problem, ways, fixed, budget.part(DRAFTED))
     trials = [*known, *_screened(problem, ways, fixed, bound, budget)]
     if not trials and problem.waiting:
         raise InputError("nothing fits with the messages that wait", "plan", "Allow more memory, or more ranks")

@@ -5,6 +5,7 @@ beat (csc.planning.partition_bound); the *shared bound* holds for every plan, al
 *bubble* of a rank is the part of the makespan in which it has nothing to do.
 
     plan(problem, schedule, chunks, stages, placement, effort, limit, tell) -> Plan
+    draft(problem, limit)                                                   -> Plan, in a tenth of the time
 
 A named schedule follows from the partition, so partitions are what is searched; with "auto" placements and orders are
 searched too (csc.planning.joint). The search does not see gathers: where its plan waits for them, another is made that
@@ -25,6 +26,7 @@ from csc.ir.schedule import Schedule
 from csc.ir.schedule_verifier import verify
 from csc.planning.branches import Stages, branches
 from csc.planning.budget import Budget, Tell
+from csc.planning.drafts import drafts
 from csc.planning.figures import check_asked, check_figures
 from csc.planning.gathers import held_whole, on_one_rank, seconds_waited_for, with_gathers
 from csc.planning.joint import budget_of, searched
@@ -32,6 +34,8 @@ from csc.planning.partition import InFlight, candidates, describe
 from csc.planning.partition_bound import Bound, check_ranks, lower_bound, shared_lower_bound
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, timed
+from csc.planning.schedules.finish import finish
+from csc.planning.screen import Trial
 from csc.planning.unit_moves import homes, moved, neighbours
 from csc.planning.ways import Placement, checked, one, partitions, placements
 from csc.simulation.memory import peak_memory
@@ -57,7 +61,8 @@ class ScheduleChoice:
 class PipelinePlan:
     """stages[s]: its units; placement[s]: its rank. Times are seconds of one step, sizes bytes of each rank.
 
-    bubble: by rank, a part of 1. bound: None where a rank has several stages, as it does not hold for them;
+    bubble: by rank, a part of 1. bound: None where a rank has several stages, as it does not hold for them, and of a
+    draft;
     shared_bound: holds for every plan. layout: how the components share the ranks, in words.
     """
 
@@ -118,6 +123,27 @@ def plan(
             kept = _finished(problem, whole.stages, whole.placement, whole.schedule)
             found = min(found, kept, key=lambda one: one.makespan)
     return found
+
+
+def draft(problem: Problem, limit: float | None = LIMIT) -> PipelinePlan | None:
+    """The best of what even cuts come to (csc.planning.drafts), which memory is looked at but not made room for; None
+    if none of it fits. Without `bound`, which takes longer than the draft. limit: as of `plan`.
+    """
+    check_figures(problem)
+    check_ranks(problem)
+    ways, budget = placements(problem, "auto", None, None, None), Budget(seconds=limit)
+    roomy = problem.memory is not None and any(unit.gathered for unit in problem.units)
+    found: list[tuple[float, Trial, Schedule]] = []
+    for numbers in [problem, held_whole(problem)] if roomy else [problem]:
+        for trial in drafts(numbers, ways, None, budget)[:1]:
+            own = pipeline(problem, trial.stages, trial.placement)
+            schedule = finish("auto", trial.work, trial.orders, numbers.limits)
+            schedule = with_gathers(own, schedule, problem.limits, one_by_one=False)
+            found.append((makespan(own, schedule), trial, schedule))
+    for _, trial, schedule in sorted(found, key=lambda each: each[0]):
+        with suppress(InputError):  # there is no room for what gathers make whole
+            return _finished(problem, trial.stages, trial.placement, schedule, bounded=False)
+    return None
 
 
 def _with_messages(problem: Problem, planned: Callable[[Problem, bool], PipelinePlan], given: bool) -> PipelinePlan:
@@ -295,9 +321,12 @@ def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way
 
 
 def _finished(
-    problem: Problem, stages: Stages, home: Placement, schedule: Schedule, bound: Bound | None = None
-) -> PipelinePlan:
-    """The plan, with what the simulator says about it. InputError if what gathers make whole has no room."""
+    problem: Problem, stages: Stages, home: Placement, schedule: Schedule, bound: Bound | None = None,
+    bounded: bool = True,
+) -> PipelinePlan:  # fmt: skip
+    """The plan, with what the simulator says about it. bounded: with its bound. InputError if what gathers make whole
+    has no room.
+    """
     numbers = pipeline(problem, stages, home)
     schedule = with_gathers(numbers, schedule, problem.limits)
     _verified(numbers, schedule, problem.microbatches)
@@ -324,7 +353,7 @@ def _finished(
         makespan=seconds,
         peak_memory=tuple(peaks),
         bubble=tuple(1 - each / seconds if seconds else 0.0 for each in busy),
-        bound=(bound or lower_bound(problem)).seconds if alone else None,
+        bound=(bound or lower_bound(problem)).seconds if alone and bounded else None,
         shared_bound=shared_lower_bound(problem).seconds,
         layout=text if alone else f"{text}; {len(home)} stages on {problem.ranks} ranks",
     )

@@ -42,14 +42,14 @@ def _peak(curve: Sequence[tuple[float, float]], changes: Sequence[tuple[float, f
 def _spans(pipeline: Pipeline, schedule: Schedule, timeline: Timeline) -> Iterator[Span]:
     events = _events(timeline)
     posted = _posted(schedule, timeline)
-    home = schedule.placement
+    home, count = schedule.placement, schedule.microbatches
     for channel in pipeline.messages:
         kind, source, target = channel
         if source not in home or target not in home:
             continue
         answered = kind == "F" and ("B", target, source) in pipeline.messages
         link = pipeline.network.link(home[source], home[target])
-        for microbatch in range(schedule.microbatches):
+        for microbatch in range(count):
             made, taken = events.get((kind, source, microbatch)), events.get((kind, target, microbatch))
             if made is None or taken is None:
                 continue

@@ -13,13 +13,15 @@ import pytest
 
 import csc
 from csc.analysis.hardware import Wire, hardware, toml_text
-from csc.driver import mesh_search
+from csc.driver import mesh_plans, mesh_search
 from csc.driver.mesh_candidates import MeshCandidate
 from csc.driver.mesh_choice import choose
 from csc.driver.mesh_forms import forms, forms_of
-from csc.driver.mesh_found import GAIN, FoundMeshes
+from csc.driver.mesh_found import GAIN, NEAR, ROOM, FoundMeshes
+from csc.driver.mesh_plans import MeshPlans
 from csc.driver.mesh_rows import FixedChoices, MeshRow
-from csc.driver.mesh_search import NEAR, ROOM, MeshSearch
+from csc.driver.mesh_search import MeshSearch
+from csc.driver.search_clock import SearchClock
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, layouts
@@ -61,23 +63,29 @@ def test_a_plan_is_made_again_for_an_order_near_the_best(
     own, other = LAYOUT.mesh.orders()
     priced = [SimpleNamespace(mesh=mesh, options=mesh, problem=mesh, seconds=each)
               for mesh, each in ((own, 1.5), (other, elsewhere))]  # fmt: skip
-    monkeypatch.setattr(mesh_search, "priced_orders", lambda *asked: priced)
+    monkeypatch.setattr(mesh_plans, "priced_orders", lambda *asked: priced)
     planned: Any = SimpleNamespace(stages=(), placement=(), schedule=None)
     made: list[Mesh] = []
 
-    def plan(numbers: Any) -> Any:
+    def plan(numbers: Any, *asked: Any, **options: Any) -> Any:
         made.append(numbers)
         return planned
 
-    one = candidate(LAYOUT, 1.0, zero)
+    monkeypatch.setattr(mesh_plans, "plan", plan)
+    monkeypatch.setattr(mesh_plans, "draft", plan)
+    one = replace(candidate(LAYOUT, 1.0, zero), problem=SimpleNamespace(ranks=2))  # type: ignore[arg-type]
 
-    def priced_row(one: MeshCandidate, options: Any, planned: Any, fits: bool) -> MeshRow:
+    def priced_row(one: MeshCandidate, options: Any, planned: Any) -> MeshRow:
         return row(0.95, other) if options is other else row(1.5)
 
-    asked = search(problems=SimpleNamespace(program=lambda *of: None), _planned=plan, _row=priced_row)
-    asked.found.best = 1.0
-    found = asked._ordered(one, None, planned)  # type: ignore[arg-type]
-    assert made == [other] * again and found == (row(0.95, other) if again else row(1.5))
+    problems: Any = SimpleNamespace(program=lambda *of: None)
+    plans = MeshPlans(problems, FoundMeshes(best=1.0), SearchClock(60.0, lambda: 0.0))
+    monkeypatch.setattr(plans, "_row", priced_row)
+    expected = row(0.95, other) if again else row(1.5)
+    assert plans.plan(one) == expected and made[1:] == [other] * again
+    drafted = plans.draft(one)
+    assert drafted is not None and drafted[0] == expected
+    assert drafted[1].options == (other if again else one.options)  # and so it is planned
 
 
 @pytest.mark.long
