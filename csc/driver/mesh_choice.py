@@ -1,6 +1,6 @@
 """Which mesh trains a step's samples fastest on so many devices: layouts priced by the costs of plans.
 
-    choose(compiled, devices, step, seconds, tell, fixed) -> MeshChoice
+    choose(compiled, devices, step, seconds, tell, fixed, workers) -> MeshChoice
 
 Terms and the search itself: csc.driver.mesh_search.
 """
@@ -16,6 +16,7 @@ from csc.driver.compiler import uncollected
 from csc.driver.dividing import samples_of
 from csc.driver.mesh_rows import NOTHING_FIXED, DividedModel, FixedChoices, MeshChoice
 from csc.driver.mesh_search import MeshSearch
+from csc.driver.search_workers import workers_here
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
@@ -25,13 +26,13 @@ LARGEST = 16  # samples of a microbatch
 
 def choose(
     compiled: CompiledModel, devices: int, step: int | None, seconds: float, tell: Callable[[str], None],
-    fixed: FixedChoices = NOTHING_FIXED,
+    fixed: FixedChoices = NOTHING_FIXED, workers: int | None = None,
 ) -> MeshChoice:  # fmt: skip
     """The layouts of a compiled model's example on so many devices. step: samples of a step; None: the example's.
 
     Takes about `seconds`, the capture of the model among them; at least four fifths are for the search. InputError if
     the samples cannot be divided, or there is no mesh at all, and for hardware or memory that is said of each pipeline
-    rank.
+    rank. workers: processes that search; None: as many as there are cores, four at most.
     """
     for what, number in (("devices", devices), ("samples", 1 if step is None else step)):
         if not isinstance(number, int) or number < 1:
@@ -67,4 +68,5 @@ def choose(
     sizes = [n for n in range(1, min(samples, LARGEST) + 1) if samples % n == 0 and n & (n - 1) == 0]
     model = DividedModel(plain.options, tuple(sizes), divided)
     with uncollected():
-        return MeshSearch(model, devices, samples if step is None else step, seconds, tell, fixed).choice()
+        asked = model, devices, samples if step is None else step, seconds, tell, fixed
+        return MeshSearch(*asked, workers=workers or workers_here()).choice()

@@ -5,6 +5,7 @@ would, as a part of that: exchanges, and what is not divided.
 
     UntracedDivisions(problems, layouts)
     .next() -> (seconds, division) or None        .take(division) -> its layouts, no longer untraced
+    .parts(candidates, count) -> [(candidates, UntracedDivisions)]      for so many workers
 
 A rank that shares the work of a layer with more others exchanges no less, so the extra of an axis grows with its ranks
 at least in proportion; and the extras of tp and of cp add up. So a few divisions tell of the others, and of most it is
@@ -14,10 +15,11 @@ take longer than their latency.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
-from csc.driver.mesh_candidates import DividedProblems
-from csc.planning.meshes import MeshDivision, MeshLayout
+from csc.driver.mesh_candidates import DividedProblems, MeshCandidate
+from csc.planning.meshes import PLAIN, MeshDivision, MeshLayout
 
 
 class UntracedDivisions:
@@ -43,6 +45,22 @@ class UntracedDivisions:
     def take(self, division: MeshDivision) -> list[MeshLayout]:
         self._begun = True
         return self._layouts.pop(division)
+
+    def parts(self, traced: Sequence[MeshCandidate], count: int) -> list[Part]:
+        """All candidates of a division are of one part, as is a division without a trace; the best are in turn."""
+        least: dict[MeshDivision, float] = {}
+        for one in traced:
+            plain = one.layout.in_form(PLAIN).division
+            least[plain] = min(one.seconds, least.get(plain, math.inf))
+        every = least | {division: self._seconds(division) for division in self._layouts}
+        turn = {division: i % count for i, division in enumerate(sorted(every, key=lambda each: every[each]))}
+        found: list[Part] = []
+        for number in range(count):
+            own = UntracedDivisions(self._problems, ())
+            own._begun = self._begun
+            own._layouts = {one: layouts for one, layouts in self._layouts.items() if turn[one] == number}
+            found.append(([one for one in traced if turn[one.layout.in_form(PLAIN).division] == number], own))
+        return found
 
     def _seconds(self, division: MeshDivision) -> float:
         """Those of the shortest pipeline, which has the least to wait for."""
@@ -73,3 +91,6 @@ def _least(extras: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 def _grown(extras: dict[int, float], ranks: int) -> float:
     return max([0.0, *(extra * ranks / fewer for fewer, extra in extras.items() if fewer > 1)])
+
+
+Part = tuple[list[MeshCandidate], UntracedDivisions]

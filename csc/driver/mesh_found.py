@@ -4,6 +4,8 @@ Terms: see csc.driver.mesh_search.
 
     found.add(candidate, row)        found.best -> seconds of the fastest row that fits
     found.fastest() -> {layout: seconds}
+    found.hear() -> best                     of all workers, where there are several
+    found.told() -> FoundMeshes              what a worker says to another, who merges it: found.merge(told)
     found.answer(devices, step, memory, told) -> MeshChoice
     fitting_first(row) -> key        of rows: what fits, then the fastest
 """
@@ -11,8 +13,9 @@ Terms: see csc.driver.mesh_search.
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from csc.driver.mesh_candidates import MeshCandidate
 from csc.driver.mesh_rows import MeshChoice, MeshIfRoom, MeshRow
@@ -21,6 +24,19 @@ from csc.planning.meshes import MeshDivision, MeshLayout
 GAIN = 1e-3  # what another order of ranks, form, stages of their own, or more memory have to save
 NEAR = 1.15  # times the best: layouts of which other forms are looked at
 ROOM = 1.02  # times its bound: a plan this near gains nothing from ZeRO-3, which makes room
+
+
+class Heard:
+    """The seconds of the best that any of several processes has found, which were forked from the first."""
+
+    def __init__(self) -> None:
+        self._seconds = multiprocessing.get_context("fork").RawValue("d", math.inf)
+
+    def least(self, seconds: float) -> float:
+        """Without a lock: what one process overwrites, the other says again the next time."""
+        found = min(seconds, self._seconds.value)
+        self._seconds.value = found
+        return float(found)
 
 
 @dataclass
@@ -41,12 +57,30 @@ class FoundMeshes:
     refused: dict[MeshDivision, str] = field(default_factory=dict)
     expected: dict[MeshLayout, MeshCandidate] = field(default_factory=dict)
     left: dict[MeshLayout, float] = field(default_factory=dict)
+    heard: Heard | None = None
 
     def add(self, one: MeshCandidate, row: MeshRow) -> None:
         self.rows[one] = row
         self.best = min(self.best, row.seconds)
         if row.seconds <= ROOM * one.seconds:
             self.settled.add((one.layout, row.recompute))
+
+    def hear(self) -> float:
+        if self.heard is not None:
+            self.best = self.heard.least(self.best)
+        return self.best
+
+    def told(self) -> FoundMeshes:
+        return replace(self, expected={}, heard=None)
+
+    def merge(self, other: FoundMeshes) -> None:
+        self.best = min(self.best, other.best)
+        for own, others in ((self.rows, other.rows), (self.bytes, other.bytes), (self.refused, other.refused)):
+            own |= others  # type: ignore[operator]
+        self.slow |= other.slow
+        self.far |= other.far
+        for layout, seconds in other.left.items():
+            self.left[layout] = min(seconds, self.left.get(layout, math.inf))
 
     def expect(self, one: MeshCandidate) -> None:
         known = self.expected.get(one.layout)

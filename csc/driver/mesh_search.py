@@ -10,7 +10,7 @@ Terms
   price      the simulated makespan of a plan, and behind it gradients summed and the optimizer's step
   order      how ranks count through the axes, which says what stands within a node (csc.ir.mesh)
 
-    MeshSearch(model, devices, step, seconds, tell, fixed).choice() -> MeshChoice
+    MeshSearch(model, devices, step, seconds, tell, fixed, workers=1).choice() -> MeshChoice
 
 Tracing and planning take the time. So every division is traced once, those near one sample on whole layers first, and
 of its forms the first that csc can divide so; of every candidate it is then told in milliseconds what no plan of it
@@ -20,6 +20,9 @@ behind. When a part of the time is over, or all are drafted, come other forms of
 Then those that came near it are planned, the fastest draft first, and what is left of the time goes into the rest.
 Where several nodes are filled, a plan is priced in every order of its ranks, and made again for one that makes it the
 best.
+
+Several workers (csc.driver.search_workers) divide the divisions among themselves once the first few are traced, which
+tell of the others, and from each other hear what the best takes.
 """
 
 from __future__ import annotations
@@ -32,12 +35,13 @@ from dataclasses import replace
 from functools import partial
 
 from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_several
-from csc.driver.mesh_divisions import UntracedDivisions
+from csc.driver.mesh_divisions import Part, UntracedDivisions
 from csc.driver.mesh_forms import encoders, forms, forms_of, own_stages
-from csc.driver.mesh_found import GAIN, NEAR, FoundMeshes, fitting_first
+from csc.driver.mesh_found import GAIN, NEAR, FoundMeshes, Heard, fitting_first
 from csc.driver.mesh_plans import MeshPlans
 from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice
 from csc.driver.search_clock import DRAFT, PLAN, TRACE, Kind, SearchClock
+from csc.driver.search_workers import side_by_side
 from csc.driver.undivided_axes import UndividedAxes
 from csc.errors import CscError, InputError
 from csc.passes.pipeline_problem import chosen_hardware
@@ -45,13 +49,14 @@ from csc.passes.recompute import NONE, SELECTIVE
 from csc.passes.step_end import least_behind
 from csc.planning.mesh_bounds import expected_seconds, least_memory, least_seconds
 from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, layouts
-from csc.planning.problem import Problem
 
 SEARCHING = 0.8  # of the time, at least, whatever the capture takes
 TRACING = 0.5  # of the time, at most, before the first draft
 FIRST_FORMS = 0.6  # of the time, at most, before other forms of what is near the best
 FIRST_PLANS = 0.75  # of the time, at most, before the first plan, those forms among it
 LATE = 2.0  # times the seconds that a search may take as long as nothing fits
+ALONE = 3  # divisions that are traced before several workers divide the others
+GRACE = 10.0  # seconds of the clock that other workers have when the time is over, for what they are at
 FAR = 2.0  # times the best: what is expected to take longer is not drafted
 PLANNED = 1.25  # times the best: of what drafts come to, what is planned
 MESHES = 5  # that are priced at least, though they may be slower than the best
@@ -59,12 +64,12 @@ MESHES = 5  # that are priced at least, though they may be slower than the best
 
 class MeshSearch:
     """Of a model for `step` samples on so many devices, in about so many seconds of the clock, its capture among them.
-    tell: is called with each layout.
+    tell: is called with each layout. workers: processes, this one among them.
     """
 
     def __init__(
         self, model: DividedModel, devices: int, step: int, seconds: float, tell: Callable[[str], None],
-        fixed: FixedChoices, clock: Callable[[], float] = time.monotonic,
+        fixed: FixedChoices, clock: Callable[[], float] = time.monotonic, workers: int = 1,
     ) -> None:  # fmt: skip
         self.model, self.devices, self.step, self.tell, self.fixed = model, devices, step, tell, fixed
         self.problems = DividedProblems(model)
@@ -72,7 +77,8 @@ class MeshSearch:
         self.drafted: list[MeshCandidate] = []
         self.undivided: dict[MeshDivision, str | None] = {}  # why they are refused in every form, if they are
         self.odd = UndividedAxes(dict(model.options.context))
-        self.memory: float | None = None
+        self.workers = workers
+        self.found.heard = Heard() if workers > 1 else None
         self.made = 0  # candidates
         begun, first = clock(), self.problems.first()  # which captures the model
         seconds = max(seconds - (clock() - begun), SEARCHING * seconds)
@@ -88,21 +94,23 @@ class MeshSearch:
                 f"{step} samples of a step cannot be divided among {devices} devices alike{many}", "samples",
                 f"give a multiple of {devices}, or fewer devices{other if many else ''}",
             )  # fmt: skip
-        self.encoders = encoders(first)
+        self.encoders, self.memory = encoders(first), self.problems.whole(first).memory
         self.forms = partial(forms, self.encoders, model.options)
         self.clock = SearchClock(seconds, clock)
         self.plans = MeshPlans(self.problems, self.found, self.clock)
 
     def choice(self) -> MeshChoice:
         """InputError where the model can be divided for no mesh."""
-        waiting: list[MeshCandidate] = []
         untraced = UntracedDivisions(self.problems, self.asked)
-        for until in (FIRST_FORMS, FIRST_PLANS):
-            self._draft(waiting, untraced, until)
-            self._look_at_other_forms()
-        self._plan()
-        self._draft(waiting, untraced)
-        self._plan()
+        first: list[MeshCandidate] = []
+        while self.workers > 1 and len({one.layout.division for one in first}) < ALONE:
+            if (division := untraced.next()) is None:
+                break
+            first += self._traced(untraced, *division)
+        parts = untraced.parts(first, self.workers)
+        answers = side_by_side(len(parts), partial(self._part, parts), self._patience)
+        for part, answer in zip(parts, answers):
+            self.found.merge(self._searched(*part) if answer is None else answer)
         found = self.found
         if not found.rows:
             self._without_room()
@@ -114,6 +122,27 @@ class MeshSearch:
         self._give_stages()
         return found.answer(self.devices, self.step, self.memory, self._told())
 
+    def _part(self, parts: Sequence[Part], number: int) -> FoundMeshes:
+        """What a worker finds."""
+        if number:
+            self.tell, self.clock = _nothing, self.clock.of_fork()
+            self.plans = MeshPlans(self.problems, self.found, self.clock)
+        return self._searched(*parts[number]).told()
+
+    def _searched(self, waiting: list[MeshCandidate], untraced: UntracedDivisions) -> FoundMeshes:
+        for until in (FIRST_FORMS, FIRST_PLANS):
+            self._draft(waiting, untraced, until)
+            self._look_at_other_forms()
+        self._plan()
+        self._draft(waiting, untraced)
+        self._plan()
+        return self.found
+
+    def _patience(self) -> float:
+        """Of the first worker that is done, with the others."""
+        longer = 1.0 if self.found.best < math.inf else LATE
+        return self.clock.left + (longer - 1) * self.clock.seconds + GRACE
+
     def _draft(
         self, waiting: list[MeshCandidate], untraced: UntracedDivisions | None = None, until: float = math.inf
     ) -> None:
@@ -123,7 +152,7 @@ class MeshSearch:
         """
         found = self.found
         heapq.heapify(waiting)
-        while not (found.rows and self.clock.over(until)):
+        while not (found.hear() < math.inf and self.clock.over(until)):
             division = untraced.next() if untraced is not None else None
             if untraced is not None and division and self._is_next(division[0], waiting):
                 for made in self._traced(untraced, *division):
@@ -232,7 +261,7 @@ class MeshSearch:
                     continue
                 if name and not self._may_gain(layout.in_form(form), name):
                     continue
-                if self._late(TRACE) or (found.rows and self.clock.over(FIRST_PLANS)):
+                if self._late(TRACE) or (found.best < math.inf and self.clock.over(FIRST_PLANS)):
                     found.left[new] = self.problems.ideal(layout)
                 else:
                     self._draft(self._in_form([layout], other))
@@ -278,7 +307,7 @@ class MeshSearch:
         drafted, self.drafted = sorted(self.drafted, key=lambda one: (one in found.bytes, one)), []
         for one in drafted:
             fits = one not in found.bytes
-            if one.seconds >= found.best or (fits and one.expected > PLANNED * found.best):
+            if one.seconds >= found.hear() or (fits and one.expected > PLANNED * found.best):
                 continue
             if self._late(PLAN):
                 return
@@ -298,7 +327,7 @@ class MeshSearch:
         """None if it surely does not fit."""
         found = self.found
         try:
-            numbers = self._problem(one)
+            numbers = self.problems.problem(one)
         except CscError:  # recompute="auto" finds nothing to leave out that would make it fit
             found.bytes[one] = math.inf
             return None
@@ -317,7 +346,7 @@ class MeshSearch:
         known = {one: size for one, size in self.found.bytes.items() if size < math.inf}
         if known:
             one = min(known, key=lambda each: known[each])
-            self.found.rows[one] = self.plans.without_room(one, self._problem(one))
+            self.found.rows[one] = self.plans.without_room(one, self.problems.problem(one))
 
     def _give_stages(self) -> None:
         """Encoders of the best layout stages of their own, if that makes it faster."""
@@ -338,7 +367,7 @@ class MeshSearch:
 
     def _late(self, kind: Kind) -> bool:
         """Whether there is no time for another of this kind; for the first that fits there is more."""
-        if self.found.rows:
+        if self.found.best < math.inf:
             return not self.clock.ends(kind)
         return bool(self.found.bytes) and not self.clock.ends(kind, LATE)
 
@@ -348,14 +377,9 @@ class MeshSearch:
 
     def _no_time_to_trace(self) -> bool:
         """Where nothing of what was traced fits, something else may."""
-        if self.found.bytes and not self.found.rows:
+        if self.found.bytes and self.found.best == math.inf:
             return self._late(TRACE)
         return self.clock.over(TRACING)
-
-    def _problem(self, one: MeshCandidate) -> Problem:
-        numbers = self.problems.problem(one)
-        self.memory = numbers.memory
-        return numbers
 
     def _told(self) -> dict[str, str]:
         """Why there is none, by division; but for the form or the microbatch where these make no difference."""
@@ -369,3 +393,7 @@ class MeshSearch:
             alike = {refused.get(replace(division, samples=samples)) for samples in asked} == {why}
             told[str(division) if alike else f"{division} with microbatches of {division.samples}"] = why
         return told
+
+
+def _nothing(layout: str) -> None:
+    """Told by a worker: what is shown is of the search that forked it."""

@@ -6,6 +6,7 @@ clock.left                              seconds; less than nothing when they are
 with clock.of(PLAN): ...                work of a kind, from which is told what the next of that kind takes
 clock.ends(PLAN) -> bool                whether the next of that kind would end in time
 clock.over(part) -> bool                whether that part of the time is over
+clock.of_fork() -> SearchClock          of a process that was just forked, whose `read` may begin anew
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ class SearchClock:
     def __init__(self, seconds: float, read: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._read, self._start = seconds, read, read()
         self._took = dict[Kind, float]()
+        self._spent = 0.0
 
     @property
     def left(self) -> float:
         """See the module."""
-        return self.seconds - (self._read() - self._start)
+        self._spent = self._read() - self._start
+        return self.seconds - self._spent
 
     @contextmanager
     def of(self, kind: Kind) -> Iterator[None]:
@@ -43,6 +46,13 @@ class SearchClock:
     def ends(self, kind: Kind, times: float = 1.0) -> bool:
         """times: that of so many times the seconds."""
         return self.left + (times - 1) * self.seconds >= self._took.get(kind, 0.0)
+
+    def of_fork(self) -> SearchClock:
+        """It goes on where this one was read last."""
+        found = SearchClock(self.seconds, self._read)
+        found._start -= self._spent
+        found._took = dict(self._took)
+        return found
 
     def over(self, part: float) -> bool:
         """See the module."""

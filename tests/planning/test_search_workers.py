@@ -1,0 +1,157 @@
+"""Several processes search: what they find is put together, and what one of them does not tell is searched here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import csc
+from csc.driver import mesh_search, search_workers
+from csc.driver.mesh_choice import choose
+from csc.driver.mesh_found import FoundMeshes, Heard
+from csc.driver.mesh_rows import FixedChoices, MeshChoice
+from csc.driver.mesh_search import MeshSearch
+from csc.driver.search_clock import SearchClock
+from csc.driver.search_workers import side_by_side, workers_here
+from tests.compiler.tensor_models import BATCHES, MODELS
+
+Search = Callable[..., MeshChoice]
+
+
+def soon() -> float:
+    return 20.0
+
+
+def test_each_runs_in_a_process_of_its_own() -> None:
+    known = {"traced": 7}
+    found = side_by_side(3, lambda number: (number, known["traced"], os.getpid()), soon)
+    assert [each and each[:2] for each in found] == [(0, 7), (1, 7), (2, 7)]
+    assert len({each[2] for each in found if each}) == 3 and found[0] and found[0][2] == os.getpid()
+
+
+def test_large_answers_come_whole() -> None:
+    assert [len(each or "") for each in side_by_side(2, lambda number: "a" * 5_000_000 * (number + 1), soon)] == [
+        5_000_000, 10_000_000
+    ]  # fmt: skip
+
+
+def fails(number: int) -> Any:
+    if number == 1:
+        raise ValueError("no trace")
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 3:
+        return threading.Lock()  # cannot be pickled
+    return number
+
+
+def test_one_that_fails_tells_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert side_by_side(5, fails, soon) == [0, None, None, None, 4]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_one_that_hangs_is_ended() -> None:
+    begun = time.monotonic()
+    assert side_by_side(2, lambda number: time.sleep(60 * number), lambda: 0.2) == [None, None]
+    assert time.monotonic() - begun < 30
+
+
+def test_none_is_left_when_this_one_fails() -> None:
+    def fails_here(number: int) -> None:
+        if number == 0:
+            raise KeyboardInterrupt
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(2, fails_here, soon)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_autograd_goes_on_in_a_worker() -> None:
+    """Where this process has computed on several threads, and backward."""
+    weight = torch.randn(256, 256, requires_grad=True)
+
+    def gradient(number: int) -> float:
+        weight.grad = None
+        (weight @ weight).sum().backward()
+        assert weight.grad is not None
+        return float(weight.grad.sum())
+
+    first = gradient(0)
+    assert side_by_side(2, gradient, soon) == [pytest.approx(first), pytest.approx(first)]
+
+
+def test_workers_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    monkeypatch.setattr(search_workers.sys, "platform", "linux")
+    assert workers_here() == search_workers.MOST
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    assert workers_here() == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4})
+    assert workers_here() == 2
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert workers_here() == 1
+
+
+def test_the_best_is_heard_of() -> None:
+    found = FoundMeshes(best=3.0, heard=Heard())
+
+    def told(number: int) -> float:
+        if number:
+            found.best = 2.0
+        return found.hear()
+
+    assert side_by_side(2, told, soon)[1] == 2.0 and found.hear() == 2.0
+    assert FoundMeshes(best=1.0).hear() == 1.0
+
+
+def test_the_clock_of_a_fork_goes_on() -> None:
+    now = [100.0]
+    clock = SearchClock(40.0, lambda: now[0])
+    now[0] = 110.0
+    assert clock.left == 30.0
+    now[0] = 0.5  # of another process
+    other = clock.of_fork()
+    now[0] = 2.5
+    assert other.left == 28.0 and other.over(0.29) and not other.over(0.31)
+
+
+@pytest.fixture
+def search(traces: Any) -> Search:
+    model = csc.compile(
+        MODELS["llama"](), example=BATCHES["llama"](4), cache=False, check=False, hardware="a100", mesh={"pp": 1}
+    )
+
+    def chosen(workers: int) -> MeshChoice:
+        return choose(model, 4, None, 600.0, lambda text: None, FixedChoices(4, 1), workers)
+
+    return chosen
+
+
+def test_several_find_what_one_finds(search: Search) -> None:
+    alone, both = search(1), search(2)
+    assert both.rows[0].seconds == alone.rows[0].seconds and both.memory == alone.memory
+    assert both.left == alone.left == 0
+    priced = {(row.mesh, row.microbatches): row.seconds for row in alone.rows}
+    assert sum(priced.get((row.mesh, row.microbatches)) == row.seconds for row in both.rows) >= 5
+
+
+def test_the_part_of_a_worker_that_fails_is_searched_here(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: MeshSearch, parts: Any, number: int) -> FoundMeshes:
+        if number:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return part(self, parts, number)
+
+    both, part = search(2), mesh_search.MeshSearch._part
+    monkeypatch.setattr(mesh_search.MeshSearch, "_part", failing)
+    again = search(2)
+    assert again.rows[0] == both.rows[0] and again.left == 0
+    assert {row.mesh for row in again.rows} >= {row.mesh for row in both.rows[:3]}
