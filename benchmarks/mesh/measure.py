@@ -2,7 +2,8 @@
 
     evaluate(case, seconds) -> MeshComparison        seconds: that csc's search may take
 
-Seconds of a search are processor time: one thread searches, and others may run beside it.
+Seconds of a search are processor time of the process that it begins in: others of it run beside that one, and so may
+other programs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks.pipeline.cases import Case
 from csc.analysis.hardware import hardware
 from csc.driver.mesh_rows import NOTHING_FIXED, DividedModel, MeshChoice
 from csc.driver.mesh_search import MeshSearch
+from csc.driver.search_workers import workers_here
 from csc.planning.meshes import layouts
 
 UNIFORM, OWN = "best uniform", "csc"
@@ -63,7 +65,7 @@ def compared(
     """Of a divided model, whose options name the case's hardware."""
     start = clock()
     asked = case.ranks, samples(case), seconds, lambda text: None
-    choice = MeshSearch(model, *asked, NOTHING_FIXED, clock).choice()
+    choice = MeshSearch(model, *asked, NOTHING_FIXED, clock, workers_here()).choice()
     searched = clock() - start
     profile = hardware(case.hardware)
     memory = float(profile.memory - profile.reserved)

@@ -15,9 +15,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext
 from typing import TypeVar
 
 import torch
@@ -41,33 +42,32 @@ def side_by_side(count: int, run: Callable[[int], T], patience: Callable[[], flo
     that the others have when run(0) is done.
     """
     context = multiprocessing.get_context("fork")
-    others = [_start(context, run, number) for number in range(1, count)]
+    pipes = [context.Pipe(duplex=False) for _ in range(1, count)]
+    others = [
+        context.Process(target=_work, args=(there, run, number), daemon=True)
+        for number, (_, there) in enumerate(pipes, 1)
+    ]
+    for process, (_, there) in zip(others, pipes):
+        with suppress(OSError):  # there is no memory for another, or there may be no more
+            process.start()
+        there.close()
     try:
-        return [run(0), *(_answer(here, patience) for _, here in others)]
+        return [run(0), *(_answer(here, patience) for here, _ in pipes)]
     finally:
-        for process, here in others:
+        for process, (here, _) in zip(others, pipes):
             here.close()
-            process.kill()
-            process.join()
-
-
-def _start(
-    context: ForkContext, run: Callable[[int], T], number: int
-) -> tuple[multiprocessing.process.BaseProcess, Connection]:  # fmt: skip
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(there, run, number), daemon=True)
-    process.start()
-    there.close()
-    return process, here
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def _work(there: Connection, run: Callable[[int], T], number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted search ends without a traceback of each worker
+    logging.disable()
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the threads of the process that was forked are not there
-    try:
+    with suppress(Exception):  # whatever it is, the search can do without this worker
         there.send(run(number))
-    except Exception as error:  # whatever it is, the search can do without this worker
-        log.debug("a worker of the search failed: %s", error)
     there.close()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +75,39 @@ def test_none_is_left_when_this_one_fails() -> None:
         side_by_side(2, fails_here, soon)
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_no_more_processes_are_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_fork() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", no_fork)
+    assert side_by_side(3, lambda number: number, soon) == [0, None, None]
+
+
+def test_beside_threads_of_the_search_s_process() -> None:
+    """Those of a notebook or of a progress bar, one of which forks."""
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    found: list[Any] = []
+    searching = threading.Thread(target=lambda: found.append(side_by_side(2, lambda number: number, soon)))
+    other.start()
+    searching.start()
+    searching.join()
+    stop.set()
+    other.join()
+    assert found == [[0, 1]]
+
+
+def test_a_worker_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    def speaks(number: int) -> int:
+        if number:
+            warnings.warn("traced", stacklevel=1)
+            logging.getLogger("csc").error("traced")
+        return number
+
+    assert side_by_side(2, speaks, soon) == [0, 1]
+    assert capfd.readouterr() == ("", "") and not logging.root.manager.disable
 
 
 def test_autograd_goes_on_in_a_worker() -> None:
