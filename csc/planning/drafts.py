@@ -23,6 +23,8 @@ from csc.planning.screen import NamedScheduleGreedy, Style, Trial, screen
 from csc.planning.ways import Placement, even, spread
 
 CLOSER = 3  # placements of which more cuts are looked at
+LARGE = 10_000  # actions of a step, beyond which only these numbers of stages on a rank are looked at
+SOME = (1, 2, 4, 6, 8, 12)
 ALONE: tuple[Style, ...] = ("1f1b", "zb-h1", "eager-1f1b", ((0, 1, 2), None, 0.0, False))
 TURNS: tuple[Style, ...] = (NamedScheduleGreedy("interleaved-zb", fused=False),)
 FOLDED: tuple[Style, ...] = ("zb-v",)
@@ -41,12 +43,17 @@ def drafts(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, bu
             if trial is not None:
                 found.setdefault(home, []).append(trial)
 
-    for home in ways:
+    for home in ways if fixed else _some(problem, ways):
         look(home, [fixed] if fixed else _first(problem, home))
     if not fixed and not problem.kinds:
         for home in sorted(found, key=lambda each: found[each][0].seconds)[:CLOSER]:
             look(home, spread(problem, home))
     return sorted((trial for listed in found.values() for trial in listed), key=lambda each: each.seconds)
+
+
+def _some(problem: Problem, ways: Sequence[Placement]) -> list[Placement]:
+    actions = 3 * problem.microbatches
+    return [home for home in ways if actions * len(home) <= LARGE or len(home) // problem.ranks in SOME]
 
 
 def _first(problem: Problem, home: Placement) -> list[Stages]:

@@ -135,11 +135,15 @@ def draft(problem: Problem, limit: float | None = LIMIT) -> PipelinePlan | None:
     roomy = problem.memory is not None and any(unit.gathered for unit in problem.units)
     found: list[tuple[float, Trial, Schedule]] = []
     for numbers in [problem, held_whole(problem)] if roomy else [problem]:
-        for trial in drafts(numbers, ways, None, budget)[:1]:
+        trials = drafts(numbers, ways, None, budget)
+        if trials:
+            trial = trials[0]
             own = pipeline(problem, trial.stages, trial.placement)
             schedule = finish("auto", trial.work, trial.orders, numbers.limits)
             schedule = with_gathers(own, schedule, problem.limits, one_by_one=False)
             found.append((makespan(own, schedule), trial, schedule))
+            if seconds_waited_for(own, schedule) <= WAITED_FOR * found[-1][0]:
+                break
     for _, trial, schedule in sorted(found, key=lambda each: each[0]):
         with suppress(InputError):  # there is no room for what gathers make whole
             return _finished(problem, trial.stages, trial.placement, schedule, bounded=False)
