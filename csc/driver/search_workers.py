@@ -41,6 +41,8 @@ def side_by_side(count: int, run: Callable[[int], T], patience: Callable[[], flo
     """run(0) here, run(1) to run(count - 1) in processes of their own, whose results can be pickled. patience: seconds
     that the others have when run(0) is done.
     """
+    if count == 1:  # also where there is no fork
+        return [run(0)]
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(1, count)]
     others = [

@@ -235,7 +235,7 @@ def test_what_cannot_be_divided_is_an_error() -> None:
 
 
 CASES = [
-    {"model": "llama", "mesh": "tp=2", "samples": 4, "microbatches": 1},
+    long({"model": "llama", "mesh": "tp=2", "samples": 4, "microbatches": 1}),
     long({"model": "qwen3", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
     long({"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1}),
     long({"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
