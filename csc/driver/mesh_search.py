@@ -103,10 +103,9 @@ class MeshSearch:
         """InputError where the model can be divided for no mesh."""
         untraced = UntracedDivisions(self.problems, self.asked)
         first: list[MeshCandidate] = []
-        while self.workers > 1 and len({one.layout.division for one in first}) < ALONE:
-            if (division := untraced.next()) is None:
-                break
-            first += self._traced(untraced, *division)
+        for _ in range(ALONE) if self.workers > 1 else ():
+            if division := untraced.next():
+                first += self._traced(untraced, *division)
         parts = untraced.parts(first, self.workers)
         answers = side_by_side(len(parts), partial(self._part, parts), self._patience)
         for part, answer in zip(parts, answers):

@@ -35,6 +35,7 @@ from csc.simulation.simulate import makespan
 
 Limits = Sequence[float] | float | None
 
+SIMULATED = 300_000  # actions in all, beyond which stages are not tried one by one: there are as many steps as stages
 STAGES = 8  # of a rank, if nobody says: two of them, whole, are a quarter of its parameters
 
 
@@ -43,8 +44,8 @@ def with_gathers(
 ) -> Schedule:  # fmt: skip
     """GATHER and FREE around the uses of every divided stage. memory: bytes that a rank may hold, or each. If given,
     stages are kept as far as there is room and the step gets shorter by it, those first whose gathers take longest for
-    their bytes; else none is. one_by_one: a step is simulated for each stage; else all or none are kept that there is
-    room for.
+    their bytes; else none is. one_by_one: a step is simulated for each stage; else, and where steps are large, all or
+    none are kept that there is room for.
     """
     if not any(work.divided) or any(action.kind in WHOLE for actions in schedule.ranks for action in actions):
         return schedule
@@ -56,6 +57,7 @@ def with_gathers(
     seconds, least = makespan(work, best), makespan(work, schedule)
     stages = [stage for stage, divided in enumerate(work.divided) if divided and stage in home]
     stages.sort(key=lambda stage: -work.stages[stage].gather / work.stages[stage].gathered)
+    one_by_one = one_by_one and len(stages) * sum(map(len, schedule.ranks)) <= SIMULATED
     for stage in stages if one_by_one else ():
         if seconds <= least * (1 + 1e-9):  # no gather is waited for
             return best
