@@ -47,11 +47,12 @@ class UntracedDivisions:
         return self._layouts.pop(division)
 
     def parts(self, traced: Sequence[MeshCandidate], count: int) -> list[Part]:
-        """All candidates of a division are of one part, as is a division without a trace; the best are in turn."""
-        least: dict[MeshDivision, float] = {}
+        """All candidates of a division are of one part, as is a division without a trace, but for layouts of whole
+        layers, which have no other forms to trace. The best are in turn.
+        """
+        least: dict[MeshDivision | MeshLayout, float] = {}
         for one in traced:
-            plain = one.layout.in_form(PLAIN).division
-            least[plain] = min(one.seconds, least.get(plain, math.inf))
+            least[_of_one_part(one)] = min(one.seconds, least.get(_of_one_part(one), math.inf))
         every = least | {division: self._seconds(division) for division in self._layouts}
         turn = {division: i % count for i, division in enumerate(sorted(every, key=lambda each: every[each]))}
         found: list[Part] = []
@@ -59,7 +60,7 @@ class UntracedDivisions:
             own = UntracedDivisions(self._problems, ())
             own._begun = self._begun
             own._layouts = {one: layouts for one, layouts in self._layouts.items() if turn[one] == number}
-            found.append(([one for one in traced if turn[one.layout.in_form(PLAIN).division] == number], own))
+            found.append(([one for one in traced if turn[_of_one_part(one)] == number], own))
         return found
 
     def _seconds(self, division: MeshDivision) -> float:
@@ -73,6 +74,12 @@ class UntracedDivisions:
         of_tp = _least((one.tp, extra) for one, extra in known if one.cp == 1 and one.tp <= division.tp)
         of_cp = _least((one.cp, extra) for one, extra in known if one.tp == 1 and one.cp <= division.cp)
         return _grown(of_tp, division.tp) + _grown(of_cp, division.cp)
+
+
+def _of_one_part(one: MeshCandidate) -> MeshDivision | MeshLayout:
+    """What a worker has all of."""
+    layout = one.layout.in_form(PLAIN)
+    return layout if layout.mesh.tp * layout.mesh.cp == 1 else layout.division
 
 
 def _simple(layout: MeshLayout) -> tuple[int, int, int]:

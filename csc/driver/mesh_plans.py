@@ -7,11 +7,13 @@ Terms: see csc.driver.mesh_search.
     plans.plan(candidate)  -> row or None
     plans.on_own_stages(candidate, own) -> row or None     encoders on stages of their own
     plans.without_room(candidate) -> row                   as if there were no limit
+    in_turn(drafted, unfit) -> [candidate]                 which to plan first
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -33,6 +35,8 @@ from csc.planning.problem import Problem
 EFFORT = 0.2  # of the search for each plan, which is as good as a draft from there on
 LIMIT = 20.0  # seconds of the clock for each, far more than it takes: a busy machine chooses as an idle one does
 LAST = 10.0  # for each that begins late, three times what it takes on an idle machine
+
+ALIKE = 1.03  # times as fast: a plan may make more of either draft
 
 Make = Callable[[Problem], PipelinePlan | None]
 
@@ -120,3 +124,17 @@ class MeshPlans:
             sequence_parallel=one.layout.sequence,
             context=one.layout.context,
         )
+
+
+def in_turn(drafted: Sequence[MeshCandidate], unfit: Collection[MeshCandidate]) -> list[MeshCandidate]:
+    """The fastest first, of those about as fast the smaller step, which is planned sooner; then those of which no draft
+    fits, where a plan may. Seconds of a draft are what is expected of its candidate.
+    """
+    fastest = min((one.expected for one in drafted if one not in unfit), default=0.0)
+
+    def turn(one: MeshCandidate) -> tuple[bool, int, float]:
+        if one in unfit:
+            return True, 0, one.expected
+        return False, int(math.log(one.expected / fastest, ALIKE)), one.layout.mesh.pp * one.layout.microbatches
+
+    return sorted(drafted, key=turn)

@@ -38,7 +38,7 @@ from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_sever
 from csc.driver.mesh_divisions import Part, UntracedDivisions
 from csc.driver.mesh_forms import encoders, forms, forms_of, own_stages
 from csc.driver.mesh_found import GAIN, NEAR, FoundMeshes, Heard, fitting_first
-from csc.driver.mesh_plans import MeshPlans
+from csc.driver.mesh_plans import MeshPlans, in_turn
 from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice
 from csc.driver.search_clock import DRAFT, PLAN, TRACE, Kind, SearchClock
 from csc.driver.search_workers import side_by_side
@@ -301,9 +301,9 @@ class MeshSearch:
         return []
 
     def _plan(self) -> None:
-        """What was drafted: the fastest first, then that of which no draft fits, where a plan may."""
+        """What was drafted."""
         found = self.found
-        drafted, self.drafted = sorted(self.drafted, key=lambda one: (one in found.bytes, one)), []
+        drafted, self.drafted = in_turn(self.drafted, found.bytes), []
         for one in drafted:
             fits = one not in found.bytes
             if one.seconds >= found.hear() or (fits and one.expected > PLANNED * found.best):

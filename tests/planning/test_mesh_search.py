@@ -18,7 +18,7 @@ from csc.driver.mesh_candidates import MeshCandidate
 from csc.driver.mesh_choice import choose
 from csc.driver.mesh_forms import forms, forms_of
 from csc.driver.mesh_found import GAIN, NEAR, ROOM, FoundMeshes
-from csc.driver.mesh_plans import MeshPlans
+from csc.driver.mesh_plans import MeshPlans, in_turn
 from csc.driver.mesh_rows import FixedChoices, MeshRow
 from csc.driver.mesh_search import MeshSearch
 from csc.driver.search_clock import SearchClock
@@ -86,6 +86,15 @@ def test_a_plan_is_made_again_for_an_order_near_the_best(
     drafted = plans.draft(one)
     assert drafted is not None and drafted[0] == expected
     assert drafted[1].options == (other if again else one.options)  # and so it is planned
+
+
+def test_which_drafts_are_planned_first() -> None:
+    """Of two about as fast the one whose step is smaller, and what fits before what does not."""
+    deep, wide = MeshLayout(Mesh(pp=4), 1, 16), MeshLayout(Mesh(dp=2, pp=2), 1, 8)
+    slow, none = candidate(wide, 1.2), candidate(wide, 0.5)
+    first, second = candidate(wide, 1.02), candidate(deep, 1.0)
+    assert in_turn([slow, none, second, first], {none}) == [first, second, slow, none]
+    assert in_turn([none], {none}) == [none] and in_turn([], {}) == []
 
 
 @pytest.mark.long
