@@ -176,7 +176,7 @@ def test_several_find_what_one_finds(search: Search) -> None:
     assert both.rows[0].seconds == alone.rows[0].seconds and both.memory == alone.memory
     assert both.left == alone.left == 0
     priced = {(row.mesh, row.microbatches): row.seconds for row in alone.rows}
-    assert sum(priced.get((row.mesh, row.microbatches)) == row.seconds for row in both.rows) >= 5
+    assert sum(priced.get((row.mesh, row.microbatches)) == row.seconds for row in both.rows) >= 3
 
 
 def test_the_part_of_a_worker_that_fails_is_searched_here(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
