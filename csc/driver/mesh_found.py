@@ -26,7 +26,7 @@ NEAR = 1.15  # times the best: layouts of which other forms are looked at
 ROOM = 1.02  # times its bound: a plan this near gains nothing from ZeRO-3, which makes room
 
 
-class Heard:
+class BestOfWorkers:
     """The seconds of the best that any of several processes has found, which were forked from the first."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class FoundMeshes:
     refused: dict[MeshDivision, str] = field(default_factory=dict)
     expected: dict[MeshLayout, MeshCandidate] = field(default_factory=dict)
     left: dict[MeshLayout, float] = field(default_factory=dict)
-    heard: Heard | None = None
+    heard: BestOfWorkers | None = None
 
     def add(self, one: MeshCandidate, row: MeshRow) -> None:
         self.rows[one] = row

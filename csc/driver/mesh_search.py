@@ -37,7 +37,7 @@ from functools import partial
 from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_several
 from csc.driver.mesh_divisions import Part, UntracedDivisions
 from csc.driver.mesh_forms import encoders, forms, forms_of, own_stages
-from csc.driver.mesh_found import GAIN, NEAR, FoundMeshes, Heard, fitting_first
+from csc.driver.mesh_found import GAIN, NEAR, BestOfWorkers, FoundMeshes, fitting_first
 from csc.driver.mesh_plans import MeshPlans, in_turn
 from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice
 from csc.driver.search_clock import DRAFT, PLAN, TRACE, Kind, SearchClock
@@ -78,7 +78,7 @@ class MeshSearch:
         self.undivided: dict[MeshDivision, str | None] = {}  # why they are refused in every form, if they are
         self.odd = UndividedAxes(dict(model.options.context))
         self.workers = workers
-        self.found.heard = Heard() if workers > 1 else None
+        self.found.heard = BestOfWorkers() if workers > 1 else None
         self.made = 0  # candidates
         begun, first = clock(), self.problems.first()  # which captures the model
         seconds = max(seconds - (clock() - begun), SEARCHING * seconds)

@@ -23,6 +23,8 @@ from typing import TypeVar
 
 import torch
 
+from csc import devices
+
 log = logging.getLogger("csc")
 
 MOST = 4  # workers: a search has few divisions worth tracing
@@ -32,7 +34,7 @@ T = TypeVar("T")
 
 def workers_here() -> int:
     """As many as this process may run on cores."""
-    if sys.platform != "linux" or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:
+    if sys.platform != "linux" or devices.current() is not None or multiprocessing.current_process().daemon:
         return 1
     return min(MOST, len(os.sched_getaffinity(0)))
 

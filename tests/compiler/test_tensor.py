@@ -234,8 +234,9 @@ def test_what_cannot_be_divided_is_an_error() -> None:
         compiled_of("few", mesh="tp=8").trainer()
 
 
+ALONE = {"model": "llama", "mesh": "tp=2", "samples": 4, "microbatches": 1}
 CASES = [
-    long({"model": "llama", "mesh": "tp=2", "samples": 4, "microbatches": 1}),
+    long(ALONE),
     long({"model": "qwen3", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
     long({"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1}),
     long({"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
@@ -284,7 +285,7 @@ def test_processes_hold_their_shards_alone(case: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.gloo
 def test_boxes_are_of_one_model(tmp_path: Path) -> None:
-    launching.ranks(tensor_worker.other_weights, 2, CASES[0], tmp_path)
+    launching.ranks(tensor_worker.other_weights, 2, ALONE, tmp_path)
     for rank in range(2):
         said = (tmp_path / f"said_{rank}.txt").read_text()
         assert "up_proj.weight' starts with other values on rank 1 than on rank 0" in said
