@@ -45,6 +45,7 @@ from csc.simulation.simulate import makespan, simulate
 
 MOVES = 60  # partitions tried around the best one under a named schedule
 MARGINS = (1.1, 1.5, 2.0, 4.0)  # times what a plan holds too much, which the next one has less
+DRAFTED = 2e6  # actions simulated for a draft, a second or two of an idle machine
 WAITED_FOR = 0.01  # of a step: where gathers take more, an order is searched that leaves room to keep all stages
 LIMIT = 300.0  # seconds after which a search ends with what it has
 
@@ -131,7 +132,7 @@ def draft(problem: Problem, limit: float | None = LIMIT) -> PipelinePlan | None:
     """
     check_figures(problem)
     check_ranks(problem)
-    ways, budget = placements(problem, "auto", None, None, None), Budget(seconds=limit)
+    ways, budget = placements(problem, "auto", None, None, None), Budget(DRAFTED, limit)
     roomy = problem.memory is not None and any(unit.gathered for unit in problem.units)
     found: list[tuple[float, Trial, Schedule]] = []
     for numbers in [problem, held_whole(problem)] if roomy else [problem]:
