@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from csc.driver.mesh_candidates import DividedProblems, MeshCandidate
 from csc.planning.meshes import PLAIN, MeshDivision, MeshLayout
 
+Part = tuple[list[MeshCandidate], "UntracedDivisions"]
+
 
 class UntracedDivisions:
     """In the plain form, in which layouts are made."""
@@ -98,6 +100,3 @@ def _least(extras: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 def _grown(extras: dict[int, float], ranks: int) -> float:
     return max([0.0, *(extra * ranks / fewer for fewer, extra in extras.items() if fewer > 1)])
-
-
-Part = tuple[list[MeshCandidate], UntracedDivisions]

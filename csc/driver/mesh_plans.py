@@ -33,8 +33,8 @@ from csc.planning.plan import PipelinePlan, draft, plan
 from csc.planning.problem import Problem
 
 EFFORT = 0.2  # of the search for each plan, which is as good as a draft from there on
-LIMIT = 20.0  # seconds of the clock for each, far more than it takes: a busy machine chooses as an idle one does
-LAST = 10.0  # for each that begins late, three times what it takes on an idle machine
+LIMIT = 20.0  # seconds of the clock for each, more than it takes: a busy machine chooses as an idle one does
+LAST = 10.0  # for each that begins late
 
 ALIKE = 1.03  # times as fast: a plan may make more of either draft
 

@@ -44,7 +44,7 @@ def test_a_draft_keeps_its_promises(problem: Problem, limited: bool) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_a_plan_is_as_good_as_a_draft(ranks: int) -> None:
-    """However little it searches: of many stages on a rank it would order few, or none."""
+    """With a fifth of the effort: of many stages on a rank it would order few, or none."""
     problem = problem_of(chain(range(8 * ranks)), [(float(1 + u % 3), True) for u in range(8 * ranks)], ranks, 12)
     found = checked(problem, draft(problem))
     assert len(found.stages) > 2 * ranks

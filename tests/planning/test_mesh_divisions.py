@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from csc.driver import mesh_candidates
-from csc.driver.mesh_candidates import DividedProblems
+from csc.driver.mesh_candidates import DividedProblems, MeshCandidate
 from csc.driver.mesh_divisions import UntracedDivisions
 from csc.driver.mesh_forms import encoders
 from csc.ir.mesh import Mesh
-from csc.ir.program import Program
-from csc.planning.meshes import MeshDivision, MeshForm, MeshLayout, layouts
+from csc.ir.program import Options, Program
+from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, layouts
 from tests.planning.test_mesh_forms import chain
 
 IDEAL = 10.0
@@ -68,6 +68,32 @@ def test_what_is_told_of_the_same_sizes_is_computed_once(monkeypatch: pytest.Mon
         found = {one: problems.ideal(one) for one in listed}
     assert len(asked) == len(set(asked)) == 8 == len(set(found.values()))
     assert problems.ideal(MeshLayout(Mesh(), 2, 3)) == 0.0, "nothing is known of one device"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 50])
+def test_workers_divide_all_there_is(count: int) -> None:
+    """Nothing twice; a division, whose other forms a worker may trace, is of one, and whole layers of all."""
+    asked, listed = layouts(64, 256, (1, 2), 8, 32), untraced(Known(), (1, 2))
+    traced: list[MeshCandidate] = []
+    for _ in range(4):
+        one = listed.next()
+        assert one is not None
+        for layout in listed.take(one[1]):
+            layout = layout.in_form(MeshForm((), layout.mesh.tp > 1))
+            traced += [MeshCandidate(layout, Options(), "none", float(layout.mesh.pp), 0, 1.0) for _ in range(2)]
+    parts = listed.parts(traced, count)
+    assert len(parts) == count and sum(len(candidates) for candidates, _ in parts) == len(traced)
+    found: list[MeshLayout] = []
+    owners: dict[MeshDivision, set[int]] = {}
+    for number, (candidates, own) in enumerate(parts):
+        found += {one.layout.in_form(PLAIN) for one in candidates}
+        for one in candidates:
+            owners.setdefault(one.layout.division, set()).add(number)
+        while (following := own.next()) is not None:
+            found += own.take(following[1])
+    assert len(found) == len(asked) and set(found) == set(asked)
+    assert all(len(own) == 1 for division, own in owners.items() if division.tp * division.cp > 1)
+    assert len(owners[MeshDivision(1, 1, 1)]) >= min(count, 2)
 
 
 def test_extras_grow_with_ranks_and_add_up() -> None:
