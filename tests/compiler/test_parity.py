@@ -40,6 +40,15 @@ def check(result: Verification, tolerance: float, gradients: int | None = None) 
     assert result.grad_rel_max <= tolerance
 
 
+def capture_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is has to do: captured here, or by another process of this run, which kept it."""
+
+    def captured_again(*_: Any) -> None:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr("csc.driver.compiler.capture", captured_again)
+
+
 @contextmanager
 def training_only(model: nn.Module, wanted: Any) -> Iterator[int]:
     """Set requires_grad to `wanted(name)` within the block; gives how many parameters train."""
@@ -168,22 +177,21 @@ def test_every_second_parameter(models: Models) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [17, 27, 40])
-def test_another_sequence_length_uses_the_same_capture(models: Models, length: int) -> None:
+def test_another_sequence_length_uses_the_same_capture(
+    models: Models, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = models("llava", mesh="pp=2", freeze=["vision_tower"])
     verify(compiled)
-    before = dict(compiled.compiler.captures)
+    capture_no_more(monkeypatch)
     check(verify(compiled, hf.llava_batch(length=length)), 0, 43)
-    assert len(before) == 1
-    assert dict(compiled.compiler.captures) == before
-    assert all(compiled.compiler.captures[key] is captured for key, captured in before.items())
 
 
 @pytest.mark.slow
-def test_another_length_of_the_plain_model(models: Models) -> None:
+def test_another_length_of_the_plain_model(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = models("plain", mesh="pp=3")
-    captures = list(compiled.compiler.captures.values())
+    verify(compiled)
+    capture_no_more(monkeypatch)
     check(verify(compiled, plain.plain_batch(length=17)), FLOAT32)
-    assert [c is k for c, k in zip(compiled.compiler.captures.values(), captures, strict=True)] == [True]
 
 
 @pytest.mark.slow
