@@ -42,7 +42,8 @@ def sequence(program: Program, options: Options) -> Program:
         return program
     names, tables = program.shared.output_node().meta["names"], g.outputs(program.shared)
     fewer = (*options.mesh.held_in_copies, *dict(options.mesh.own_ranks))
-    return _Handing(program, options.mesh.tp, groups[-1].meta["val"], names[tables.index(groups[-1])], fewer).program()
+    own = tuple(names[tables.index(group)] for group in groups if group in tables)
+    return _Handing(program, options.mesh.tp, groups[-1].meta["val"], own, fewer).program()
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,16 @@ class _HandedOn:
 class _Handing:
     """What regions hand each other.
 
-    fewer: components that fewer ranks divide, whose regions stay as they are. whole: values that no reader takes as
-    shards. cut: those that some reader of a kind gets whole, and others of it as
-    shards: their region cuts them. summed: parameters whose gradient calls in graphs have to add up.
+    tables: of the number of a rank's group, the last one for regions that have none. fewer: components that fewer ranks
+    divide, whose regions stay as they are. whole: values that no reader takes as shards. cut: those that some reader of
+    a kind gets whole, and others of it as shards: their region cuts them. summed: parameters whose gradient calls in
+    graphs have to add up.
     """
 
     before: Program
     ranks: int
     number: torch.Tensor
-    table: str
+    tables: tuple[str, ...]
     fewer: tuple[str, ...]
     whole: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
@@ -108,19 +110,21 @@ class _Handing:
         local = zip(region.parameters, template.parameters, strict=True)
         summed = frozenset(own for name, own in local if name in self.summed)
         shapes = tuple((place, one.rows, tuple(one.val.shape), one.val.stride()) for place, one in arriving.items())
-        key = (region.template, shapes, leaving, summed)
+        groups = tuple(local for name, local in zip(region.shared, template.shared, strict=True) if name in self.tables)
+        key = (region.template, shapes, leaving, summed, groups)
         if key not in self.made:
-            self.made[key] = self._template(template, arriving, leaving, summed)
+            self.made[key] = self._template(template, arriving, leaving, summed, groups)
         return self.made[key]
 
     def _template(
-        self, template: Template, arriving: Mapping[int, Arriving], leaving: tuple[Leaving, ...], summed: frozenset[str]
-    ) -> _HandedOn:
+        self, template: Template, arriving: Mapping[int, Arriving], leaving: tuple[Leaving, ...],
+        summed: frozenset[str], groups: tuple[str, ...],
+    ) -> _HandedOn:  # fmt: skip
         given = g.placeholders(template.graph)
         inexact = [given[place] for place in template.inexact]
         tokens = TokenShards(
             template.graph, {given[place]: one for place, one in arriving.items()}, leaving, self.ranks, self.number,
-            self.evaluate, inexact, summed,
+            groups, self.evaluate, inexact, summed,
         ).run()  # fmt: skip
         if not tokens.rows and not any(tokens.leaves):
             return _HandedOn(template, tuple(tokens.leaves), frozenset(), frozenset(tokens.parts), False)
@@ -176,7 +180,7 @@ class _Handing:
             if id(one) not in names:
                 names[id(one)] = unique(one.template.name, templates)
                 templates[names[id(one)]] = replace(one.template, name=names[id(one)])
-            tables = (*region.shared, self.table) if one.meets else region.shared
+            tables = (*region.shared, self.tables[-1]) if one.meets else region.shared
             regions.append(replace(region, template=names[id(one)], shared=tables))
             local = zip(region.parameters, one.template.parameters, strict=True)
             parts |= {name for name, own in local if own in one.parts}

@@ -2,7 +2,7 @@
 
 Terms: see csc.passes.token_rows.
 
-    TokenShards(graph, arriving, leaving, ranks, number, evaluate, inexact, whole).run()
+    TokenShards(graph, arriving, leaving, ranks, number, groups, evaluate, inexact, whole).run()
     .graph, .rows, .leaves, .taken, .parts
 
 A call that does not work row by row reads the whole of its operands, which are gathered once.
@@ -49,17 +49,19 @@ class Leaving:
 class TokenShards:
     """Copies the graph for one of the ranks, which all run the same.
 
-    number: that of their group, as its placeholder has it. inexact: placeholders of activations that a gradient is
-    asked for. whole: names of parameters whose gradient calls in the graph add up, since another use gives the whole.
-    leaves: the rows of outputs that are shards. taken: activations that are read as the shards they come as. parts:
-    names of parameters whose gradient nothing adds up.
+    number: that of their group, as its placeholder has it. groups: names of placeholders that are it. inexact:
+    placeholders of activations that a gradient is asked for. whole: names of parameters whose gradient calls in the
+    graph add up, since another use gives the whole. leaves: the rows of outputs that are shards. taken: activations
+    that are read as the shards they come as. parts: names of parameters whose gradient nothing adds up.
     """
 
     def __init__(
         self, graph: fx.Graph, arriving: Mapping[fx.Node, Arriving], leaving: Sequence[Leaving], ranks: int,
-        number: torch.Tensor, evaluate: Evaluation, inexact: Collection[fx.Node], whole: Collection[str],
+        number: torch.Tensor, groups: Collection[str], evaluate: Evaluation, inexact: Collection[fx.Node],
+        whole: Collection[str],
     ) -> None:  # fmt: skip
-        self.old, self.arriving, self.leaving, self.ranks, self.number = graph, arriving, leaving, ranks, number
+        self.old, self.arriving, self.leaving, self.ranks = graph, arriving, leaving, ranks
+        self.number, self.groups = number, groups
         may = {node for node, how in zip(g.outputs(graph), leaving) if how.may}
         self.tokens = TokenRows(graph, {node: one.rows for node, one in arriving.items()}, may)
         self.rows, self.views, self.flat = self.tokens.rows, self.tokens.views, self.tokens.flat
@@ -113,7 +115,7 @@ class TokenShards:
                 group = self._new_group()
             val = self.arriving[node].val if node in self.arriving else node.meta["val"]
             self.mapping[node] = g.add_placeholder(self.graph, node.name, val, role)
-            if role[0] == "shared" and val is self.number:
+            if node.name in self.groups:
                 group = self.mapping[node]
         self.group = group or self._new_group()
 

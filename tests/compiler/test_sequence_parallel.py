@@ -63,6 +63,9 @@ CASES = [
     long("lora", 12, 20, {"mesh": "tp=2,pp=2", "microbatches": 2}), long("llava", 12, 80, {"mesh": "tp=2"}),
     long("few", 13, 21, {"mesh": "tp=4"}), long("qwen3few", 12, 25, {"mesh": "tp=4"}),
     long("gemma2few", 12, 24, {"mesh": "tp=4"}),
+    # Whose projector meets the ranks of tp and those of cp: its sums are of the former.
+    ("llava", 12, 80, {"mesh": "tp=2,cp=2,vision_tower.tp=1,vision_tower.cp=1"}),
+    long("llava", 12, 80, {"mesh": "tp=4,cp=2,vision_tower.tp=2,vision_tower.cp=1"}),
 ]  # fmt: skip
 
 
