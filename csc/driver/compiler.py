@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from csc.analysis.samples.combining import combination
 from csc.analysis.samples.other_number import unlike
@@ -37,6 +37,7 @@ from csc.ir.joints import Joints
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
 from csc.passes.loss import ONE_SAMPLE, check_combination, loss
+from csc.passes.regions import regions
 from csc.passes.runner import CAPTURE, DIVIDING, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
 
@@ -44,6 +45,7 @@ log = logging.getLogger("csc")
 
 Progress = Callable[[str], None]
 BEGUN = 1 + TRACING.index(loss)  # passes that do not look at how tp divides layers, unless a component has its own
+CUT = TRACING.index(regions)  # which looks at nothing but the graph
 CACHED = "traced graphs, from the cache"
 CACHED_CAPTURE = "capture, from the cache"
 
@@ -68,6 +70,7 @@ class Compiler:
     restored: dict[str, Program] = field(default_factory=dict)  # captures from the cache
     traced: dict[Any, TracedProgram] = field(default_factory=dict)
     begun: dict[Any, tuple[Program, ...]] = field(default_factory=dict)  # Programs of BEGUN passes, whatever tp is
+    cut: dict[fx.Graph, Program] = field(default_factory=dict)  # after pass `regions`, by the graph that it has cut
     joints: dict[str, Joints | None] = field(default_factory=dict)  # by the capture that they are of
     guards: Guards = field(default_factory=Guards)
     compared: dict[Any, str] = field(default_factory=dict)  # traced graphs with those of more samples
@@ -182,21 +185,35 @@ class Compiler:
             if known is not None and (known.history or not whole):
                 return match, known
         match, captured = self._captured(microbatch, progress, whole)
-        tensors, _ = split_batch(match.batch)
-        alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
         from_cache = any(captured is one for one in self.restored.values())
-        mesh = alone.mesh if alone.mesh.components or alone.mesh.whole_sequences else replace(alone.mesh, tp=1)
-        whichever = from_cache, _key(match, replace(alone, mesh=mesh, sequence_parallel=False))
-        *before, last = self.begun.get(whichever) or (with_sizes_of(captured, tensors),)
-        sized = replace(last, joints=self.joints.get(name_of(captured)))
-        history = run([*before, sized], TRACING[len(before) :], alone, progress)
+        alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
+        history = self._begin(match, captured, alone, from_cache, progress)
+        history = run(history, TRACING[len(history) - 1 :], alone, progress)
         self.joints[name_of(captured)] = history[-1].joints
-        self.begun.setdefault(whichever, tuple(history[: BEGUN + 1]))
         places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
         made = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))
         self.kept.keep_trace(made, match, options)
         self.traced[_key(match, options)] = made
         return match, made
+
+    def _begin(
+        self, match: Match, captured: Program, alone: Options, from_cache: bool, progress: Progress
+    ) -> list[Program]:
+        """The Programs up to pass `regions`, with as much of them as another division of the model has made."""
+        mesh = alone.mesh if alone.mesh.components else replace(alone.mesh, tp=1)
+        whichever = from_cache, _key(match, replace(alone, mesh=mesh, sequence_parallel=False))
+        *before, last = self.begun.get(whichever) or (with_sizes_of(captured, split_batch(match.batch)[0]),)
+        sized = replace(last, joints=self.joints.get(name_of(captured)))
+        history = run([*before, sized], TRACING[len(before) : CUT], alone, progress)
+        self.begun.setdefault(whichever, tuple(history[: BEGUN + 1]))
+        whole = history[-1]
+        cut = self.cut.get(whole.graph)
+        if cut is None:
+            history = run(history, [regions], alone, progress)
+            self.cut[whole.graph] = history[-1]
+            return history
+        found = {name: getattr(cut, name) for name in ("regions", "templates", "shared", "loss_tokens")}
+        return [*history, replace(whole, **found, history=(*whole.history, cut.history[-1]))]
 
     def adopt(self, guards: Guards) -> None:
         """Know what another process knows, if it is more."""
