@@ -22,7 +22,7 @@ from csc.ir.schedule import Schedule, part
 from csc.planning.coarse import together
 from csc.planning.own_stages import own_stages
 from csc.planning.partition import at_cuts
-from csc.planning.plan import PipelinePlan as Decided
+from csc.planning.pipeline_plan import PipelinePlan as Decided
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, channels
 from csc.simulation.pipeline_file import to_json

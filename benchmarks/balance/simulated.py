@@ -27,7 +27,8 @@ from csc.planning.assign.fluid import Shape
 from csc.planning.assign.learned import learned
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import Floats, SampleCosts
-from csc.planning.plan import PipelinePlan, plan
+from csc.planning.pipeline_plan import PipelinePlan
+from csc.planning.plan import plan
 from csc.planning.problem import Problem
 from csc.planning.rates import SizeRates, loads, mean
 from csc.planning.schedules.timing import peaks

@@ -4,13 +4,12 @@ Terms: see csc.planning.problem and csc.planning.branches. The *bound* is what n
 beat (csc.planning.partition_bound); the *shared bound* holds for every plan, also with several stages on a rank. The
 *bubble* of a rank is the part of the makespan in which it has nothing to do.
 
-    plan(problem, schedule, chunks, stages, placement, effort, limit, tell) -> Plan
-    draft(problem, limit)                                                   -> Plan, in a tenth of the time
+    plan(problem, schedule, chunks, stages, placement, effort, limit, tell) -> PipelinePlan
 
 A named schedule follows from the partition, so partitions are what is searched; with "auto" placements and orders are
-searched too (csc.planning.joint). The search does not see gathers: where its plan waits for them, another is made that
-has room to keep what was gathered. Nothing depends on time or chance, unless the limit ends the search: the same
-problem gives the same plan.
+searched too (csc.planning.joint). That search does not see gathers, so it leaves room to keep what was gathered; where
+there is none, or a draft without that room is faster, it is made without. Nothing depends on time or chance, unless the
+limit ends the search: the same problem gives the same plan.
 """
 
 from __future__ import annotations
@@ -23,30 +22,24 @@ from dataclasses import dataclass, replace
 
 from csc.errors import CscError, InputError
 from csc.ir.schedule import Schedule
-from csc.ir.schedule_verifier import verify
 from csc.planning.branches import Stages, branches
 from csc.planning.budget import Budget, Tell
-from csc.planning.drafts import drafts
+from csc.planning.draft_plan import DRAFTED, drafted, fitting, makes_room
 from csc.planning.figures import check_asked, check_figures
-from csc.planning.gathers import held_whole, on_one_rank, seconds_waited_for, with_gathers
+from csc.planning.gathers import held_whole, on_one_rank, with_gathers
 from csc.planning.joint import budget_of, searched
-from csc.planning.partition import InFlight, candidates, describe
-from csc.planning.partition_bound import Bound, check_ranks, lower_bound, shared_lower_bound
+from csc.planning.partition import InFlight, candidates
+from csc.planning.partition_bound import check_ranks
+from csc.planning.pipeline_plan import PipelinePlan, check_room, excess, finished, verified
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, timed
-from csc.planning.schedules.finish import finish
-from csc.planning.screen import Trial
 from csc.planning.unit_moves import homes, moved, neighbours
 from csc.planning.ways import Placement, checked, one, partitions, placements
 from csc.simulation.memory import peak_memory
-from csc.simulation.messages import peaks as peaks_of_run
-from csc.simulation.pipeline import Pipeline
-from csc.simulation.simulate import makespan, simulate
+from csc.simulation.simulate import makespan
 
 MOVES = 60  # partitions tried around the best one under a named schedule
 MARGINS = (1.1, 1.5, 2.0, 4.0)  # times what a plan holds too much, which the next one has less
-DRAFTED = 2e6  # actions simulated for a draft, a second or two of an idle machine
-WAITED_FOR = 0.01  # of a step: where gathers take more, an order is searched that leaves room to keep all stages
 LIMIT = 300.0  # seconds after which a search ends with what it has
 
 
@@ -56,32 +49,6 @@ class ScheduleChoice:
 
     seconds: Callable[[Stages, Placement], float]
     schedule: Callable[[Stages, Placement], Schedule]
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """stages[s]: its units; placement[s]: its rank. Times are seconds of one step, sizes bytes of each rank.
-
-    bubble: by rank, a part of 1. bound: None where a rank has several stages, as it does not hold for them, and of a
-    draft;
-    shared_bound: holds for every plan. layout: how the components share the ranks, in words.
-    """
-
-    stages: Stages
-    placement: tuple[int, ...]
-    schedule: Schedule
-    pipeline: Pipeline
-    makespan: float
-    peak_memory: tuple[float, ...]
-    bubble: tuple[float, ...]
-    bound: float | None
-    shared_bound: float
-    layout: str
-
-    @property
-    def gap(self) -> float:
-        """How much longer the step takes than the bound for plans of its kind, as a part of that bound."""
-        return self.makespan / (self.shared_bound if self.bound is None else self.bound) - 1
 
 
 def plan(
@@ -116,39 +83,35 @@ def plan(
         budget = Budget(budget_of(problem, effort), max(0.0, end - time.monotonic()), tell)
         return _planned(problem, schedule, chunks, stages, placement, effort, budget, counted)
 
-    found = _with_messages(problem, planned, isinstance(schedule, Schedule))
-    waited = seconds_waited_for(found.pipeline, found.schedule)
-    if schedule == "auto" and problem.memory is not None and waited > WAITED_FOR * found.makespan:
-        with suppress(InputError):
-            whole = _with_messages(held_whole(problem), planned, False)
-            kept = _finished(problem, whole.stages, whole.placement, whole.schedule)
-            found = min(found, kept, key=lambda one: one.makespan)
-    return found
+    if schedule != "auto" or not makes_room(problem):
+        return _with_messages(problem, planned, isinstance(schedule, Schedule))
+    return _with_room_or_not(problem, planned, (chunks, stages, placement) == (None, None, None), end)
 
 
-def draft(problem: Problem, limit: float | None = LIMIT) -> PipelinePlan | None:
-    """The best of what even cuts come to (csc.planning.drafts), which memory is looked at but not made room for; None
-    if none of it fits. Without `bound`, which takes longer than the draft. limit: as of `plan`.
+def _with_room_or_not(
+    problem: Problem, planned: Callable[[Problem, bool], PipelinePlan], open_: bool, end: float
+) -> PipelinePlan:
+    """With room to keep what was gathered; without, where there is none or a draft without is faster. open_: nothing of
+    the plan is given, so that there are drafts. end: of the search.
     """
-    check_figures(problem)
-    check_ranks(problem)
-    ways, budget = placements(problem, "auto", None, None, None), Budget(DRAFTED, limit)
-    roomy = problem.memory is not None and any(unit.gathered for unit in problem.units)
-    found: list[tuple[float, Trial, Schedule]] = []
-    for numbers in [problem, held_whole(problem)] if roomy else [problem]:
-        trials = drafts(numbers, ways, None, budget)
-        if trials:
-            trial = trials[0]
-            own = pipeline(problem, trial.stages, trial.placement)
-            schedule = finish("auto", trial.work, trial.orders, numbers.limits)
-            schedule = with_gathers(own, schedule, problem.limits, one_by_one=False)
-            found.append((makespan(own, schedule), trial, schedule))
-            if seconds_waited_for(own, schedule) <= WAITED_FOR * found[-1][0]:
-                break
-    for _, trial, schedule in sorted(found, key=lambda each: each[0]):
-        with suppress(InputError):  # there is no room for what gathers make whole
-            return _finished(problem, trial.stages, trial.placement, schedule, bounded=False)
-    return None
+    found: list[PipelinePlan] = []
+    with suppress(InputError):
+        whole = _with_messages(held_whole(problem), planned, False)
+        found.append(finished(problem, whole.stages, whole.placement, whole.schedule))
+    even = drafted(problem, problem, Budget(DRAFTED, max(0.0, end - time.monotonic()))) if open_ else None
+    refused: InputError | None = None
+    if not (found and open_) or (even is not None and even.seconds < found[0].makespan):
+        try:
+            found.append(_with_messages(problem, planned, False))
+        except InputError as error:
+            refused = error
+    if even is not None and all(even.seconds < other.makespan for other in found):
+        made = fitting(problem, even)
+        found += [] if made is None else [made]
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda each: each.makespan)
 
 
 def _with_messages(problem: Problem, planned: Callable[[Problem, bool], PipelinePlan], given: bool) -> PipelinePlan:
@@ -161,20 +124,14 @@ def _with_messages(problem: Problem, planned: Callable[[Problem, bool], Pipeline
     found = planned(problem, False)
     kept = problem
     for margin in () if given else MARGINS:
-        over = _over(problem, found)
+        over = excess(problem, found)
         if over <= 0:
             break
         kept = kept.less(over * margin)
         with suppress(InputError):
             found = planned(kept, False)
-    _check_room(problem, found.peak_memory, "with the messages that wait", "Allow more memory, or more ranks")
+    check_room(problem, found.peak_memory, "with the messages that wait", "Allow more memory, or more ranks")
     return found
-
-
-def _over(problem: Problem, found: PipelinePlan) -> float:
-    """Bytes by which the rank that exceeds its limit the most does."""
-    limits = (problem.limit_of(kind) for kind in problem.kind_of)
-    return max(0.0 if most is None else peak - most * (1 + 1e-9) for peak, most in zip(found.peak_memory, limits))
 
 
 def _planned(
@@ -198,12 +155,12 @@ def _planned(
         home = checked(problem, tuple(schedule.placement.values()))
         return _best(problem, [home], fixed, _kept(problem, schedule), [None, one])
     if schedule == "auto" and problem.ranks == 1 and placement is None and any(u.gathered for u in problem.units):
-        return _finished(problem, *on_one_rank(problem, chunks, fixed))
+        return finished(problem, *on_one_rank(problem, chunks, fixed))
     ways = placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
         open_ = placement is None and fixed is None
         found = searched(search, ways, fixed, budget, effort, swaps=open_, free=open_ and chunks is None)
-        return _finished(problem, found.stages, found.placement, found.schedule, found.bound)
+        return finished(problem, found.stages, found.placement, found.schedule, found.bound)
     return _best(problem, ways, fixed, _named(search, schedule), _limits(problem, schedule))
 
 
@@ -222,8 +179,8 @@ def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
     def seconds(stages: Stages, home: Placement) -> float:
         numbers = pipeline(problem, stages, home)
         gathering = with_gathers(numbers, schedule, problem.limits)
-        _verified(numbers, gathering, problem.microbatches)
-        _check_room(
+        verified(numbers, gathering, problem.microbatches)
+        check_room(
             problem,
             peak_memory(numbers, gathering),
             f"under schedule {schedule.name}",
@@ -232,23 +189,6 @@ def _kept(problem: Problem, schedule: Schedule) -> ScheduleChoice:
         return makespan(numbers, gathering)
 
     return ScheduleChoice(seconds, lambda stages, home: schedule)
-
-
-def _check_room(problem: Problem, peaks: Sequence[float], when: str, remedy: str) -> None:
-    """InputError if a rank holds more at its peak than the limit."""
-    for rank, peak in enumerate(peaks):
-        limit = problem.limit_of(problem.kind_of[rank])
-        if limit is not None and peak > limit * (1 + 1e-9):
-            raise InputError(
-                f"rank {rank} needs {math.ceil(peak)} bytes {when}, the limit is {math.floor(limit)}",
-                "plan",
-                remedy,
-            )
-
-
-def _verified(numbers: Pipeline, schedule: Schedule, microbatches: int) -> None:
-    """ScheduleError unless it does the work of these stages."""
-    verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, microbatches, numbers.divided)
 
 
 def _given(problem: Problem, stages: Sequence[Sequence[int]], may_be_empty: bool = False) -> Stages:
@@ -302,7 +242,7 @@ def _best(
     seconds, stages, home = best
     if fixed is None:
         stages = _climbed(problem, seconds, stages, home, way)
-    return _finished(problem, stages, home, way.schedule(stages, home))
+    return finished(problem, stages, home, way.schedule(stages, home))
 
 
 def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way: ScheduleChoice) -> Stages:
@@ -323,42 +263,3 @@ def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way
                 if seconds < best * (1 - 1e-6):
                     best, stages = seconds, other
     return stages
-
-
-def _finished(
-    problem: Problem, stages: Stages, home: Placement, schedule: Schedule, bound: Bound | None = None,
-    bounded: bool = True,
-) -> PipelinePlan:  # fmt: skip
-    """The plan, with what the simulator says about it. bounded: with its bound. InputError if what gathers make whole
-    has no room.
-    """
-    numbers = pipeline(problem, stages, home)
-    schedule = with_gathers(numbers, schedule, problem.limits)
-    _verified(numbers, schedule, problem.microbatches)
-    peaks = peak_memory(numbers, schedule)
-    if any(numbers.divided):
-        remedy = 'Ask for smaller stages with chunks=, more microbatches, recompute="auto", or more ranks'
-        _check_room(problem, peaks, "with the stages that are whole at once", remedy)
-    if problem.waiting and problem.memory is not None:
-        run = simulate(numbers, schedule)
-        seconds, peaks = run.makespan, peaks_of_run(numbers, schedule, run)
-    else:
-        seconds = makespan(numbers, schedule)
-    scale = sum(problem.scale or (1.0,) * problem.microbatches)
-    busy = [0.0] * problem.ranks
-    for stage, rank in zip(numbers.stages, home):
-        busy[rank] += stage.work * scale
-    text = describe(problem, stages)
-    alone = len(home) == problem.ranks
-    return PipelinePlan(
-        stages=stages,
-        placement=home,
-        schedule=schedule,
-        pipeline=numbers,
-        makespan=seconds,
-        peak_memory=tuple(peaks),
-        bubble=tuple(1 - each / seconds if seconds else 0.0 for each in busy),
-        bound=(bound or lower_bound(problem)).seconds if alone and bounded else None,
-        shared_bound=shared_lower_bound(problem).seconds,
-        layout=text if alone else f"{text}; {len(home)} stages on {problem.ranks} ranks",
-    )

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from csc.errors import CscError
 from csc.ir.schedule import Schedule
-from csc.planning.plan import PipelinePlan, plan
+from csc.planning.pipeline_plan import PipelinePlan
+from csc.planning.plan import plan
 from csc.planning.problem import Problem
 
 EFFORT = 0.2  # of the search for each: within half a percent of the full one where both were tried

@@ -32,7 +32,8 @@ from csc.passes.schedule_file import given_schedule
 from csc.passes.step_end import seconds_behind
 from csc.planning.assign.alike import AlikeSizes, large_enough
 from csc.planning.assign.layout import Floats
-from csc.planning.plan import PipelinePlan, plan
+from csc.planning.pipeline_plan import PipelinePlan
+from csc.planning.plan import plan
 from csc.planning.problem import Problem
 from csc.planning.rates import mean
 from csc.reports.data import Probes, probes

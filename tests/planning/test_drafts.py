@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 
 from csc.errors import InputError
 from csc.planning.budget import Budget
+from csc.planning.draft_plan import draft
 from csc.planning.drafts import CLOSER, drafts
 from csc.planning.gathers import seconds_waited_for
 from csc.planning.partition_bound import lower_bound
-from csc.planning.plan import PipelinePlan, draft, plan
+from csc.planning.pipeline_plan import PipelinePlan
+from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, Value
 from csc.planning.ways import placements
+from csc.simulation.messages import peaks
 from csc.simulation.pipeline import Link
+from csc.simulation.simulate import simulate
 from tests.planning.graphs import chain, mllm, problem_of, problems
 from tests.planning.test_plan import check
 
@@ -40,6 +44,17 @@ def test_a_draft_keeps_its_promises(problem: Problem, limited: bool) -> None:
     assert found is not None or limited
     if found is not None:
         checked(problem, found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(most=12))
+def test_messages_that_wait_have_room_beside_a_draft(problem: Problem) -> None:
+    problem = replace(problem, memory=max(plan(problem, "1f1b", effort=0.05).peak_memory), waiting=True)
+    found = draft(problem)
+    if found is not None:
+        run = simulate(found.pipeline, found.schedule)
+        assert found.peak_memory == pytest.approx(peaks(found.pipeline, found.schedule, run))
+        assert max(found.peak_memory) <= (problem.memory or 0.0) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -86,6 +101,15 @@ def test_stages_stay_whole_where_there_is_room() -> None:
     less = draft(tight)
     assert less is None or (max(less.peak_memory) <= 6.0 + 1e-9 and less.makespan > kept.makespan)
     assert seconds_waited_for(kept.pipeline, kept.schedule) < 0.5 * kept.makespan
+
+
+@pytest.mark.parametrize("memory", [4.0, 5.0, 6.0, 8.0, 14.0])
+def test_a_plan_is_as_good_as_a_draft_where_stages_are_gathered(memory: float) -> None:
+    """Whether or not there is room to keep them: its search does not see gathers."""
+    problem = gathering(16, memory)
+    found = draft(problem)
+    assert found is not None
+    assert plan(problem, effort=0.1).makespan <= found.makespan * (1 + 1e-9)
 
 
 def test_nothing_fits_in_too_little_memory() -> None:

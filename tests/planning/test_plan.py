@@ -17,7 +17,8 @@ from csc.planning import plan as plans
 from csc.planning.budget import Budget
 from csc.planning.partition import candidates, partition
 from csc.planning.partition_bound import lower_bound, shared_lower_bound
-from csc.planning.plan import PipelinePlan, plan
+from csc.planning.pipeline_plan import PipelinePlan
+from csc.planning.plan import plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, placement
 from csc.simulation.pipeline import Link, Network
