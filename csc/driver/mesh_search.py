@@ -17,9 +17,9 @@ of its forms the first that csc can divide so; of every candidate it is then tol
 beats, and what to expect of one (csc.planning.mesh_bounds). Candidates are drafted in the order of the latter, but for
 those that the former shows to be slower than the best so far, or to exceed the memory, and those expected to be far
 behind. When a part of the time is over, or all are drafted, come other forms of the layouts that are near the best.
-Then those that came near it are planned, the fastest draft first, and what is left of the time goes into the rest.
-Where several nodes are filled, a plan is priced in every order of its ranks, and made again for one that makes it the
-best.
+Then those that came near it are planned, the fastest draft first, and what is left of the time goes into the rest: last
+into tokens that are not shared out where tp is, which seldom gains, and into something to compare the best with. Where
+several nodes are filled, a plan is priced in every order of its ranks, and made again for one that makes it the best.
 
 Several workers (csc.driver.search_workers) divide the divisions among themselves once the first few are traced, which
 tell of the others, and from each other hear what the best takes.
@@ -34,21 +34,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, are_several
+from csc.driver.mesh_candidates import DividedProblems, MeshCandidate
 from csc.driver.mesh_divisions import Part, UntracedDivisions
-from csc.driver.mesh_forms import encoders, forms, forms_of, own_stages
+from csc.driver.mesh_forms import encoders, forms_of, own_stages
 from csc.driver.mesh_found import GAIN, NEAR, BestOfWorkers, FoundMeshes, fitting_first
 from csc.driver.mesh_plans import MeshPlans, in_turn
 from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice
+from csc.driver.mesh_traces import MeshTraces
 from csc.driver.search_clock import DRAFT, PLAN, TRACE, Kind, SearchClock
 from csc.driver.search_workers import side_by_side
-from csc.driver.undivided_axes import UndividedAxes
 from csc.errors import CscError, InputError
 from csc.passes.pipeline_problem import chosen_hardware
-from csc.passes.recompute import NONE, SELECTIVE
+from csc.passes.recompute import NONE
 from csc.passes.step_end import least_behind
 from csc.planning.mesh_bounds import expected_seconds, least_memory, least_seconds
-from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, layouts
+from csc.planning.meshes import MeshDivision, MeshForm, MeshLayout, layouts
 
 SEARCHING = 0.8  # of the time, at least, whatever the capture takes
 TRACING = 0.5  # of the time, at most, before the first draft
@@ -75,11 +75,9 @@ class MeshSearch:
         self.problems = DividedProblems(model)
         self.found = FoundMeshes()
         self.drafted: list[MeshCandidate] = []
-        self.undivided: dict[MeshDivision, str | None] = {}  # why they are refused in every form, if they are
-        self.odd = UndividedAxes(dict(model.options.context))
+        self.behind: list[MeshCandidate] = []  # the best, which were not drafted
         self.workers = workers
         self.found.heard = BestOfWorkers() if workers > 1 else None
-        self.made = 0  # candidates
         begun, first = clock(), self.problems.first()  # which captures the model
         seconds = max(seconds - (clock() - begun), SEARCHING * seconds)
         hardware = chosen_hardware(first, model.options)
@@ -95,9 +93,9 @@ class MeshSearch:
                 f"give a multiple of {devices}, or fewer devices{other if many else ''}",
             )  # fmt: skip
         self.encoders, self.memory = encoders(first), self.problems.whole(first).memory
-        self.forms = partial(forms, self.encoders, model.options)
         self.clock = SearchClock(seconds, clock)
         self.plans = MeshPlans(self.problems, self.found, self.clock)
+        self.traces = MeshTraces(self.problems, self.found, self.clock, self.encoders, fixed, tell)
 
     def choice(self) -> MeshChoice:
         """InputError where the model can be divided for no mesh."""
@@ -119,22 +117,26 @@ class MeshSearch:
                 "; ".join(dict.fromkeys(found.refused.values())) or "allow more memory",
             )  # fmt: skip
         self._give_stages()
-        return found.answer(self.devices, self.step, self.memory, self._told())
+        return found.answer(self.devices, self.step, self.memory, self.traces.told(self.asked))
 
     def _part(self, parts: Sequence[Part], number: int) -> FoundMeshes:
         """What a worker finds."""
         if number:
             self.tell, self.clock = _nothing, self.clock.of_fork()
             self.plans = MeshPlans(self.problems, self.found, self.clock)
+            self.traces.of_worker(self.clock, self.tell)
         return self._searched(*parts[number]).told()
 
     def _searched(self, waiting: list[MeshCandidate], untraced: UntracedDivisions) -> FoundMeshes:
         for until in (FIRST_FORMS, FIRST_PLANS):
             self._draft(waiting, untraced, until)
-            self._look_at_other_forms()
+            self._look_at_other_forms(self._of_encoders)
         self._plan()
         self._draft(waiting, untraced)
         self._plan()
+        self._look_at_other_forms(self._of_tokens)
+        self._plan()
+        self._compare()
         return self.found
 
     def _patience(self) -> float:
@@ -160,84 +162,55 @@ class MeshSearch:
             if not waiting:
                 return
             one = heapq.heappop(waiting)
-            if one.seconds >= found.best and self._enough():
-                found.slow.add(one.layout)
+            if one.seconds >= found.best:
+                self._leave(one, found.slow)
             elif self._late(DRAFT):
                 found.left[one.layout] = min(one.seconds, found.left.get(one.layout, math.inf))
-            elif one.expected > FAR * found.best and self._enough():
-                found.far.add(one.layout)
+            elif one.expected > FAR * found.best:
+                self._leave(one, found.far)
             else:
                 for again in self._look_at(one):
                     heapq.heappush(waiting, again)
 
+    def _leave(self, one: MeshCandidate, among: set[MeshLayout]) -> None:
+        among.add(one.layout)
+        self.behind.append(one)
+
+    def _compare(self) -> None:
+        """Draft what is behind, so that several meshes are priced."""
+        heapq.heapify(self.behind)
+        while self.behind and not (self._enough() or self._late(DRAFT)):
+            for again in self._look_at(heapq.heappop(self.behind)):
+                heapq.heappush(self.behind, again)
+
     def _traced(self, untraced: UntracedDivisions, expected: float, division: MeshDivision) -> list[MeshCandidate]:
-        """Its candidates in the first form that csc can divide so; none of a division that is left out."""
+        """Its candidates; none of a division that is left out."""
         layouts = untraced.take(division)
-        if expected > NEAR * self.found.best and self._enough():
+        if expected > NEAR * self.found.best:
             self.found.far |= set(layouts)
-            return []
-        if self.made and self._no_time_to_trace():
+        elif self.traces.made and self._no_time_to_trace():
             self.found.left |= {layout: self.problems.ideal(layout) for layout in layouts}
-            return []
-        listed, refused = self.forms(division), self.found.refused
-        alike = len({form.own for form in listed})  # in all but that
-        why = self.undivided.get(replace(division, cp=1))
-        for number, form in enumerate(listed):
-            if number == alike and why is None:
-                self.undivided[division] = why = self._undivided(layouts[0], listed)
-            if why is not None:
-                refused[replace(division, form=form)] = why
-            elif replace(division, form=form) not in refused and (made := self._in_form(layouts, form)):
-                return made
+        else:
+            return self.traces.first_form(division, layouts)
         return []
 
-    def _undivided(self, layout: MeshLayout, listed: Sequence[MeshForm]) -> str | None:
-        """Why csc refuses it in all forms: for the same reasons whether or not tokens, and samples over cp, are shared
-        out. What it refuses without cp it refuses with it.
-        """
-        refused, why = self.found.refused, None
-        for form in listed[:2]:
-            why, other = refused[replace(layout.division, form=form)], replace(listed[-1], own=form.own)
-            again = replace(layout.division, form=other)
-            if again not in refused:
-                self._in_form([layout], other)
-            if refused.get(again) != why:
-                return None
-        return why
-
-    def _in_form(self, listed: Sequence[MeshLayout], form: MeshForm) -> list[MeshCandidate]:
-        """The candidates of the layouts of a division in a form; none if csc cannot divide the model so."""
-        own = [layout.in_form(form) for layout in listed]
-        known = self.odd.why(own[0].division)
-        if known is not None:
-            self.found.refused[own[0].division] = known
-            return []
-        self.tell(str(own[0].division))
-        found: list[MeshCandidate] = []
-        try:
-            with self.clock.of(TRACE):
-                for zero, recompute in self.fixed.ways():
-                    possible = [one for one in own if zero < 3 or self.fixed.zero is not None or are_several(one)]
-                    found += self.problems.bounded(possible, [(zero, recompute)], self.made + len(found))
-        except CscError as error:  # or microbatches of this size
-            self.odd.note(error)
-            self.found.refused[own[0].division] = self.odd.why(own[0].division) or str(error)
-            return []
-        self.made += len(found)
-        return found
-
-    def _look_at_other_forms(self) -> None:
-        """Of layouts near the best, the nearest first: each encoder's, as far as it may matter, then whether tokens are
-        shared out between products.
-        """
+    def _look_at_other_forms(self, forms_of: Callable[[MeshDivision, list[MeshLayout]], None]) -> None:
+        """Of layouts near the best, the nearest first."""
         for division, listed in self._close().items():
-            form = division.form
-            for name in self.encoders:
-                if name not in dict(self.model.options.context):
-                    form = self._faster(listed, form, forms_of(name, division, form), name)
-            other = replace(form, sequence=not form.sequence)
-            if division.tp > 1 and not self.model.options.sequence_parallel:
-                self._faster(listed, form, [other])
+            forms_of(division, listed)
+
+    def _of_encoders(self, division: MeshDivision, listed: list[MeshLayout]) -> None:
+        """Each encoder's, as far as it may matter."""
+        form = division.form
+        for name in self.encoders:
+            if name not in dict(self.model.options.context):
+                form = self._faster(listed, form, forms_of(name, division, form), name)
+
+    def _of_tokens(self, division: MeshDivision, listed: list[MeshLayout]) -> None:
+        """Whether they are shared out between products."""
+        if division.tp > 1 and not self.model.options.sequence_parallel:
+            other = replace(division.form, sequence=not division.form.sequence)
+            self._faster(listed, division.form, [other], until=math.inf)
 
     def _close(self) -> dict[MeshDivision, list[MeshLayout]]:
         known = self.found.fastest()
@@ -249,9 +222,12 @@ class MeshSearch:
         return close
 
     def _faster(
-        self, listed: Sequence[MeshLayout], form: MeshForm, others: Sequence[MeshForm], name: str = ""
-    ) -> MeshForm:
-        """The form, or which of the others is faster on a layout. name: of an encoder that they divide otherwise."""
+        self, listed: Sequence[MeshLayout], form: MeshForm, others: Sequence[MeshForm], name: str = "",
+        until: float = FIRST_PLANS,
+    ) -> MeshForm:  # fmt: skip
+        """The form, or which of the others is faster on a layout. name: of an encoder that they divide otherwise.
+        until: a part of the time.
+        """
         found = self.found
         for other in others:
             for layout in listed:
@@ -260,10 +236,10 @@ class MeshSearch:
                     continue
                 if name and not self._may_gain(layout.in_form(form), name):
                     continue
-                if self._late(TRACE) or (found.best < math.inf and self.clock.over(FIRST_PLANS)):
+                if self._late(TRACE) or (found.best < math.inf and self.clock.over(until)):
                     found.left[new] = self.problems.ideal(layout)
                 else:
-                    self._draft(self._in_form([layout], other))
+                    self._draft(self.traces.in_form([layout], other))
         seconds = found.fastest()
         return min(
             [form, *others],
@@ -319,8 +295,7 @@ class MeshSearch:
         """What does not fit, with cheap work done again."""
         if self.fixed.recompute is not None or one.recompute != NONE:
             return []
-        self.made += 1
-        return self.problems.bounded([one.layout], [(one.options.zero, SELECTIVE)], self.made)
+        return self.traces.recomputed(one)
 
     def _with_memory(self, one: MeshCandidate) -> MeshCandidate | None:
         """None if it surely does not fit."""
@@ -379,19 +354,6 @@ class MeshSearch:
         if self.found.bytes and self.found.best == math.inf:
             return self._late(TRACE)
         return self.clock.over(TRACING)
-
-    def _told(self) -> dict[str, str]:
-        """Why there is none, by division; but for the form or the microbatch where these make no difference."""
-        asked = {layout.division.samples for layout in self.asked}
-        refused = self.found.refused
-        told = {}
-        for division, why in refused.items():
-            forms = (PLAIN, *self.forms(division))
-            if all(refused.get(replace(division, form=form)) == why for form in forms):
-                division = replace(division, form=PLAIN)
-            alike = {refused.get(replace(division, samples=samples)) for samples in asked} == {why}
-            told[str(division) if alike else f"{division} with microbatches of {division.samples}"] = why
-        return told
 
 
 def _nothing(layout: str) -> None:

@@ -12,7 +12,7 @@ from csc.passes.tensor_choice import OddAxis
 import csc
 from csc.driver.mesh_choice import choose
 from csc.driver.mesh_rows import FixedChoices
-from csc.driver.mesh_search import MeshSearch
+from csc.driver.mesh_traces import MeshTraces
 from csc.driver.undivided_axes import UndividedAxes
 from csc.errors import InputError
 from csc.planning.meshes import MeshDivision, MeshForm
@@ -40,15 +40,15 @@ def test_a_refusal_is_for_all_that_divide_the_component_so() -> None:
 def test_a_search_traces_one_form_of_what_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """And first what one device does alone, which is traced already."""
     traced: list[str] = []
-    searched = MeshSearch._in_form
+    searched = MeshTraces.in_form
 
     def noted(self: Any, listed: Any, form: Any) -> Any:
-        tell, self.tell = self.tell, traced.append
+        tell, self._tell = self._tell, traced.append
         found = searched(self, listed, form)
-        self.tell = tell
+        self._tell = tell
         return found
 
-    monkeypatch.setattr(MeshSearch, "_in_form", noted)
+    monkeypatch.setattr(MeshTraces, "in_form", noted)
     compiled = csc.compile(MODELS["llava"](), example=BATCHES["llava"](3), mesh={"pp": 1}, check=False)
     choice = choose(compiled, 3, None, 600.0, lambda _: None)
     refused = [one for one in traced if one.startswith("tp=3")]

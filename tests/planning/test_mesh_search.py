@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,9 @@ from csc.driver.mesh_choice import choose
 from csc.driver.mesh_forms import forms, forms_of
 from csc.driver.mesh_found import GAIN, NEAR, ROOM, FoundMeshes
 from csc.driver.mesh_plans import MeshPlans, in_turn
-from csc.driver.mesh_rows import FixedChoices, MeshRow
-from csc.driver.mesh_search import MeshSearch
+from csc.driver.mesh_rows import NOTHING_FIXED, FixedChoices, MeshRow
+from csc.driver.mesh_search import MESHES, MeshSearch
+from csc.driver.mesh_traces import MeshTraces
 from csc.driver.search_clock import SearchClock
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
@@ -33,7 +34,7 @@ LAYOUT = MeshLayout(Mesh(dp=2, pp=2), 1, 4)
 def search(**parts: Any) -> MeshSearch:
     """One that knows nothing but this."""
     found = object.__new__(MeshSearch)
-    found.found, found.undivided, found.fixed, found.made = FoundMeshes(), {}, FixedChoices(), 0
+    found.found, found.fixed, found.drafted, found.behind = FoundMeshes(), FixedChoices(), [], []
     for name, part in parts.items():
         setattr(found, name, part)
     return found
@@ -150,25 +151,43 @@ def test_an_encoder_is_divided_otherwise_where_that_may_make_a_layout_the_best(
     assert asked._may_gain(layout, "v") is worth
 
 
+def test_what_cannot_be_faster_is_drafted_last_so_that_there_is_something_to_compare_with() -> None:
+    """The fastest comes first; the others are left until all else is done, and of them no more than are shown."""
+    drafted: list[int] = []
+
+    def draft(one: MeshCandidate) -> tuple[MeshRow, MeshCandidate]:
+        drafted.append(one.layout.mesh.dp)
+        return row(one.seconds, one.layout.mesh), one
+
+    asked = search(plans=SimpleNamespace(draft=draft), clock=SearchClock(1e9), tell=str)
+    problem: Any = object()
+    waiting = [
+        replace(candidate(MeshLayout(Mesh(dp=dp), 1, 4), float(dp)), problem=problem) for dp in (4, 2, 9, 3, 5, 8, 7, 6)
+    ]
+    asked._draft(waiting)
+    assert drafted == [2] and len(asked.found.slow) == 7
+    asked._compare()
+    assert drafted == [2, 3, 4, 5, 6] and len(drafted) == MESHES
+
+
 def tried(refused: Callable[[MeshForm], str], cp: int, names: Sequence[str] = ("a", "v")) -> list[MeshForm]:
     """The forms of tp=3 that are traced until csc divides so, and of the same with more cp ranks behind them."""
     found: list[MeshForm] = []
-    asked = search(forms=partial(forms, names, Options()))
-    asked._enough = lambda: True  # type: ignore[method-assign]
+    problems: Any = SimpleNamespace(model=SimpleNamespace(options=Options()))
+    known = FoundMeshes()
+    traces = MeshTraces(problems, known, SearchClock(math.inf), names, NOTHING_FIXED, print)
 
     def in_form(listed: Sequence[MeshLayout], form: MeshForm) -> list[Any]:
         found.append(form)
         why = refused(form)
         if why:
-            asked.found.refused[listed[0].in_form(form).division] = why
+            known.refused[listed[0].in_form(form).division] = why
         return [] if why else [form]
 
-    asked._in_form = in_form  # type: ignore[method-assign]
+    traces.in_form = in_form  # type: ignore[method-assign]
     for each in sorted({1, cp}):
-        division = MeshDivision(3, each, 1)
-        untraced: Any = SimpleNamespace(take=lambda _, cp=each: [MeshLayout(Mesh(tp=3, cp=cp), 1, 4)])
-        made = asked._traced(untraced, 0.0, division)
-        assert bool(made) == any(not refused(form) for form in forms(names, Options(), division))
+        made = traces.first_form(MeshDivision(3, each, 1), [MeshLayout(Mesh(tp=3, cp=each), 1, 4)])
+        assert bool(made) == any(not refused(form) for form in forms(names, Options(), MeshDivision(3, each, 1)))
     return found
 
 
