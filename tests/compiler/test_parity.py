@@ -69,7 +69,7 @@ SLOW = ("LoRA", "tied", "tied, encoder frozen")
 SLICED = "model.multi_modal_projector.linear_1.weight"
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [1, long(2), 3, long(4)])
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in LLAVA])
 def test_llava_has_eager_gradients_bit_for_bit(models: Models, case: str, stages: int) -> None:
     """But for LoRA, which freezes all matrices."""
@@ -115,7 +115,7 @@ PLAIN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3, 4])
+@pytest.mark.parametrize("stages", [1, long(3), 4])
 @pytest.mark.parametrize("case", PLAIN)
 def test_plain_model_with_every_wiring(models: Models, case: str, stages: int) -> None:
     check(verify(models("plain", mesh={"pp": stages}, freeze=PLAIN[case])), FLOAT32)

@@ -236,11 +236,11 @@ def test_what_cannot_be_divided_is_an_error() -> None:
 
 ALONE = {"model": "llama", "mesh": "tp=2", "samples": 4, "microbatches": 1}
 CASES = [
-    long(ALONE),
+    ALONE,
     long({"model": "qwen3", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
     long({"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1}),
     long({"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
-    {"model": "llama", "mesh": "tp=2,cp=2", "samples": 4, "microbatches": 1},
+    long({"model": "llama", "mesh": "tp=2,cp=2", "samples": 4, "microbatches": 1}),
     long({"model": "qwen3few", "mesh": "tp=4", "samples": 4, "microbatches": 1}),
 ]
 
