@@ -32,10 +32,10 @@ MOVED = 5e-6  # AdamW makes whole steps of small gradients, whose rounding shows
 OFTEN = [
     {"model": "odd", "mesh": "dp=4", "samples": 8, "microbatches": 2, "zero": 1},
     {"model": "captions", "mesh": "dp=2", "samples": 4, "microbatches": 1, "zero": 3},
-    {"model": "llama", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 3, "recompute": "full"},
 ]
 PROJECTOR = ["vision_tower", "language_model", "lm_head"]  # what is frozen for it alone to train
 LONG = [
+    {"model": "llama", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 3, "recompute": "full"},
     {"model": "llama", "mesh": "dp=2,pp=2", "samples": 8, "microbatches": 2, "zero": 2},
     {"model": "qwen3", "mesh": "dp=2,tp=2", "samples": 4, "microbatches": 1, "zero": 3},
     {"model": "lora", "mesh": "dp=3", "samples": 6, "microbatches": 2, "zero": 3},
@@ -184,7 +184,7 @@ def test_a_state_is_for_every_mesh(others: Sequence[tuple[str, int]], tmp_path: 
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [long(2), 3])
 def test_phases_failures_and_accumulation(zero: int, tmp_path: Path) -> None:
     launching.ranks(zero_worker.phases, 2, zero, tmp_path)
     assert (tmp_path / "done_0").exists() and (tmp_path / "done_1").exists()
