@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Bytecode is kept, whatever the environment says: else each process compiles all sources and rewrites all assertions.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .PHONY: install demo test test-fast test-long gpu lint docs clean help
 
@@ -30,13 +32,13 @@ demo: install
 	$(BIN)/python examples/digits/demo.py --output build/demo
 
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not long"
+	$(PYTEST) -m "not long"
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gloo and not long"
+	$(PYTEST) -m "not slow and not gloo and not long"
 
 test-long: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m long
+	$(PYTEST) -m long
 
 gpu: install
 	$(BIN)/python -m benchmarks.gpu

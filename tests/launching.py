@@ -8,6 +8,7 @@ Terms
     ranks(main, processes, *arguments) -> [str]                main(*arguments) on so many ranks; what each wrote
     script(processes, path, *arguments) -> [str]               the same of a file of Python
     alone(main, *arguments, **environment) -> str              main in one process of its own
+    run_file(path, *arguments)                                 for these: a file of Python, as `python path ...` runs it
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ def torchrun(
 
 def script(processes: int, path: str, *arguments: str) -> list[str]:
     """The file, from the root of the repository, on so many ranks that have imported most of what it does already."""
-    return ranks(_script, processes, path, arguments)
+    return ranks(run_file, processes, path, *arguments)
 
 
-def _script(path: str, arguments: tuple[str, ...]) -> None:
+def run_file(path: str, *arguments: str) -> None:
+    """The file as a script, from the root of the repository; it changes the process."""
     os.chdir(ROOT)
     sys.argv, sys.path = [path, *arguments], [str(Path(path).parent), *sys.path]
     runpy.run_path(path, run_name="__main__")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,9 @@ import pytest
 from benchmarks.pictures.__main__ import MICROBATCHES, plan_picture, small
 from csc.reports.forecast import forecast
 from csc.simulation.look import BASE, LIMIT, MEMORY
+from tests import launching
 
+pytestmark = pytest.mark.usefixtures("traces")
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,7 +42,6 @@ def test_the_picture_in_the_repository() -> None:
 
 
 def test_quick(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.pictures", "--quick", "--output", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
-    assert found.returncode == 0, found.stderr
-    assert (tmp_path / "plan.svg").read_text().startswith("<svg") and "lower bound" in found.stdout
+    program = "benchmarks/pictures/__main__.py"
+    said = launching.alone(launching.run_file, program, "--quick", "--output", str(tmp_path))
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg") and "lower bound" in said

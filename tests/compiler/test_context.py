@@ -70,7 +70,7 @@ def test_plain_model_with_skips_into_the_middle(models: Models, mesh: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "cp=2,pp=2"])
+@pytest.mark.parametrize("mesh", [long("cp=2"), "cp=4", "cp=2,pp=2"])
 def test_packed_documents(models: Models, mesh: str) -> None:
     parity(models("packed", mesh=mesh), 30)
 

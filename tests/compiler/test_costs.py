@@ -110,10 +110,10 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
     ("name", "freeze"),
     [
         ("llava", ()),
-        ("llava", ("vision_tower",)),
+        long("llava", ("vision_tower",)),
         ("llava", ("vision_tower", "language_model")),
         ("plain", ()),
-        ("plain", ("language",)),
+        long("plain", ("language",)),
         ("plain", ("vision", "audio")),
     ],
 )

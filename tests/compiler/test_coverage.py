@@ -23,9 +23,7 @@ from tests.tiers import long
 pytestmark = pytest.mark.slow
 LARGEST = 1e-5
 # The others are in the long tier: each is of a kind with one of these.
-OFTEN = {
-    "Llama", "LLaVA", "Mllama", "Qwen2-Audio",
-}  # fmt: skip
+OFTEN = {"Llama", "Mllama"}
 # One of each kind: it takes as long as the rest of a model's test.
 TRACED_WHOLE = {"LLaVA-NeXT", "Qwen2.5-VL", "Gemma 3", "Whisper encoder + Llama", "Llama"}
 

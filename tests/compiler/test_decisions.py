@@ -244,7 +244,7 @@ def test_microbatches_of_one_step_that_decide_differently_are_refused() -> None:
     trained(compiled, batch((1, 2)))
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, long(1)])
 def test_a_fresh_start_traces_neither_answer_again(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSC_CACHE", "1")
     monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path / "cache"))

@@ -64,19 +64,19 @@ PARALLEL = [
 CASES = [
     {"model": "llava", "mesh": "pp=3", "samples": 4, "microbatches": 2, "freeze": ["vision_tower", "language_model"]},
     {"model": "llava", "mesh": "pp=2", "samples": 4, "microbatches": 4, "schedule": "zb-v"},
-    {"model": "llava_long", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "freeze": ["vision_tower"]},
     {"model": "llava_long", "mesh": "cp=2,dp=2", "samples": 4, "microbatches": 2},
     {"model": "dropped", "mesh": "pp=2,dp=2", "samples": 8, "microbatches": 2, "precision": "bf16",
      "recompute": "full"},
     {"model": "packed", "mesh": "cp=2,pp=2", "samples": 4, "microbatches": 2, "schedule": "auto",
      "ahead": ["packed_otherwise", "packed", "packed_otherwise"]},
     {"model": "captions_tied", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 2},
-    {"model": "captions_tied", "mesh": "pp=3", "samples": 4, "microbatches": 4},
-    {"model": "llava", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "context": {"vision_tower": 2}},
     {"model": "llava", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "context": {"vision_tower": 2},
      "freeze": ["vision_tower"]},
 ]  # fmt: skip
 LONG = [
+    {"model": "llava_long", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "freeze": ["vision_tower"]},
+    {"model": "captions_tied", "mesh": "pp=3", "samples": 4, "microbatches": 4},
+    {"model": "llava", "mesh": "cp=2,pp=2", "samples": 2, "microbatches": 1, "context": {"vision_tower": 2}},
     {"model": "llava_lengths", "mesh": "pp=2,dp=2", "samples": 4, "microbatches": 2, "freeze": ["vision_tower"]},
     {
         "model": "valm",

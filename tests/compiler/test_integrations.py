@@ -20,7 +20,7 @@ from csc.errors import InputError
 from csc.integrations.hf import CompiledTrainer
 from tests import launching
 from tests.compiler.peft_models import llama, peft_model, text_batch
-from tests.models.hf import llava, llava_batch
+from tests.models import captions
 from tests.tiers import long
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("traces")]
@@ -293,8 +293,9 @@ def test_a_model_that_encodes_ahead_is_refused(tmp_path: Path) -> None:
     from csc.integrations.lightning import CompiledModule
 
     compiled = csc.compile(
-        llava(), mesh="pp=2", example=llava_batch(4), freeze=["vision_tower"], microbatches=2, encode_ahead=True
-    )
+        captions.Captions(), mesh="pp=2", example=captions.batch([[1]] * 4), freeze=["vision"], microbatches=2,
+        encode_ahead=True,
+    )  # fmt: skip
     with pytest.raises(InputError, match="the Trainer does not say which batch follows"):
         CompiledTrainer(compiled, arguments(tmp_path))
     with pytest.raises(InputError, match="Lightning does not say which batch follows"):
@@ -303,19 +304,22 @@ def test_a_model_that_encodes_ahead_is_refused(tmp_path: Path) -> None:
 
 def test_hf_trainer_balances_with_kept_features(tmp_path: Path) -> None:
     """Two epochs, the second from disk, as without features; each step has the images of other samples."""
-    whole = llava_batch(16, padded=False)
-    whole["labels"] = whole["input_ids"].clone().index_fill_(1, torch.arange(12), -100)
-    data = [{name: one[i] for name, one in whole.items()} for i in range(16)]
-    balance = {"lengths": {"tokens": [20] * 16, "images": [1] * 16}, "multiple": 4}
+    whole = captions.batch([[1]] * 16)
+    data = [{name: one.chunk(16)[i] for name, one in whole.items()} for i in range(16)]
+    balance = {"lengths": {"tokens": [14] * 16, "images": [1] * 16}, "multiple": 14}
+    settings = arguments(
+        tmp_path, num_train_epochs=2, max_steps=-1, train_sampling_strategy="random", remove_unused_columns=False
+    )
     seen = []
     for folder in (None, tmp_path / "features"):
         compiled = csc.compile(
-            llava(), mesh="pp=2", example=llava_batch(4), freeze=["vision_tower"], microbatches=2, cache_features=folder
-        )
+            captions.Captions(), mesh="pp=2", example=captions.batch([[1]] * 4), freeze=["vision"], microbatches=2,
+            cache_features=folder,
+        )  # fmt: skip
         log = Losses()
         CompiledTrainer(
-            compiled, arguments(tmp_path, num_train_epochs=2, max_steps=-1, train_sampling_strategy="random"),
-            balance=balance, train_dataset=data, data_collator=collate, callbacks=[log],
+            compiled, settings, balance=balance, train_dataset=data, callbacks=[log],
+            data_collator=lambda rows: {name: torch.cat([row[name] for row in rows]) for name in rows[0]},
         ).train()  # fmt: skip
         seen.append(log.seen)
     assert len(seen[0]) == 8 and seen[1] == pytest.approx(seen[0], abs=1e-6)

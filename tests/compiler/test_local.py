@@ -60,7 +60,7 @@ def check(results: list[dict[str, Any]], names: list[str], directory: Path) -> N
 
 @pytest.mark.gloo
 def test_replicas_load_their_own_samples(tmp_path: Path) -> None:
-    names = ["images", "one without images", "sounds"]
+    names = ["one without images", "sounds"]
     results = launch({"mesh": "dp=2", "steps": names}, tmp_path)
     check(results, names, tmp_path)
     assert [result["place"] for result in results] == [[0, 2], [1, 2]]

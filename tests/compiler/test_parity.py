@@ -69,7 +69,7 @@ SLOW = ("LoRA", "tied", "tied, encoder frozen")
 SLICED = "model.multi_modal_projector.linear_1.weight"
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [1, long(2), 3, long(4)])
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in LLAVA])
 def test_llava_has_eager_gradients_bit_for_bit(models: Models, case: str, stages: int) -> None:
     """But for LoRA, which freezes all matrices."""
@@ -98,7 +98,7 @@ def test_data_parallel_with_microbatches(models: Models) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [long(1), 3])
 def test_bfloat16_is_bit_equal(models: Models, stages: int) -> None:
     check(verify(models("llava_bf16", mesh={"pp": stages})), 0, 80)
 
@@ -115,7 +115,7 @@ PLAIN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3, 4])
+@pytest.mark.parametrize("stages", [long(1), long(3), 4])
 @pytest.mark.parametrize("case", PLAIN)
 def test_plain_model_with_every_wiring(models: Models, case: str, stages: int) -> None:
     check(verify(models("plain", mesh={"pp": stages}, freeze=PLAIN[case])), FLOAT32)
@@ -141,7 +141,7 @@ WHISPER = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [long(1), 3])
 @pytest.mark.parametrize("case", WHISPER)
 def test_whisper_and_llama(models: Models, case: str, stages: int) -> None:
     check(verify(models("whisper", mesh={"pp": stages}, freeze=WHISPER[case])), FLOAT32)
@@ -176,7 +176,7 @@ def test_every_second_parameter(models: Models) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [17, 27, 40])
+@pytest.mark.parametrize("length", [17, long(27), 40])
 def test_another_sequence_length_uses_the_same_capture(
     models: Models, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

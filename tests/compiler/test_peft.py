@@ -27,7 +27,7 @@ from tests.exactness import FLOAT32
 from tests.models import hf
 from tests.tiers import long
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("traces")]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.exactness import FLOAT32
 from tests.models.hf import valm, valm_batch
 from tests.tiers import long
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("traces")]
 
 # Encoders beside each other on ranks 0 and 1, the language model on the others.
 PARALLEL = [
@@ -50,26 +50,33 @@ def step(model: csc.CompiledModel) -> tuple[torch.Tensor, dict[str, torch.Tensor
     return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("freeze", [None, ["vision_tower", "audio_tower"], ["vision_tower", "language_model"]])
+FROZEN = [None, ["vision_tower", "audio_tower"], ["vision_tower", "language_model"]]
+LAYOUTS: list[tuple[Any, Any, str, list[int]]] = [  # each with all frozen sets; outside of the long tier with these
+    (PARALLEL, None, "1f1b", [1]),
+    (PARALLEL, None, "auto", [2]),
+    (PARALLEL, [0, 1, 2, 1, 0], "auto", [0]),
+    (COLOCATED, None, "zb-h1", [1]),
+    (None, None, "auto", [0, 1, 2]),
+    (None, None, "zb-v", [0]),
+    (None, None, "interleaved-1f1b", [2]),
+    (None, None, "interleaved-zb", [1]),
+]
+
+
 @pytest.mark.parametrize(
-    ("stages", "placement", "schedule"),
+    ("stages", "placement", "schedule", "freeze"),
     [
-        (PARALLEL, None, "1f1b"),
-        (PARALLEL, None, "auto"),
-        (PARALLEL, [0, 1, 2, 1, 0], "auto"),
-        (COLOCATED, None, "zb-h1"),
-        (None, None, "auto"),
-        (None, None, "zb-v"),
-        (None, None, "interleaved-1f1b"),
-        (None, None, "interleaved-zb"),
+        (*layout, freeze) if number in often else long(*layout, freeze)
+        for *layout, often in LAYOUTS
+        for number, freeze in enumerate(FROZEN)
     ],
 )
 def test_every_layout_has_the_gradients_of_eager(
     compiled: csc.CompiledModel,
-    freeze: list[str] | None,
     stages: list[list[str]] | None,
     placement: list[int] | None,
     schedule: str,
+    freeze: list[str] | None,
 ) -> None:
     ranks = max(placement) + 1 if placement else len(stages) if stages else 3
     changed = compiled.with_options(

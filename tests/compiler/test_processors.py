@@ -20,21 +20,23 @@ SETTINGS = {
     "any": {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "AVX2": {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
-MOST = {"any": 5, "AVX2": 3}  # how many of those below: AVX2 lies between "any" and what most machines have
 CHOSEN = [
-    "compiler/test_one_sample.py::test_models_that_start_with_one_sample[SmolVLM]",
     "compiler/test_parity.py::test_llava_has_eager_gradients_bit_for_bit[all trainable-3]",
     "compiler/test_parity.py::test_bfloat16_is_bit_equal[3]",
     "compiler/test_precision.py::test_the_casts_are_those_written_by_hand",
     "composition/test_model.py::test_the_class_token_can_stay",
 ]
+ANOTHER = "compiler/test_one_sample.py::test_models_that_start_with_one_sample[SmolVLM]"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["any", long("AVX2")])
-def test_exactness_as_other_processors_compute(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tests"), [("any", CHOSEN), long("any", [ANOTHER]), long("AVX2", [ANOTHER, *CHOSEN[:2]])],
+    ids=["any", "any, another model", "AVX2, between any and most machines"],
+)  # fmt: skip
+def test_exactness_as_other_processors_compute(name: str, tests: list[str]) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")} | SETTINGS[name]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    command += [f"tests/{test}" for test in CHOSEN[: MOST[name]]]
+    command += [f"tests/{test}" for test in tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

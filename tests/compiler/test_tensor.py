@@ -63,7 +63,7 @@ def divided(compiled: csc.CompiledModel) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "mesh", ["tp=2", long("tp=4"), "tp=2,pp=2", long("tp=2,dp=2"), long("tp=2,cp=2"), "tp=2,cp=2,pp=2"]
+    "mesh", [long("tp=2"), long("tp=4"), long("tp=2,pp=2"), long("tp=2,dp=2"), long("tp=2,cp=2"), "tp=2,cp=2,pp=2"]
 )
 def test_llama(mesh: str) -> None:
     compiled = parity(compiled_of("llama", 8, mesh=mesh, microbatches=2), 21)
@@ -79,7 +79,7 @@ def test_llama(mesh: str) -> None:
         long("tied", 20, "norm"), long("biases", 35, r"norm|(o|down)_proj.bias"), long("qwen3", 25, "norm"),
         long("olmo2", 25, r"layernorm|model\.norm"), long("phi3", 15, "norm"), ("gpt2", 28, r"ln_|wte|wpe|c_proj.bias"),
         long("dropped", 28, r"ln_|wte|wpe|c_proj.bias"), ("mixtral", 21, "norm|experts|gate"),
-        ("llava", 80, r"norm|vision_tower.embeddings|(out_proj|fc2|linear_2).bias"),
+        long("llava", 80, r"norm|vision_tower.embeddings|(out_proj|fc2|linear_2).bias"),
     ],
 )  # fmt: skip
 def test_other_layers(name: str, gradients: int, whole: str) -> None:
@@ -236,11 +236,11 @@ def test_what_cannot_be_divided_is_an_error() -> None:
 
 ALONE = {"model": "llama", "mesh": "tp=2", "samples": 4, "microbatches": 1}
 CASES = [
-    long(ALONE),
+    ALONE,
     long({"model": "qwen3", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
     long({"model": "phi3", "mesh": "tp=2,dp=2", "samples": 8, "microbatches": 1}),
     long({"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
-    {"model": "llama", "mesh": "tp=2,cp=2", "samples": 4, "microbatches": 1},
+    long({"model": "llama", "mesh": "tp=2,cp=2", "samples": 4, "microbatches": 1}),
     long({"model": "qwen3few", "mesh": "tp=4", "samples": 4, "microbatches": 1}),
 ]
 

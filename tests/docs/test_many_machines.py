@@ -52,6 +52,8 @@ def test_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     held = [[*(tmp_path / f"node{rank}" / "cache").rglob("program.json")] for rank in range(2)]
     assert sorted(map(bool, held)) == [False, True]  # that of rank 0's node alone
 
+    monkeypatch.setenv("CSC_CACHE", "1")
+    monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path / f"node{int(bool(held[1]))}" / "cache"))
     monkeypatch.chdir(tmp_path / "node0")
     monkeypatch.syspath_prepend(str(tmp_path / "node0"))
     monkeypatch.delitem(sys.modules, "model", raising=False)
@@ -72,14 +74,14 @@ def test_a_world_that_does_not_fit_is_said_last(tmp_path: Path) -> None:
         "        super().__init__()\n"
         "        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)\n"
         "    def forward(self, x): return self.b(self.a(x)).sum()\n"
-        "csc.compile(Model(), mesh='pp=2', example=batch, loss_weight='sum').parameters()\n"
+        "csc.compile(Model(), mesh='pp=3', example=batch, loss_weight='sum').parameters()\n"
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run(launcher, cwd=folder, env=environment, text=True, capture_output=True, timeout=240)
-    said = "3 processes were started and the mesh has 2 ranks (pp=2)"
+    said = "2 processes were started and the mesh has 3 ranks (pp=3)"
     assert found.returncode == 1
-    assert found.stderr.count(f"csc.errors.InputError: mesh: {said}") == 1  # one rank's traceback, not three
+    assert found.stderr.count(f"csc.errors.InputError: mesh: {said}") == 1  # one rank's traceback, not two
     assert said in found.stderr.rpartition("Root Cause")[2]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,21 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests import launching
-
-ROOT = Path(__file__).parents[2]
-
-
-def output(*command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+from tests.kept_traces import kept_traces
 
 
-def losses(*command: str, step: int = 9) -> list[float]:
-    return losses_in(output(*command), step)
+def output(path: str, *arguments: str) -> str:
+    """What an example writes in one process of its own."""
+    return launching.alone(launching.run_file, path, *arguments)
+
+
+def losses(path: str, step: int = 9) -> list[float]:
+    return losses_in(output(path), step)
 
 
 def losses_in(said: str, step: int = 9) -> list[float]:
@@ -35,8 +29,9 @@ def losses_in(said: str, step: int = 9) -> list[float]:
 
 @pytest.mark.gloo
 def test_llava_trains_alike_in_one_process_and_on_ranks() -> None:
-    alone = losses("examples/llava.py")
-    ranks = losses_in("".join(launching.script(3, "examples/llava.py")))
+    with kept_traces():
+        alone = losses("examples/llava.py")
+        ranks = losses_in("".join(launching.script(3, "examples/llava.py")))
     assert len(alone) == 1 and ranks == alone  # the first rank alone prints
     assert alone[0] < 4.6  # ten steps from log(100) = 4.605
 
@@ -76,7 +71,8 @@ def test_lora_reads_digits_and_its_adapters_come_back() -> None:
 
 @pytest.mark.slow
 def test_an_edited_rank_file_and_an_edited_order_run() -> None:
-    shown = output("examples/edit_rank_file.py")
+    with kept_traces():
+        shown = output("examples/edit_rank_file.py")
     assert "edited files: rank_1.py, schedule.txt" in shown
     assert len(re.findall(r"rank 1: model\.language_model\.layers\.\d gives a norm of [\d.]+", shown)) == 4
     assert "gradients: the same bits" in shown
@@ -86,15 +82,22 @@ def test_an_edited_rank_file_and_an_edited_order_run() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_70_billion_parameters_for_1024_ranks_take_no_gigabyte(tmp_path: Path) -> None:
-    command = (
+    command = [
+        sys.executable,
         "-c",
         "from csc.commands.main import main; main()",
         "compile",
         "examples/scale.py:llava_70b",
         "--fake",
         "--json",
-    )
-    said = json.loads(output(*command, "--rank", "617", "-o", str(tmp_path / "program")))
+        "--rank",
+        "617",
+        "-o",
+        str(tmp_path / "program"),
+    ]
+    done = subprocess.run(command, cwd=launching.ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout)
     assert (said["ranks"], said["emitted"]) == (1024, [617])
     assert said["timings"]["peak_memory"] < 1e9
     lines = (tmp_path / "program" / "rank_617.py").read_text().splitlines()

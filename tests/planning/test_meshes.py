@@ -16,7 +16,7 @@ import csc
 from csc.commands.main import app
 from csc.driver.inspected import Inspected
 from csc.driver.mesh_choice import choose
-from csc.driver.mesh_rows import NOTHING_FIXED, FixedChoices
+from csc.driver.mesh_rows import NOTHING_FIXED, FixedChoices, MeshChoice
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program
@@ -46,7 +46,8 @@ def test_layouts_are_all_there_are(devices: int, step: int, sizes: set[int], nod
 
 
 def compiled(**options: object) -> csc.CompiledModel:
-    return csc.compile(MODELS["llama"](), example=BATCHES["llama"](4), cache=False, check=False, **options)
+    given = {"cache": False, "check": False} | options
+    return csc.compile(MODELS["llama"](), example=BATCHES["llama"](4), **given)
 
 
 @pytest.mark.long
@@ -83,7 +84,7 @@ def test_less_memory_takes_more_ranks_of_a_model_or_recomputation() -> None:
 
 
 def test_what_cannot_be_asked() -> None:
-    model = compiled(hardware="h100")
+    model = compiled(hardware="h100", cache=True)
     for devices, step, seconds, said in (
         (512, 3, 60.0, "3 samples of a step cannot be divided among 512 devices"), (0, None, 1.0, "devices is 0"),
         (-1, 4, 1.0, "devices is -1"), (2.0, 4, 1.0, r"devices is 2\.0"), (2, 0, 1.0, "samples is 0"),
@@ -136,7 +137,15 @@ def test_one_size_of_microbatches_that_cannot_be(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table, and the same choice as JSON."""
+    made: list[MeshChoice] = []
+
+    def chosen_once(*asked: Any) -> MeshChoice:
+        made.extend([] if made else [choose(*asked)])
+        return made[0]
+
+    monkeypatch.setattr("csc.driver.mesh_choice.choose", chosen_once)
     (tmp_path / "model.py").write_text(
         "from tests.compiler.tensor_models import BATCHES, MODELS\n"
         "example = BATCHES['llama'](1)\n"

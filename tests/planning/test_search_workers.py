@@ -159,7 +159,7 @@ def test_the_clock_of_a_fork_goes_on() -> None:
     assert other.left == 28.0 and other.over(0.29) and not other.over(0.31)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def search(traces: Any) -> Search:
     model = csc.compile(
         MODELS["llama"](), example=BATCHES["llama"](4), cache=False, check=False, hardware="a100", mesh={"pp": 1}
@@ -171,21 +171,29 @@ def search(traces: Any) -> Search:
     return chosen
 
 
-def test_several_find_what_one_finds(search: Search) -> None:
-    alone, both = search(1), search(2)
+@pytest.fixture(scope="module")
+def both(search: Search) -> MeshChoice:
+    """What two find."""
+    return search(2)
+
+
+def test_several_find_what_one_finds(search: Search, both: MeshChoice) -> None:
+    alone = search(1)
     assert both.rows[0].seconds == alone.rows[0].seconds and both.memory == alone.memory
     assert both.left == alone.left == 0
     priced = {(row.mesh, row.microbatches): row.seconds for row in alone.rows}
     assert sum(priced.get((row.mesh, row.microbatches)) == row.seconds for row in both.rows) >= 3
 
 
-def test_the_part_of_a_worker_that_fails_is_searched_here(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_part_of_a_worker_that_fails_is_searched_here(
+    search: Search, both: MeshChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(self: MeshSearch, parts: Any, number: int) -> FoundMeshes:
         if number:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
         return part(self, parts, number)
 
-    both, part = search(2), mesh_search.MeshSearch._part
+    part = mesh_search.MeshSearch._part
     monkeypatch.setattr(mesh_search.MeshSearch, "_part", failing)
     again = search(2)
     assert again.rows[0] == both.rows[0] and again.left == 0

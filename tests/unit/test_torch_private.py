@@ -8,8 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -39,6 +37,7 @@ from csc.torch_private import processes as private_processes
 from csc.torch_private import same_layouts as private_layouts
 from csc.torch_private import symbolic_sizes as private_sizes
 from csc.torch_private import traces as private_traces
+from tests import launching
 
 ROOMS = (
     private_artifacts, private_attention, private_autograd, private_checkpoints, private_exported, private_hooks,
@@ -372,20 +371,22 @@ def test_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         private_artifacts.artifact(lambda x: [x] if bool(x.sum() > 0) else [x + 1], [x], {}, None)
 
 
-READS = """
-import sys, torch
-from pathlib import Path
-from torch._inductor import codecache
-from csc.torch_private.artifacts import artifact, artifact_of
-def searched(*given, _own=codecache._precompile_header, **named):
-    print("headers")
-    return _own(*given, **named)
-x, file = torch.linspace(-1, 1, 64), Path(sys.argv[1])
-if not file.exists():
-    artifact(lambda x: [x.sin() + 1], [x], {"cpp.vec_isa_ok": True}, file)
-codecache._precompile_header = searched
-assert torch.allclose(artifact_of(file, {"cpp.vec_isa_ok": True})(x)[0], x.sin() + 1)
-"""
+def made_and_read(file: Path) -> None:
+    """In a process of its own: kept, if it is not there, and read, with a word when it goes through headers."""
+    from torch._inductor import codecache
+
+    own = codecache._precompile_header
+
+    def searched(*given: Any, **named: Any) -> Any:
+        print("headers", flush=True)
+        return own(*given, **named)
+
+    x = torch.linspace(-1, 1, 64)
+    if not file.exists():
+        private_artifacts.artifact(lambda x: [x.sin() + 1], [x], {"cpp.vec_isa_ok": True}, file)
+    codecache._precompile_header = searched
+    read = private_artifacts.artifact_of(file, {"cpp.vec_isa_ok": True})
+    assert read is not None and torch.allclose(read(x)[0], x.sin() + 1)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -394,8 +395,7 @@ def test_an_artifact_is_read_with_the_kernels_that_were_compiled_for_it(tmp_path
     folder = tmp_path / "made"
 
     def run() -> tuple[str, set[Path]]:
-        command = [sys.executable, "-c", READS, str(tmp_path / "kept")]
-        said = subprocess.check_output(command, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}, text=True)
+        said = launching.alone(made_and_read, tmp_path / "kept", TORCHINDUCTOR_CACHE_DIR=str(folder))
         return said, set(folder.rglob("*.so"))
 
     _, made = run()
