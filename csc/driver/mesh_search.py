@@ -50,7 +50,7 @@ from csc.passes.step_end import least_behind
 from csc.planning.mesh_bounds import expected_seconds, least_memory, least_seconds
 from csc.planning.meshes import MeshDivision, MeshForm, MeshLayout, layouts
 
-SEARCHING = 0.8  # of the time, at least, whatever the capture takes
+SEARCHING = 0.75  # of the time, at least, whatever the capture takes
 TRACING = 0.5  # of the time, at most, before the first draft
 FIRST_FORMS = 0.6  # of the time, at most, before other forms of what is near the best
 FIRST_PLANS = 0.75  # of the time, at most, before the first plan, those forms among it

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SECONDS = 50.0
+SECONDS = 45.0
 TRACE, DRAFT, PLAN = "trace", "draft", "plan"
 Kind = str
 
