@@ -8,8 +8,8 @@ beat (csc.planning.partition_bound); the *shared bound* holds for every plan, al
 
 A named schedule follows from the partition, so partitions are what is searched; with "auto" placements and orders are
 searched too (csc.planning.joint). That search does not see gathers, so it leaves room to keep what was gathered; where
-there is none, or a draft without that room is faster, it is made without. Nothing depends on time or chance, unless the
-limit ends the search: the same problem gives the same plan.
+there is none, or a draft without that room is about as fast, it is made without, too. Nothing depends on time or
+chance, unless the limit ends the search: the same problem gives the same plan.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from csc.simulation.simulate import makespan
 
 MOVES = 60  # partitions tried around the best one under a named schedule
 MARGINS = (1.1, 1.5, 2.0, 4.0)  # times what a plan holds too much, which the next one has less
+ALIKE = 1.03  # times a plan's step: what takes less as a draft may be faster as a plan
 LIMIT = 300.0  # seconds after which a search ends with what it has
 
 
@@ -91,8 +92,8 @@ def plan(
 def _with_room_or_not(
     problem: Problem, planned: Callable[[Problem, bool], PipelinePlan], open_: bool, end: float
 ) -> PipelinePlan:
-    """With room to keep what was gathered; without, where there is none or a draft without is faster. open_: nothing of
-    the plan is given, so that there are drafts. end: of the search.
+    """With room to keep what was gathered; without, where there is none or a draft without is about as fast. open_:
+    nothing of the plan is given, so that there are drafts. end: of the search.
     """
     found: list[PipelinePlan] = []
     with suppress(InputError):
@@ -100,7 +101,7 @@ def _with_room_or_not(
         found.append(finished(problem, whole.stages, whole.placement, whole.schedule))
     even = drafted(problem, problem, Budget(DRAFTED, max(0.0, end - time.monotonic()))) if open_ else None
     refused: InputError | None = None
-    if not (found and open_) or (even is not None and even.seconds < found[0].makespan):
+    if not (found and open_) or (even is not None and even.seconds < ALIKE * found[0].makespan):
         try:
             found.append(_with_messages(problem, planned, False))
         except InputError as error:
