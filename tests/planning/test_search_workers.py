@@ -6,10 +6,13 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,8 +113,7 @@ def test_a_worker_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "") and not logging.root.manager.disable
 
 
-def test_autograd_goes_on_in_a_worker() -> None:
-    """Where this process has computed on several threads, and backward."""
+def with_gradients() -> None:
     weight = torch.randn(256, 256, requires_grad=True)
 
     def gradient(number: int) -> float:
@@ -122,6 +124,14 @@ def test_autograd_goes_on_in_a_worker() -> None:
 
     first = gradient(0)
     assert side_by_side(2, gradient, soon) == [pytest.approx(first), pytest.approx(first)]
+
+
+def test_autograd_goes_on_in_a_worker() -> None:
+    """Where this process has computed backward; alone, as autograd refuses to where a process has used a device's
+    threads, be they of another test.
+    """
+    asked = "from tests.planning.test_search_workers import with_gradients; with_gradients()"
+    subprocess.run([sys.executable, "-c", asked], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_workers_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
