@@ -212,8 +212,10 @@ class Compiler:
             history = run(history, [regions], alone, progress)
             self.cut[whole.graph] = history[-1]
             return history
-        found = {name: getattr(cut, name) for name in ("regions", "templates", "shared", "loss_tokens")}
-        return [*history, replace(whole, **found, history=(*whole.history, cut.history[-1]))]
+        return [*history, replace(
+            whole, regions=cut.regions, templates=cut.templates, shared=cut.shared, loss_tokens=cut.loss_tokens,
+            history=(*whole.history, cut.history[-1]),
+        )]  # fmt: skip
 
     def adopt(self, guards: Guards) -> None:
         """Know what another process knows, if it is more."""
