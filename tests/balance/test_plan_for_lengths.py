@@ -19,6 +19,7 @@ from csc.balance.sample_costs import of_problems
 from csc.commands.main import app
 from csc.reports.data import probes
 from csc.reports.lengths_plan import LengthsPlan, LengthsRequest, plan_for_lengths
+from tests.answers import asked_once
 from tests.compiler import small
 
 pytestmark = pytest.mark.usefixtures("traces")
@@ -123,13 +124,7 @@ text = csc.compile(small.text(2), mesh="pp=2", example=small.text_batch(4, 16), 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As JSON, and as a table of the same plan."""
-    made: list[LengthsPlan] = []
-
-    def planned_once(*asked: Any) -> LengthsPlan:
-        made.extend([] if made else [plan_for_lengths(*asked)])
-        return made[0]
-
-    monkeypatch.setattr("csc.reports.lengths_plan.plan_for_lengths", planned_once)
+    asked_once(monkeypatch, "csc.reports.lengths_plan.plan_for_lengths", plan_for_lengths)
     (tmp_path / "model.py").write_text(MODEL)
     np.savez(tmp_path / "lengths.npz", tokens=table().tokens)
     command = ["plan", f"{tmp_path}/model.py:text", "--lengths", f"{tmp_path}/lengths.npz", "--multiple", "8"]

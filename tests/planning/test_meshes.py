@@ -16,12 +16,13 @@ import csc
 from csc.commands.main import app
 from csc.driver.inspected import Inspected
 from csc.driver.mesh_choice import choose
-from csc.driver.mesh_rows import NOTHING_FIXED, FixedChoices, MeshChoice
+from csc.driver.mesh_rows import NOTHING_FIXED, FixedChoices
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program
 from csc.planning.meshes import CONTEXT, MeshLayout, layouts
 from csc.reports.forecast import forecast
+from tests.answers import asked_once
 from tests.compiler.tensor_models import BATCHES, MODELS
 
 pytestmark = pytest.mark.usefixtures("traces")
@@ -139,13 +140,7 @@ def test_one_size_of_microbatches_that_cannot_be(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table, and the same choice as JSON."""
-    made: list[MeshChoice] = []
-
-    def chosen_once(*asked: Any) -> MeshChoice:
-        made.extend([] if made else [choose(*asked)])
-        return made[0]
-
-    monkeypatch.setattr("csc.driver.mesh_choice.choose", chosen_once)
+    asked_once(monkeypatch, "csc.driver.mesh_choice.choose", choose)
     (tmp_path / "model.py").write_text(
         "from tests.compiler.tensor_models import BATCHES, MODELS\n"
         "example = BATCHES['llama'](1)\n"
