@@ -37,13 +37,12 @@ def sequence(program: Program, options: Options) -> Program:
             "sequence_parallel", "give the mesh a tp, or leave sequence_parallel out; cp divides tokens without tp",
         )  # fmt: skip
     assert program.shared is not None
-    groups = [node for node in g.placeholders(program.shared) if node.meta["role"] == GROUP]
+    named = zip(g.outputs(program.shared), program.shared.output_node().meta["names"], strict=True)
+    groups = {name: node.meta["val"] for node, name in named if node.meta.get("role") == GROUP}
     if not groups:
         return program
-    names, tables = program.shared.output_node().meta["names"], g.outputs(program.shared)
     fewer = (*options.mesh.held_in_copies, *dict(options.mesh.own_ranks))
-    own = tuple(names[tables.index(group)] for group in groups if group in tables)
-    return _Handing(program, options.mesh.tp, groups[-1].meta["val"], own, fewer).program()
+    return _Handing(program, options.mesh.tp, [*groups.values()][-1], tuple(groups), fewer).program()
 
 
 @dataclass(frozen=True)
