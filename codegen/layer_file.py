@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from csc.codegen.fixed_tables import ONCE
+from csc.codegen.kept_tables import ONCE, WHILE_EQUAL
 from csc.codegen.python import WIDTH, body, comment, one_or_tuple, quoted, with_note, wrapped
 from torch import fx
 
@@ -30,8 +30,10 @@ def header(functions: Sequence[str]) -> str:
     lines = ["import torch"]
     for module in operators(functions):
         lines.append(f"import csc.kernels.{module}  # the operators torch.ops.csc")
-    if any(text.startswith(ONCE) for text in functions):
-        lines.append("from csc.runtime.made_once import once")
+    decorators = {"once": ONCE, "while_equal": WHILE_EQUAL}
+    used = [name for name, line in decorators.items() if any(text.startswith(line) for text in functions)]
+    if used:
+        lines.append(f"from csc.runtime.made_once import {', '.join(used)}")
     named = any(re.search(r"\baten\.", text) for text in functions)
     return "\n".join([*lines, "", *(["aten = torch.ops.aten", ""] if named else [])])
 

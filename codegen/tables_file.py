@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from csc.codegen.fixed_tables import ONCE, FixedTables, fixed
+from csc.codegen.kept_tables import KeptTables, decorator, kept
 from csc.codegen.layer_file import header
 from csc.codegen.python import body, comment, quoted, source, wrapped
 from torch import fx
@@ -19,7 +19,7 @@ from csc.ir.rewrite import extract
 DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
 
 Each stage that needs one computes it by itself: that is cheaper than a message, and nothing of it needs a gradient.
-What no batch changes is made once, and kept.
+What no batch changes is made once, and what sizes alone change while they are the same.
 """
 
 '''
@@ -71,12 +71,12 @@ def tables_source(program: Program) -> str:
     nodes = tables(program)
     assert program.shared is not None
     wanted = {name: [nodes[table] for table in made] for made, name in function_names(program, nodes).items()}
-    kept = fixed(program.shared, wanted)
-    common = _common(program.shared, wanted, {node for one in kept for node in one.results})
-    functions = [_fixed_source(program.shared, one) for one in kept]
-    functions += [_common_source(program.shared, one, kept, common) for one in common]
+    given = kept(program.shared, wanted, program.sizes)
+    common = _common(program.shared, wanted, {node for one in given for node in one.results})
+    functions = [_kept_source(program.shared, one, given) for one in given]
+    functions += [_common_source(program.shared, one, given, common) for one in common]
     for name, results in wanted.items():
-        functions.append(_function(program.shared, name, results, kept, common, one=name == program.loss_tokens))
+        functions.append(_function(program.shared, name, results, given, common, one=name == program.loss_tokens))
     if program.contexts:
         functions += [_visibility(context) for context in program.contexts]
         entries = [f"{quoted(one.component)}: {_visibility_name(one)}" for one in program.contexts]
@@ -136,7 +136,7 @@ def _common(graph: fx.Graph, wanted: Mapping[str, Sequence[fx.Node]], given: Col
     return found
 
 
-Called = TypeVar("Called", _Common, FixedTables)
+Called = TypeVar("Called", _Common, KeptTables)
 
 
 def _given(functions: Sequence[Called], readers: Collection[str]) -> list[Called]:
@@ -145,7 +145,7 @@ def _given(functions: Sequence[Called], readers: Collection[str]) -> list[Called
 
 
 def _start(
-    graph: fx.Graph, results: Sequence[fx.Node], called: Sequence[_Common | FixedTables]
+    graph: fx.Graph, results: Sequence[fx.Node], called: Sequence[_Common | KeptTables]
 ) -> tuple[fx.Graph, dict, list[str]]:
     """The graph of a function's own calls, the names of its placeholders, and those of them that others make."""
     part = extract(graph, results, given={node for one in called for node in one.results})
@@ -157,13 +157,23 @@ def _start(
     return part, names, given
 
 
-def _fixed_source(graph: fx.Graph, own: FixedTables) -> str:
-    part, names, _ = _start(graph, own.results, [])
-    lines = [f"def {own.name}(constants):", '    """What no batch changes."""', *body(part, names)]
-    return ONCE + "\n".join([*lines, *_returned([names[node] for node in g.outputs(part)])]) + "\n"
+def _kept_source(graph: fx.Graph, own: KeptTables, kept: Sequence[KeptTables]) -> str:
+    """A fixed function, or a sized one, which may read fixed ones."""
+    called = _given(kept, [own.name])
+    part, names, _ = _start(graph, own.results, called)
+    lines = [f"def {own.name}({', '.join(_arguments(own))}):"]
+    lines.append('    """What sizes alone change."""' if own.entries else '    """What no batch changes."""')
+    for one in called:
+        lines += _taken(one, _arguments(one))
+    lines += [*body(part, names), *_returned([names[node] for node in g.outputs(part)])]
+    return decorator(own) + "\n".join(lines) + "\n"
 
 
-def _common_source(graph: fx.Graph, own: _Common, kept: Sequence[FixedTables], common: Sequence[_Common]) -> str:
+def _arguments(kept: KeptTables) -> list[str]:
+    return ["batch", "constants"] if kept.entries else ["constants"]
+
+
+def _common_source(graph: fx.Graph, own: _Common, kept: Sequence[KeptTables], common: Sequence[_Common]) -> str:
     called = [*_given(kept, own.readers), *(one for one in _given(common, own.readers) if one is not own)]
     part, names, given = _start(graph, own.results, called)
     lines = wrapped(f"def {own.name}(", ["batch", "constants", *given], "):", indent=0)
@@ -176,26 +186,26 @@ def _function(
     graph: fx.Graph,
     name: str,
     results: Sequence[fx.Node],
-    kept: Sequence[FixedTables],
+    kept: Sequence[KeptTables],
     common: Sequence[_Common],
     one: bool = False,
 ) -> str:
     """The function that returns these results; one: the only one, not in a tuple."""
-    once, called = _given(kept, [name]), _given(common, [name])
-    part, names, _ = _start(graph, results, [*once, *called])
+    before, called = _given(kept, [name]), _given(common, [name])
+    part, names, _ = _start(graph, results, [*before, *called])
     lines = [f"def {name}(batch, constants):"]
-    for fixed_function in once:
-        lines += _taken(fixed_function, ["constants"])
+    for one_kept in before:
+        lines += _taken(one_kept, _arguments(one_kept))
     for at, function in enumerate(called):
-        before = [*_given(kept, function.readers), *_given(called[:at], function.readers)]
-        _, _, given = _start(graph, function.results, before)
+        others = [*_given(kept, function.readers), *_given(called[:at], function.readers)]
+        _, _, given = _start(graph, function.results, others)
         lines += _taken(function, ["batch", "constants", *given])
     lines += body(part, names)
     found = [names[node] for node in g.outputs(part)]
     return "\n".join([*lines, *([f"    return {found[0]}"] if one else _returned(found))]) + "\n"
 
 
-def _taken(function: _Common | FixedTables, arguments: Sequence[str]) -> list[str]:
+def _taken(function: _Common | KeptTables, arguments: Sequence[str]) -> list[str]:
     """The call of a function, and the names of what it returns."""
     made = [node.name for node in function.results]
     return wrapped("(", made, f"{',' if len(made) == 1 else ''}) = {function.name}({', '.join(arguments)})")

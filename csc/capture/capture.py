@@ -32,7 +32,7 @@ from csc.capture.trace.meta_init import standing_in
 from csc.capture.trace.mutations import Changes, Slot, refuse_if_computed_with
 from csc.capture.trace.replay import replay
 from csc.capture.trace.size_guards import sizes_of
-from csc.capture.trace.traced_model import HostFunctionFound, loss_of
+from csc.capture.trace.traced_model import HostFunctionFound, loss_of, sizes_among
 from csc.capture.trace.training_mode import training, without_kv_cache
 from csc.capture.values.hoisted import Hoisted
 from csc.errors import CscError, InputError
@@ -135,6 +135,7 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
     taken = {node.meta["role"][1] for node in g.placeholders(graph) if node.users}
     assumed = _assumed(guards, model, example, tensors, traced, graph, taken)
     guards.add(assumed)
+    given = split_batch(example)[0].keys()
     hoisted = {name for name in tensors if any(name.startswith(f"{one.prefix}_") for one in _hoisted(guards))}
     program = Program(
         name=type(model).__name__,
@@ -146,7 +147,8 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
         graph=graph,
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         guards=replace(assumed, calls=None),
-        made=tuple(sorted((taken & tensors.keys() - split_batch(example)[0].keys()) | hoisted)),
+        made=tuple(sorted((taken & tensors.keys() - given) | hoisted)),
+        sizes=tuple(sorted(taken & sizes_among(tensors, given, guards.host))),
         checkpoints=flat.checkpoints,
         history=history,
     )

@@ -181,9 +181,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Stage:
-    """A set of regions, in order of execution, that `rank` (a position on the pp axis) runs as one F, one B, one W.
-
-    A rank runs one stage or several. Stages form a DAG: values go from lower to higher indices only.
+    """A set of regions, in order of execution, that `rank` (a position on the pp axis) runs as one F, one B, one W. A
+    rank runs one stage or several. Stages form a DAG: values go from lower to higher indices only.
     """
 
     index: int
@@ -370,6 +369,7 @@ class Program:
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
     guards: CaptureGuards | None = None  # what the capture assumed of its batch, without its calls
     made: tuple[str, ...] = ()  # batch entries that the model's own code makes of a microbatch before the step
+    sizes: tuple[str, ...] = ()  # entries that describe others (grids, lengths), and those made of such alone
     checkpoints: tuple[Checkpoint, ...] = ()
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes
     contexts: tuple[Context, ...] = ()  # of spread components, those of cp last

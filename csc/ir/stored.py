@@ -42,7 +42,7 @@ from csc.ir.unstorable import Unstorable
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import FakeTensorMode
 
-FORMAT = 2
+FORMAT = 3
 CLASSES = {
     one.__name__: one
     for one in (Checkpoint, Combination, Context, ContextMask, DividedAxis, Input, ModuleInfo, Parameter, Record,

@@ -1,32 +1,51 @@
-"""What no batch changes (positions, rotary tables, causal masks) is made once, not in every step.
+"""What no batch changes (positions, rotary tables, causal masks) is made once, and what sizes alone change (windows of
+images) while they are the same.
 
-Terms: a *fixed function* is one of layers/tables.py that takes the constants alone; what it returns is *kept* beside
-them, for as long as neither they nor it are written to.
+Terms: a *fixed function* is one of layers/tables.py that takes the constants alone, a *sized function* one that takes
+entries of the batch which are sizes, or are made of sizes. What they return is *kept* beside the constants, for as long
+as neither they nor it are written to; of a sized function what it returned last, while these entries are equal.
 
     @once
     def _fixed_1(constants): ...                     of a program's text: the function, called where it has to be
 
-    Constants(tensors)       the constants of a rank on its device, and what fixed functions made of them
-    .lasting()               all tensors that outlive a step: the constants, and what is kept
+    @while_equal("get_vision_window_index_1")        the same, for a function that reads these entries of the batch
+    def _sized_1(batch, constants): ...
+
+    Constants(tensors)       the constants of a rank on its device, and what was made of them
+    .lasting()               the constants, and what fixed functions made: the same tensors in each step
+    .held()                  all tensors that outlive a step: these, and what sized functions made last
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 Made = tuple[torch.Tensor, ...]
-Fixed = Callable[[Mapping[str, torch.Tensor]], Made]
+Tensors = Mapping[str, torch.Tensor]
+Fixed = Callable[[Tensors], Made]
+Sized = Callable[[Tensors, Tensors], Made]
+
+
+@dataclass(frozen=True)
+class _Latest:
+    """What a sized function has made: of `entries`, copies of the batch's."""
+
+    entries: Sequence[torch.Tensor]
+    results: Made
+    versions: tuple[int, ...]
 
 
 class Constants(Mapping[str, torch.Tensor]):
-    """Tensors by name, with what fixed functions make of them."""
+    """Tensors by name, with what functions make of them."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Tensors) -> None:
         self._tensors = dict(tensors)
         self._kept: dict[Fixed, tuple[Made, tuple[int, ...]]] = {}
+        self._latest: dict[Sized, _Latest] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -46,21 +65,63 @@ class Constants(Mapping[str, torch.Tensor]):
             found = self._kept[function] = (results, self._versions(results))
         return found[0]
 
+    def latest(self, function: Sized, names: Sequence[str], batch: Tensors) -> Made:
+        """What the function returns for a batch with these entries. It is made of copies: a batch may be written to."""
+        given = [batch[name] for name in names]
+        found = self._latest.get(function)
+        if found is None or not _equal(found.entries, given) or found.versions != self._versions(found.results):
+            copies = [one.clone() for one in given]
+            with torch.no_grad():
+                results = function(dict(zip(names, copies)), self)
+            found = self._latest[function] = _Latest(copies, results, self._versions(results))
+        return found.results
+
     def lasting(self) -> Iterator[torch.Tensor]:
-        """The constants, and what is kept."""
+        """See the module."""
         yield from self._tensors.values()
         for results, _ in self._kept.values():
             yield from results
 
+    def held(self) -> Iterator[torch.Tensor]:
+        """See the module."""
+        yield from self.lasting()
+        for latest in self._latest.values():
+            yield from latest.results
+
     def _versions(self, results: Made) -> tuple[int, ...]:
         return (*(t._version for t in self._tensors.values()), *(t._version for t in results))
+
+
+def _equal(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the same values, laid out alike."""
+    return all(
+        one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+        for one, other in zip(own, given)
+    )
 
 
 def once(function: Fixed) -> Fixed:
     """The function, made once for the constants of a program; for others each time."""
 
     @functools.wraps(function)
-    def fixed(constants: Mapping[str, torch.Tensor]) -> Made:
+    def fixed(constants: Tensors) -> Made:
         return constants.made(function) if isinstance(constants, Constants) else function(constants)
 
     return fixed
+
+
+def while_equal(*names: str) -> Callable[[Sized], Sized]:
+    """The function, made anew where one of these entries of the batch differs from the last one's; each time for
+    entries on a GPU, which would have to be waited for.
+    """
+
+    def decorated(function: Sized) -> Sized:
+        @functools.wraps(function)
+        def sized(batch: Tensors, constants: Tensors) -> Made:
+            if isinstance(constants, Constants) and all(batch[name].device.type == "cpu" for name in names):
+                return constants.latest(function, names, batch)
+            return function(batch, constants)
+
+        return sized
+
+    return decorated

@@ -322,7 +322,7 @@ class Trainer:
     def _read_again(self, dealt: batches.Microbatches) -> Iterator[torch.Tensor]:
         """What outlives a step and is no parameter: a model's own backward may give such a tensor as a gradient."""
         for program in {microbatch.program for microbatch in dealt.all}:
-            yield from chain.from_iterable(rank.constants.lasting() for rank in self._members[program])
+            yield from chain.from_iterable(rank.constants.held() for rank in self._members[program])
         for microbatch in dealt.all:
             yield from microbatch.tensors.values()
 

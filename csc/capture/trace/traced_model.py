@@ -7,7 +7,7 @@ Host                                                             what of the mod
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -262,3 +262,15 @@ def metadata(values: Mapping[str, torch.Tensor], host: HoistedCalls) -> dict[str
         if isinstance(one, Hoisted) and not known.keys() >= set(one.expression.entries):
             known = {name: tensor for name, tensor in known.items() if not name.startswith(f"{one.prefix}_")}
     return known
+
+
+def sizes_among(tensors: Mapping[str, torch.Tensor], given: Collection[str], host: HoistedCalls) -> set[str]:
+    """Those of the tensors of a microbatch that describe others, and those made of such alone: whole numbers which are
+    often the same from step to step. given: the entries that nothing of the model has made.
+    """
+    found = {name for name in given if is_metadata(tensors[name], tensors)}
+    for call in host.calls:
+        if found.issuperset(entry for _, entry in call.arguments):
+            made = replace(host, calls=(call,)).made(tensors.keys() - given)
+            found |= {name for name in made if not tensors[name].is_floating_point()}
+    return found
