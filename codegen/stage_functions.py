@@ -1,6 +1,8 @@
 """The functions of one stage in a rank file: forward, backward_input, backward_weight, backward, loss_tokens.
 
-Terms: see csc.codegen.segments; a *companion* of a variable is its gradient, or what F saves or B keeps of it.
+Terms: see csc.codegen.segments; a *companion* of a variable is its gradient, or what F saves or B keeps of it. What F
+saves and B keeps of a region is in a list, of one or of a loop's layers: whoever reads it takes it out, and its
+function frees each tensor behind its last use.
 
     StageWriter(index, stage, claimed, suffix).functions() -> {name: source}      .prefixes() -> {name: source}
     place(program, stage, seen_from) -> "stage 3"
@@ -114,7 +116,7 @@ class StageWriter:
         arguments += self._arguments(segment, variant.forward, self.names.weights_of(region))
         left = one_or_tuple(self.names.variable(value) for value in region.outputs)
         if variant.backward_input is not None:
-            left = f"{left}, {self.names.saved[index]}"
+            left = f"{left}, *{self.names.saved[index]}"
         return wrapped(f"{left} = layers.{variant.name}.forward(", arguments, ")")
 
     def _forward_loop(self, index: int, segment: Segment) -> list[str]:
@@ -180,16 +182,13 @@ class StageWriter:
             by_label.setdefault(template.activations[i], f"d_{self.names.variable(region.activations[i])}")
         return [by_label[label] for label in signature(variant.backward_input).tangents]
 
-    def _backward_left(self, segment: Segment, stashed: str, carried: str = "") -> str:
+    def _gradients(self, segment: Segment, carried: str) -> list[str]:
+        """What B of a segment returns of activations."""
         region, variant = segment.first, self.names.variant(segment)
-        gradients = [
+        return [
             carried if carried and i == segment.carried else f"d_{self.names.variable(v)}"
             for i, v in enumerate(region.activations) if variant.dx[i]
         ]  # fmt: skip
-        left = one_or_tuple(gradients)
-        if variant.backward_weight is None:
-            return left
-        return f"{left}, {stashed}" if gradients else stashed
 
     def _backwards(self, at_once: bool = False) -> list[str]:
         """B of all regions, last first. at_once: with W of each right after it."""
@@ -204,8 +203,8 @@ class StageWriter:
     def _backward_call(self, index: int, segment: Segment, at_once: bool) -> list[str]:
         kept, saved = self.names.stashed_name(index), self.names.saved[index]
         weights = self.names.weights_of(segment.first)
-        lines, rest = self._backward_of(segment, segment.first, saved, weights, at_once, kept)
-        return [*lines, f"    del {saved}", *rest]
+        lines, rest = self._backward_of(segment, segment.first, f"{saved}.pop()", weights, at_once, kept)
+        return [*lines, *rest]
 
     def _backward_loop(self, index: int, segment: Segment, at_once: bool) -> list[str]:
         variant, name = self.names.variant(segment), f"d_{self.names.carried(segment)}"
@@ -216,7 +215,7 @@ class StageWriter:
         saved, weights = f"{self.names.saved[index]}.pop()", "under(weights, layer)"
         first, rest = self._backward_of(segment, segment.last, saved, weights, at_once, "stashed", carried=name)
         lines += [f"    {line}" for line in (*first, *rest)]
-        lines += [f"        {self.names.stashed_name(index)}.append(stashed)"] if keeping else []
+        lines += [f"        {self.names.stashed_name(index)} += stashed"] if keeping else []
         if variant.dx[segment.carried]:
             lines.append(f"    d_{self.names.variable(segment.first.activations[segment.carried])} = {name}")
         return lines
@@ -225,18 +224,25 @@ class StageWriter:
         self, segment: Segment, region: Region, saved: str, weights: str, at_once: bool, kept: str, carried: str = ""
     ) -> tuple[list[str], list[str]]:
         """B of a region, and then its W if that is to run at once; where they are one function, that, and what becomes
-        of its gradients. kept: the variable of what B alone keeps for W.
+        of its gradients. kept: the list of what B alone keeps for W.
         """
         variant = self.names.variant(segment)
         both = variant.backward if at_once else None
         part, name = (variant.backward_input, "backward_input") if both is None else (both, "backward")
         arguments = [saved, *self._arguments(segment, part, weights if both is None else "w")]
         arguments += self._tangents(segment, region, carried)
-        made = "gradients" if both is not None else "stashed" if at_once else kept
-        left = self._backward_left(segment, made, carried)
-        lines = wrapped(f"{left} = layers.{variant.name}.{name}(", arguments, ")")
+        gradients, call = self._gradients(segment, carried), f"layers.{variant.name}.{name}("
+        left = one_or_tuple(gradients) if gradients else ""
         if both is not None:
+            lines = wrapped(f"{', '.join(filter(None, (left, 'gradients')))} = {call}", arguments, ")")
             return [f"    w = {weights}", *lines], ["    yield from w.full_names(gradients)", "    del gradients"]
+        if variant.backward_weight is None:
+            return wrapped(f"{left} = {call}", arguments, ")"), []
+        stashed = "stashed" if at_once else kept
+        lines = (
+            wrapped(f"{left}, *{stashed} = {call}", arguments, ")") if gradients else
+            wrapped(f"{stashed} = [{call}", arguments, ")]")
+        )  # fmt: skip
         return lines, self._weights_at_once(segment, weights) if at_once else []
 
     def backward_weight(self) -> str:
@@ -253,16 +259,18 @@ class StageWriter:
             tail = self._arguments(segment, variant.backward_weight, "w")
             if segment.loops:
                 layers, stashed = self.names.prefixes_name(index), self.names.stashed_name(index)
-                lines.append(f"    for layer, stashed in zip(reversed({layers}), {stashed}):")
+                lines.append(f"    for layer in reversed({layers}):")
                 lines.append("        w = under(weights, layer)")
                 lines += wrapped(
-                    f"gradients = layers.{variant.name}.backward_weight(", ["stashed", *tail], ")", indent=8
+                    f"gradients = layers.{variant.name}.backward_weight(", [f"{stashed}.pop(0)", *tail], ")", indent=8
                 )
                 lines.append("        yield from w.full_names(gradients)")
             else:
                 lines.append(f"    w = {self.names.weights_of(segment.first)}")
                 lines += wrapped(
-                    f"gradients = layers.{variant.name}.backward_weight(", [self.names.stashed_name(index), *tail], ")"
+                    f"gradients = layers.{variant.name}.backward_weight(",
+                    [f"{self.names.stashed_name(index)}.pop()", *tail],
+                    ")",
                 )
                 lines.append("    yield from w.full_names(gradients)")
         return "\n".join(lines) + "\n"
@@ -281,8 +289,8 @@ class StageWriter:
         """W of the region whose B has just run."""
         variant = self.names.variant(segment)
         left = f"yield from w.full_names(layers.{variant.name}.backward_weight("
-        arguments = ["stashed", *self._arguments(segment, variant.backward_weight, "w")]
-        return [f"    w = {weights}", *wrapped(left, arguments, "))"), "    del stashed"]
+        arguments = ["stashed.pop()", *self._arguments(segment, variant.backward_weight, "w")]
+        return [f"    w = {weights}", *wrapped(left, arguments, "))")]
 
     def loss_tokens(self) -> str:
         name = self.index.functions[(self.program.loss_tokens,)]

@@ -37,14 +37,14 @@ def forward(batch, received, weights, constants):
     for layer in LAYERS_0_TO_1:
         hidden_states = layers.clip_encoder_layer_forward_only.forward(hidden_states, under(weights, layer))
     layers_1 = hidden_states
-    multi_modal_projector, saved_multi_modal_projector = layers.llava_multi_modal_projector_first.forward(
+    multi_modal_projector, *saved_multi_modal_projector = layers.llava_multi_modal_projector_first.forward(
         layers_1, under(weights, "model.multi_modal_projector."),
     )
     embed_tokens = layers.embed_tokens_forward_only.forward(
         input_ids, under(weights, "model.language_model.embed_tokens."),
     )
-    merge, saved_merge = layers.merge.forward(multi_modal_projector, embed_tokens, mask)
-    layers_0, saved_layers_0 = layers.llama_decoder_layer_frozen.forward(
+    merge, *saved_merge = layers.merge.forward(multi_modal_projector, embed_tokens, mask)
+    layers_0, *saved_layers_0 = layers.llama_decoder_layer_frozen.forward(
         merge, cos, sin, visibility, under(weights, "model.language_model.layers.0."),
     )
     sent = {"model.language_model.layers.0": layers_0}
@@ -57,15 +57,13 @@ def backward_input(saved, received, weights, constants):
     (mask, cos, sin, visibility, saved_multi_modal_projector, saved_merge, saved_layers_0) = saved; del saved
     d_layers_0 = received["model.language_model.layers.0"]                                # f32[2, 20, 48] from stage 1
     d_merge = layers.llama_decoder_layer_frozen.backward_input(
-        saved_layers_0, cos, sin, visibility, under(weights, "model.language_model.layers.0."), d_layers_0,
+        saved_layers_0.pop(), cos, sin, visibility, under(weights, "model.language_model.layers.0."),
+        d_layers_0,
     )
-    del saved_layers_0
-    d_multi_modal_projector = layers.merge.backward_input(saved_merge, mask, d_merge)
-    del saved_merge
-    stashed_multi_modal_projector = layers.llava_multi_modal_projector_first.backward_input(
-        saved_multi_modal_projector, d_multi_modal_projector,
-    )
-    del saved_multi_modal_projector
+    d_multi_modal_projector = layers.merge.backward_input(saved_merge.pop(), mask, d_merge)
+    stashed_multi_modal_projector = [layers.llava_multi_modal_projector_first.backward_input(
+        saved_multi_modal_projector.pop(), d_multi_modal_projector,
+    )]
     sent = {}
     stashed = (stashed_multi_modal_projector,)
     return sent, stashed
@@ -75,7 +73,9 @@ def backward_weight(stashed, weights, constants):
     """W of stage 0: (parameter name, gradient) pairs, last region first."""
     (stashed_multi_modal_projector,) = stashed; del stashed
     w = under(weights, "model.multi_modal_projector.")
-    gradients = layers.llava_multi_modal_projector_first.backward_weight(stashed_multi_modal_projector, w)
+    gradients = layers.llava_multi_modal_projector_first.backward_weight(
+        stashed_multi_modal_projector.pop(), w,
+    )
     yield from w.full_names(gradients)
 
 
@@ -84,17 +84,14 @@ def backward(saved, received, weights, constants):
     (mask, cos, sin, visibility, saved_multi_modal_projector, saved_merge, saved_layers_0) = saved; del saved
     d_layers_0 = received["model.language_model.layers.0"]                                # f32[2, 20, 48] from stage 1
     d_merge = layers.llama_decoder_layer_frozen.backward_input(
-        saved_layers_0, cos, sin, visibility, under(weights, "model.language_model.layers.0."), d_layers_0,
+        saved_layers_0.pop(), cos, sin, visibility, under(weights, "model.language_model.layers.0."),
+        d_layers_0,
     )
-    del saved_layers_0
-    d_multi_modal_projector = layers.merge.backward_input(saved_merge, mask, d_merge)
-    del saved_merge
-    stashed = layers.llava_multi_modal_projector_first.backward_input(
-        saved_multi_modal_projector, d_multi_modal_projector,
-    )
-    del saved_multi_modal_projector
+    d_multi_modal_projector = layers.merge.backward_input(saved_merge.pop(), mask, d_merge)
+    stashed = [layers.llava_multi_modal_projector_first.backward_input(
+        saved_multi_modal_projector.pop(), d_multi_modal_projector,
+    )]
     w = under(weights, "model.multi_modal_projector.")
-    yield from w.full_names(layers.llava_multi_modal_projector_first.backward_weight(stashed, w))
-    del stashed
+    yield from w.full_names(layers.llava_multi_modal_projector_first.backward_weight(stashed.pop(), w))
     sent = {}
     return sent

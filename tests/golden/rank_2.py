@@ -20,13 +20,13 @@ def forward(batch, received, weights, constants):
     """F of stage 2."""
     (cos, sin, visibility, labels) = layers.tables.of_stage_2(batch, constants)
     layers_2 = received["model.language_model.layers.2"]                                  # f32[2, 20, 48] from stage 1
-    layers_3, saved_layers_3 = layers.llama_decoder_layer_frozen.forward(
+    layers_3, *saved_layers_3 = layers.llama_decoder_layer_frozen.forward(
         layers_2, cos, sin, visibility, under(weights, "model.language_model.layers.3."),
     )
-    norm, saved_norm = layers.llama_rms_norm_frozen.forward(
+    norm, *saved_norm = layers.llama_rms_norm_frozen.forward(
         layers_3, under(weights, "model.language_model.norm."),
     )
-    loss, saved_loss = layers.lm_head_frozen.forward(norm, labels, under(weights, "lm_head."))
+    loss, *saved_loss = layers.lm_head_frozen.forward(norm, labels, under(weights, "lm_head."))
     sent = {"loss": loss}
     saved = (cos, sin, visibility, labels, saved_layers_3, saved_norm, saved_loss)
     return sent, saved
@@ -36,16 +36,16 @@ def backward_input(saved, received, weights, constants):
     """B of stage 2."""
     (cos, sin, visibility, labels, saved_layers_3, saved_norm, saved_loss) = saved; del saved
     d_loss = received["loss"]                                                             # weight of this microbatch in the batch's loss
-    d_norm = layers.lm_head_frozen.backward_input(saved_loss, labels, under(weights, "lm_head."), d_loss)
-    del saved_loss
+    d_norm = layers.lm_head_frozen.backward_input(
+        saved_loss.pop(), labels, under(weights, "lm_head."), d_loss,
+    )
     d_layers_3 = layers.llama_rms_norm_frozen.backward_input(
-        saved_norm, under(weights, "model.language_model.norm."), d_norm,
+        saved_norm.pop(), under(weights, "model.language_model.norm."), d_norm,
     )
-    del saved_norm
     d_layers_2 = layers.llama_decoder_layer_frozen.backward_input(
-        saved_layers_3, cos, sin, visibility, under(weights, "model.language_model.layers.3."), d_layers_3,
+        saved_layers_3.pop(), cos, sin, visibility, under(weights, "model.language_model.layers.3."),
+        d_layers_3,
     )
-    del saved_layers_3
     sent = {"model.language_model.layers.2": d_layers_2}
     return sent, None
 
