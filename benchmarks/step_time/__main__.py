@@ -1,11 +1,14 @@
 """One training step in one process: eager PyTorch, `torch.compile(model, dynamic=False)`, csc, and csc fused.
 
     python -m benchmarks.step_time [--quick] [--json] [--models llama llava] [--rivals eager csc] [--rounds 9] [--warm]
+                                   [--preload libjemalloc.so.2]
     python -m benchmarks.step_time --overhead [--json]     the runtime beside a plain loop: see overhead.py
 
 Each case runs in a process of its own with one thread, on a compilation cache of its own; rivals take turns, and CPU
 time is compared. glibc is told to keep what is freed: which rival would else give memory back in the middle of a step
 is chance. --warm: also seconds to the first step of a second process, on the cache that the first one has filled.
+--preload: an allocator for all rivals. glibc's leaves gaps between tensors, so that the memory of a process is chance,
+too; jemalloc, which is told to give back at once, leaves none (take seconds without it).
 """
 
 from __future__ import annotations
@@ -32,24 +35,28 @@ from benchmarks.step_time.summary import Row, summary
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000",
+    "MALLOC_CONF": "dirty_decay_ms:0,muzzy_decay_ms:0",
 }  # fmt: skip
 
 
-def run(case: Case, rivals: list[str], rounds: int, again: bool) -> Row:
+def run(case: Case, rivals: list[str], rounds: int, again: bool, preload: str = "") -> Row:
     """A case, in processes of its own. RuntimeError with what one said if it failed."""
+    allocator = {"LD_PRELOAD": preload} if preload else {}
     alone = [name for name in rivals if case.pp == 1 or name in (EAGER, CSC, FUSED)]
     alone = [name for name in alone if name != WHOLE or case.model == HEAD.model]
     with tempfile.TemporaryDirectory() as home:
-        found = _process(case, home, "--rounds", str(rounds), "--rivals", *alone)
+        found = _process(case, home, allocator, "--rounds", str(rounds), "--rivals", *alone)
         for name in alone[1:] if again else ():
-            found[name] |= _process(case, home, "--warm", "--rivals", name)[name]
+            found[name] |= _process(case, home, allocator, "--warm", "--rivals", name)[name]
     return case, found
 
 
-def _process(case: Case, home: str, *arguments: str) -> dict[str, dict[str, float]]:
+def _process(case: Case, home: str, allocator: dict[str, str], *arguments: str) -> dict[str, dict[str, float]]:
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor", "CSC_CACHE_DIR": f"{home}/csc", "CSC_CACHE": "1"}
     command = [sys.executable, "-m", "benchmarks.step_time.measure", json.dumps(asdict(case)), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT, **caches})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT, **allocator, **caches}
+    )
     if done.returncode:
         raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
@@ -93,6 +100,7 @@ def main() -> None:
     parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS), help="the first is eager")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--preload", default="", metavar="LIBRARY", help="an allocator that each process loads first")
     parser.add_argument("--overhead", action="store_true", help="only what the runtime itself takes of a step")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args()
@@ -102,7 +110,7 @@ def main() -> None:
     rivals = [EAGER, *(name for name in arguments.rivals if name != EAGER)]
     rows = []
     for case in select(QUICK if arguments.quick else FULL, arguments.models):
-        rows.append(run(case, rivals, arguments.rounds, arguments.warm))
+        rows.append(run(case, rivals, arguments.rounds, arguments.warm, arguments.preload))
         if not arguments.json:
             Console().print(table(rows[-1:]))
     if arguments.json:
