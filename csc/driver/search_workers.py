@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import signal
 import sys
 import warnings
@@ -23,7 +22,7 @@ from typing import TypeVar
 
 import torch
 
-from csc import devices
+from csc import cores, devices
 
 log = logging.getLogger("csc")
 
@@ -33,10 +32,10 @@ T = TypeVar("T")
 
 
 def workers_here() -> int:
-    """As many as this process may run on cores."""
+    """As many as this process may keep cores busy."""
     if sys.platform != "linux" or devices.current() is not None or multiprocessing.current_process().daemon:
         return 1
-    return min(MOST, len(os.sched_getaffinity(0)))
+    return min(MOST, cores.here())
 
 
 def side_by_side(count: int, run: Callable[[int], T], patience: Callable[[], float]) -> list[T | None]:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from csc import cores
 from csc.runtime.compiled_function import BeingMadeError
 from csc.runtime.function_order import FunctionOrder, TorchState
 
@@ -74,8 +75,7 @@ class CompileWorker:
 
 def worker_count() -> int:
     """Cores of this process' share of the machine, without its own."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, MOST)
+    return min(cores.here() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, MOST)
 
 
 def make_side_by_side(
