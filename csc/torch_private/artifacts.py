@@ -9,8 +9,10 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from operator import is_
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock, get_ident
 from typing import Any
 
@@ -57,6 +59,12 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
             return CompiledArtifact.load(path=str(file))
     except Exception:  # damaged, of another torch, or kernels that are gone and cannot be made again
         return None
+
+
+def inductor_is_imported() -> None:
+    """And what traces: else what is compiled first waits for both."""
+    for name in ("torch._inductor.compile_fx", "csc.torch_private.traces"):
+        import_module(name)
 
 
 @contextmanager
@@ -170,14 +178,18 @@ def inductor_settings() -> str:
     return hashlib.sha256(repr(sorted(config.save_config_portable().items())).encode()).hexdigest()
 
 
-def vector_sets_are_proven() -> bool:
+def vector_sets_are_proven(settings: Mapping[str, Any]) -> bool:
     """Whether the C++ compiler builds for the widest vector instruction set that the CPU names, which is the one that
-    Inductor takes, and a process loads what it built. Inductor asks that of every set in each process, in several
-    seconds of subprocesses; a compiler that knows the widest knows those before it.
+    Inductor takes, and a process loads what it built: shown by a function that is compiled for it. Inductor asks that
+    of every set in each process, without the precompiled header; a compiler that knows the widest knows those before
+    it. False where the environment asks for another set.
     """
-    from torch._inductor import cpu_vec_isa
-
-    named = set(cpu_vec_isa.x86_isa_checker())
-    sets = (one for one in cpu_vec_isa.supported_vec_isa_list if named.issuperset(str(one).split()))
-    widest = next(sets, None)  # where a busy machine takes too long to load what was built, it is asked again
-    return widest is None or bool(widest) or bool(widest.check_build(widest._avx_code))
+    if os.environ.get("ATEN_CPU_CAPABILITY"):
+        return False
+    widest = {**settings, "cpp.vec_isa_ok": True}
+    try:
+        with TemporaryDirectory() as folder:
+            found = artifact(lambda x: [x.exp()], [torch.empty(256)], widest, Path(folder) / "proof")
+    except Exception:  # then each function says what the compiler does not do
+        return False
+    return found is not None

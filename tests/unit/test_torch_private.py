@@ -469,29 +469,26 @@ def test_inductor_settings() -> None:
     assert private_artifacts.inductor_settings() == before
 
 
-def test_vector_sets_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those alone that the CPU names; asked twice."""
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_vector_sets_are_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a function for the widest set that the CPU names; not where another set is asked for, nor where it fails."""
     from torch._inductor import cpu_vec_isa
 
-    class No:
-        _avx_code, builds = cpu_vec_isa.VecISA._avx_code, [False, True]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert private_artifacts.vector_sets_are_proven({})
+    named = set(cpu_vec_isa.x86_isa_checker())
+    widest = next(one for one in cpu_vec_isa.supported_vec_isa_list if named.issuperset(str(one).split()))
+    (kernel,) = [file.read_text() for file in tmp_path.rglob("*.cpp")]
+    assert "tmp0.exp()" in kernel and f"x0+=static_cast<int64_t>({widest.nelements()}L)" in kernel
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert not private_artifacts.vector_sets_are_proven({})
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
 
-        def check_build(self, code: str) -> bool:
-            return self.builds.pop(0)
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("does not compile")
 
-        def __str__(self) -> str:
-            return "avx2 other"
-
-        def __bool__(self) -> bool:
-            return False
-
-    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [No()])
-    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2"])
-    assert private_artifacts.vector_sets_are_proven()
-    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "other"])
-    assert not private_artifacts.vector_sets_are_proven()
-    assert private_artifacts.vector_sets_are_proven()
-    assert callable(cpu_vec_isa.VecISA.check_build)
+    monkeypatch.setattr(private_artifacts, "artifact", broken)
+    assert not private_artifacts.vector_sets_are_proven({})
 
 
 def test_is_no_grad_region() -> None:
