@@ -118,8 +118,8 @@ class FunctionOrder:
 
 def prepare(folder: Path) -> None:
     """What is the same for every function that this process is going to make there. Any error of the compiler."""
-    settings(folder)
     inductor_is_imported()
+    settings(folder)
 
 
 def form_of(structure: Any, layouts: Sequence[Layout]) -> str:

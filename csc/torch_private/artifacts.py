@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from importlib import import_module
 from operator import is_
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock, get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 Tensors = Sequence[torch.Tensor]
 REPLACING = Lock()  # of who has put something in place of functions that compile and read
+COMPILES = "torch._inductor.compile_fx"
 ASKING = Lock()  # the same of what calls compiled code, in which a thread may wait for another
 
 
@@ -30,6 +34,7 @@ def artifact(
     tensors laid out as these, and does not look. None if it calls nothing. Any error of the trace, of Inductor, of the
     C++ compiler.
     """
+    inductor_is_imported()
     from torch._inductor import standalone_compile
 
     from csc.torch_private.autograd import under_autograd
@@ -52,6 +57,7 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
     """What `artifact` kept under these settings; None if it is not there, or not this torch's."""
     if not file.is_file():
         return None
+    inductor_is_imported()
     from torch._inductor import CompiledArtifact, config
 
     try:
@@ -62,9 +68,30 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
 
 
 def inductor_is_imported() -> None:
-    """And what traces: else what is compiled first waits for both."""
-    for name in ("torch._inductor.compile_fx", "csc.torch_private.traces"):
-        import_module(name)
+    """Without the templates of kernels for GPUs, which take a third of it: each is parsed when it is used."""
+    if COMPILES in sys.modules:
+        return
+    from torch._inductor.codegen.common import KernelTemplate
+
+    own = KernelTemplate._template_from_string
+    with REPLACING, patch.object(KernelTemplate, "_template_from_string", staticmethod(partial(_ParsedLater, own))):
+        import_module(COMPILES)
+
+
+class _ParsedLater:
+    """A template of jinja, from its text."""
+
+    def __init__(self, parse: Callable[[str], Any], text: str) -> None:
+        self._parse, self._text = parse, text
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # who copies it asks
+            raise AttributeError(name)
+        return getattr(self._parsed, name)
+
+    @cached_property
+    def _parsed(self) -> Any:
+        return self._parse(self._text)
 
 
 @contextmanager

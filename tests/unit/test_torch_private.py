@@ -469,6 +469,36 @@ def test_inductor_settings() -> None:
     assert private_artifacts.inductor_settings() == before
 
 
+def templates_are_parsed_when_they_are_used() -> None:
+    """In a process of its own, which has not imported Inductor."""
+    import copy
+
+    import jinja2
+
+    parsed: list[str] = []
+    own = jinja2.Environment.from_string
+
+    def from_string(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        parsed.append(source)
+        return own(self, source, *args, **kwargs)
+
+    jinja2.Environment.from_string = from_string  # type: ignore[method-assign]
+    private_artifacts.inductor_is_imported()
+    private_artifacts.inductor_is_imported()
+    from torch._inductor.codegen.common import KernelTemplate
+    from torch._inductor.kernel.mm import mm_template
+
+    late = copy.copy(mm_template.template)
+    assert not parsed and mm_template.template
+    assert callable(late.render) and len(parsed) == 1
+    assert KernelTemplate._template_from_string("{{ a }}").render(a=3) == "3", "as it was"
+    assert isinstance(vars(KernelTemplate)["_template_from_string"], staticmethod)
+
+
+def test_templates_are_parsed_when_they_are_used() -> None:
+    launching.alone(templates_are_parsed_when_they_are_used)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_vector_sets_are_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a function for the widest set that the CPU names; not where another set is asked for, nor where it fails."""
