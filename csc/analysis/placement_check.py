@@ -27,7 +27,7 @@ Held = Mapping[tuple[str, str], Placement]  # by the role of a placeholder
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedGraphs:
     """What was looked at in a run of passes, over the ranks of one axis. sound: graphs, with marks of how, that need no
     other look.
     """
@@ -71,7 +71,7 @@ class Over:
 ALL = Over()
 
 
-def verify_on(mesh: Mesh, program: Program, after: str, checked: dict[str, Checked]) -> None:
+def verify_on(mesh: Mesh, program: Program, after: str, checked: dict[str, CheckedGraphs]) -> None:
     """checked: by axis; grows."""
     narrow = {component for component, ranks in mesh.own_ranks if ranks < mesh.tp}
     wide = {component for component, _ in mesh.own_ranks} - narrow
@@ -85,11 +85,11 @@ def verify_on(mesh: Mesh, program: Program, after: str, checked: dict[str, Check
         Over("division", mesh.division): whole,
     }  # fmt: skip
     for over, loose in asked.items():
-        verify_placements(program, after, checked.setdefault(over.axis, Checked()), loose, over)
+        verify_placements(program, after, checked.setdefault(over.axis, CheckedGraphs()), loose, over)
 
 
 def verify_placements(
-    program: Program, after: str, checked: Checked, apart: Collection[str] = (), over: Over = ALL
+    program: Program, after: str, checked: CheckedGraphs, apart: Collection[str] = (), over: Over = ALL
 ) -> None:
     """Raise VerificationError unless what regions hand on and gradients are whole where they have to be.
 
@@ -197,7 +197,7 @@ def _outputs(followed: Followed, graph: fx.Graph, held: Held) -> list[Placement]
 
 def _problems(
     program: Program, region: Region, template: Template, held: Held, parts: Sequence[bool], free: Sequence[bool],
-    checked: Checked,
+    checked: CheckedGraphs,
 ) -> Iterator[str]:  # fmt: skip
     variant = program.variants.get(region.variant)
     graphs = [template.graph, template.joint, variant.pruned if variant is not None else None]
