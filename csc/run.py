@@ -25,11 +25,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from csc.errors import CscError, InputError, ProgramError, RankLost
+
+if TYPE_CHECKING:
+    from csc.runtime.function_folder import FunctionFolder
 
 Batches = Iterator[Any]
 
@@ -218,14 +221,15 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _artifacts(options: Arguments) -> Path | None:
+def _artifacts(options: Arguments) -> FunctionFolder | None:
     """Where compiled functions are kept: what `csc.compile` has made is found, too."""
     if not options.fuse:
         return None
     from csc.cache.inductor_folder import inductor_folder
     from csc.cache.store import store
+    from csc.runtime.function_folder import FunctionFolder
 
-    return inductor_folder(store())
+    return FunctionFolder.of(inductor_folder(store()))
 
 
 def _warm_up(trainer: Any, batch: Any) -> None:

@@ -36,7 +36,7 @@ from csc.passes.split import split
 from csc.passes.tensor import tensor
 from torch import fx
 
-from csc.analysis.placement_check import verify_on
+from csc.analysis.placement_check import CheckedGraphs, verify_on
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program, Record
@@ -89,7 +89,7 @@ def run(
     """`history` and the Program after each of the passes. Raises CscError if a pass or its verification fails."""
     programs = list(history)
     sound: set[tuple[fx.Graph, int]] = set()
-    placed: dict[str, set[tuple[fx.Graph, int]]] = {}
+    placed: dict[str, CheckedGraphs] = {}
     for one in passes:
         progress(one.__name__)
         start = time.perf_counter()

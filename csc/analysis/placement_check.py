@@ -1,7 +1,7 @@
 """The verifier's question of a Program that is divided over tensor-parallel ranks: is every sum there, and there once.
 
-    verify_on(mesh, program, after, sound)                 VerificationError, with the value
-    verify_placements(program, after, sound, apart, over)  the same, over the ranks of one axis
+    verify_on(mesh, program, after, checked)                 VerificationError, with the value
+    verify_placements(program, after, checked, apart, over)  the same, over the ranks of one axis
 
 With a component whose layers fewer ranks divide than others', it is asked twice: over the ranks that hold the same of
 it, and over those that divide it. What meets ranks along the other of these axes does the same on each along the one.
@@ -12,11 +12,11 @@ Terms: see csc.analysis.placements.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
-from csc.analysis.placements import ELSEWHERE, EQUAL, PART, UNKNOWN, Placement, problems, said, types_of
+from csc.analysis.placements import ELSEWHERE, EQUAL, PART, UNKNOWN, Followed, Placement, said
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Box, Parameter, Program, Region, Template, Variant
@@ -26,7 +26,14 @@ from csc.ir.verifier import VerificationError
 Held = Mapping[tuple[str, str], Placement]  # by the role of a placeholder
 
 
-Sound = set[tuple[fx.Graph, int]]
+@dataclass(frozen=True)
+class CheckedGraphs:
+    """What was looked at in a run of passes, over the ranks of one axis. sound: graphs, with marks of how, that need no
+    other look.
+    """
+
+    followed: Followed = field(default_factory=Followed)
+    sound: set[tuple[fx.Graph, int]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ class Over:
 ALL = Over()
 
 
-def verify_on(mesh: Mesh, program: Program, after: str, sound: dict[str, Sound]) -> None:
-    """sound: by axis, as `verify_placements` has it."""
+def verify_on(mesh: Mesh, program: Program, after: str, checked: dict[str, CheckedGraphs]) -> None:
+    """checked: by axis; grows."""
     narrow = {component for component, ranks in mesh.own_ranks if ranks < mesh.tp}
     wide = {component for component, _ in mesh.own_ranks} - narrow
     whole = {component for component, tp in mesh.components if tp == 1} | wide
@@ -78,16 +85,16 @@ def verify_on(mesh: Mesh, program: Program, after: str, sound: dict[str, Sound])
         Over("division", mesh.division): whole,
     }  # fmt: skip
     for over, loose in asked.items():
-        verify_placements(program, after, sound.setdefault(over.axis, set()), loose, over)
+        verify_placements(program, after, checked.setdefault(over.axis, CheckedGraphs()), loose, over)
 
 
 def verify_placements(
-    program: Program, after: str, sound: Sound, apart: Collection[str] = (), over: Over = ALL
+    program: Program, after: str, checked: CheckedGraphs, apart: Collection[str] = (), over: Over = ALL
 ) -> None:
     """Raise VerificationError unless what regions hand on and gradients are whole where they have to be.
 
-    sound: graphs, with their numbers of nodes, that need no other look; grows. apart: components of which each rank
-    computes other samples or tokens: of what is equal among their calls a gradient may be a part up to the parameters.
+    checked: grows. apart: components of which each rank computes other samples or tokens: of what is equal among their
+    calls a gradient may be a part up to the parameters.
     """
     if not any(parameter.boxes or parameter.parts or parameter.copied for parameter in program.parameters):
         return
@@ -98,7 +105,7 @@ def verify_placements(
         for value, node in zip(region.outputs, g.outputs(program.templates[region.template].graph))
         if region.component in apart or (isinstance(node, fx.Node) and g.op_name(node) == "csc::share")
     }  # fmt: skip
-    tables = _tables(program, over)
+    tables = _tables(program, over, checked.followed)
     left: dict[object, list[Placement]] = {}  # what equal regions hand on
     entering: dict[str, dict[tuple[str, str], Placement]] = {}
     for region in program.regions:
@@ -106,10 +113,10 @@ def verify_placements(
         held = _held(region, template, made, tables, [_of(parameters[name], over) for name in region.parameters])
         like = (region.template, tuple(held.items()))
         if like not in left:
-            left[like] = _outputs(template.graph, held)
+            left[like] = _outputs(checked.followed, template.graph, held)
         made.update(zip(region.outputs, left[like]))
         entering[region.name] = held
-    _gradients_enter(program, made, loose, entering)
+    _gradients_enter(program, made, loose, entering, checked.followed)
     seen: set[object] = set()
     for region in program.regions:  # in this order: what is amiss in one makes those behind it unknown
         held, free = entering[region.name], tuple(value in loose for value in region.activations)
@@ -118,7 +125,7 @@ def verify_placements(
         if key in seen:
             continue
         seen.add(key)
-        for problem in _problems(program, region, program.templates[region.template], held, parts, free, sound):
+        for problem in _problems(program, region, program.templates[region.template], held, parts, free, checked):
             raise VerificationError(
                 f"invariant 6: {region.name}: {problem}", f"after pass {after}", "report it: a pass of csc is wrong"
             )
@@ -126,7 +133,7 @@ def verify_placements(
 
 def _gradients_enter(
     program: Program, made: Mapping[str, Placement], loose: Collection[str],
-    entering: Mapping[str, dict[tuple[str, str], Placement]],
+    entering: Mapping[str, dict[tuple[str, str], Placement]], followed: Followed,
 ) -> None:  # fmt: skip
     """Enter what the gradients are that a region is given: as their values are, or parts where they may be."""
     back, known = dict(made), dict[object, dict[str, Placement]]()
@@ -137,20 +144,20 @@ def _gradients_enter(
         free = tuple(value in loose for value in region.activations)
         key = (region.template, free, tuple(held.items()))
         if key not in known:
-            known[key] = _parts_back(template, held, free)
+            known[key] = _parts_back(followed, template, held, free)
         back |= {value: known[key][name] for name, value in zip(template.activations, region.activations)
                  if name in known[key]}  # fmt: skip
 
 
-def _parts_back(template: Template, held: Held, free: Sequence[bool]) -> dict[str, Placement]:
+def _parts_back(followed: Followed, template: Template, held: Held, free: Sequence[bool]) -> dict[str, Placement]:
     """What leaves for the activations of whose gradients it may be a part, where it is one or nobody knows."""
     if template.joint is None or not any(free):
         return {}
-    types = _outputs(template.joint, held)[len(template.outputs) :]
+    types = _outputs(followed, template.joint, held)[len(template.outputs) :]
     return {name: one for name, one, may in zip(template.activations, types, free) if may and one in (PART, UNKNOWN)}
 
 
-def _tables(program: Program, over: Over) -> dict[str, Placement]:
+def _tables(program: Program, over: Over, followed: Followed) -> dict[str, Placement]:
     """Of what is made of the batch, which all ranks have; some of it may be a rank's own samples."""
     if program.shared is None:
         return {}
@@ -158,7 +165,7 @@ def _tables(program: Program, over: Over) -> dict[str, Placement]:
     given: dict[tuple[str, str], Placement] = {n.meta["role"]: EQUAL for n in g.placeholders(program.shared)}
     given |= {("context", f"{one.component}.tokens"): 0 for one in program.contexts if one.axis in ("tp", over.axis)}
     given |= dict.fromkeys(over.elsewhere(program) & given.keys(), ELSEWHERE)
-    return dict(zip(names, _outputs(program.shared, given)))
+    return dict(zip(names, _outputs(followed, program.shared, given)))
 
 
 def _held(
@@ -183,36 +190,37 @@ def _given(graph: fx.Graph, held: Held) -> dict[fx.Node, Placement]:
     return {node: held.get(node.meta["role"], UNKNOWN) for node in g.placeholders(graph)}
 
 
-def _outputs(graph: fx.Graph, held: Held) -> list[Placement]:
-    types = types_of(graph, _given(graph, held))
+def _outputs(followed: Followed, graph: fx.Graph, held: Held) -> list[Placement]:
+    types = followed.of(graph, _given(graph, held)).held
     return [types[node] if isinstance(node, fx.Node) else EQUAL for node in g.outputs(graph)]
 
 
 def _problems(
     program: Program, region: Region, template: Template, held: Held, parts: Sequence[bool], free: Sequence[bool],
-    sound: Sound,
+    checked: CheckedGraphs,
 ) -> Iterator[str]:  # fmt: skip
     variant = program.variants.get(region.variant)
     graphs = [template.graph, template.joint, variant.pruned if variant is not None else None]
     for graph in graphs:
         mark = -1 - abs(hash((len(graph.nodes), free, tuple(parts)))) if graph is not None else 0
-        if graph is None or (graph, mark) in sound:
+        if graph is None or (graph, mark) in checked.sound:
             continue
-        yield from problems(graph, _given(graph, held))
-        types = _outputs(graph, held)
+        yield from checked.followed.of(graph, _given(graph, held)).problems
+        types = _outputs(checked.followed, graph, held)
         for name, one in zip(template.outputs, types):
             if one == PART:
                 yield f"{name} leaves as a part of a sum that nothing has added up"
         yield from _gradients(template, types[len(template.outputs) :], free, parts, g.outputs(graph))
-        sound.add((graph, mark))
-    if variant is not None and variant.forward is not None and (variant.forward, 0) not in sound:
-        yield from _of_functions(variant, template, held)
-        sound.add((variant.forward, 0))
+        checked.sound.add((graph, mark))
+    if variant is not None and variant.forward is not None and (variant.forward, 0) not in checked.sound:
+        yield from _of_functions(checked.followed, variant, template, held)
+        checked.sound.add((variant.forward, 0))
 
 
-def _of_functions(variant: Variant, template: Template, held: Held) -> Iterator[str]:
+def _of_functions(followed: Followed, variant: Variant, template: Template, held: Held) -> Iterator[str]:
     """What is wrong with F, B, W and BW: each value has to be what it is in the graph that they were divided from."""
-    whole = {node.name: one for node, one in types_of(variant.pruned, _given(variant.pruned, held)).items()}
+    pruned = followed.of(variant.pruned, _given(variant.pruned, held))
+    whole = {node.name: one for node, one in pruned.held.items()}
     results = [whole[one.name] for one in g.outputs(variant.pruned) if one is not None]
     ahead = len(template.outputs)
     back = ahead + sum(variant.dx)
@@ -227,8 +235,9 @@ def _of_functions(variant: Variant, template: Template, held: Held) -> Iterator[
             node: whole.get(node.name, UNKNOWN) if node.meta["role"][0] == "saved"
             else held.get(node.meta["role"], UNKNOWN) for node in g.placeholders(graph)
         }  # fmt: skip
-        yield from (f"{letter}: {problem}" for problem in problems(graph, given))
-        types = types_of(graph, given)
+        found = followed.of(graph, given)
+        types = found.held
+        yield from (f"{letter}: {problem}" for problem in found.problems)
         leaving = _leaving(graph) if letter != "BW" else [one for some in g.outputs(graph) for one in some]
         for node, one in zip(leaving, wanted) if len(leaving) == len(wanted) else ():
             if UNKNOWN not in (types[node], one) and types[node] != one:

@@ -4,8 +4,9 @@ Terms
   equal    all ranks have the same                     shard    of one dimension, each its own entries
   part     terms of a sum, which nothing has added up  unknown  what is not known for sure: no error comes of it
 
-    problems(graph, given) -> sentences, each with the value it is about
-    types_of(graph, given) -> {node: EQUAL | PART | UNKNOWN | a dimension}     given: those of the placeholders
+    followed = Followed()                      what was followed once is known
+    followed.of(graph, given) -> Types         .held: {node: EQUAL | PART | UNKNOWN | a dimension}
+                                               .problems: sentences, each with the value it is about
 
 A sum that is lost leaves a part where a whole is needed, one that is doubled adds up what is equal. Which dimension a
 shard has is taken from the table of operators; where that does not tell, the value is unknown.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from torch import fx
@@ -42,37 +44,48 @@ SCATTERS = ("aten::embedding_dense_backward", "aten::slice_backward", "aten::sel
 NORMS = ("aten::native_layer_norm",)  # and numbers of each row
 TERMS = ("aten::add", "aten::sub")
 FACTORS = ("aten::mul", "aten::div")
-Types = dict[fx.Node, Placement]
+Held = dict[fx.Node, Placement]
 
 
-def problems(graph: fx.Graph, given: Mapping[fx.Node, Placement]) -> list[str]:
-    """Of its calls; given: what ranks hold of placeholders."""
+@dataclass(frozen=True)
+class Types:
+    """What ranks hold of every value of a graph, and what is wrong with its calls."""
+
+    held: Held
+    problems: Sequence[str]
+
+
+class Followed:
+    """Through the graphs of a run of passes, most of which hand most graphs on as they are."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[fx.Graph, int, tuple[Placement, ...]], Types] = {}
+
+    def of(self, graph: fx.Graph, given: Mapping[fx.Node, Placement]) -> Types:
+        """given: what ranks hold of placeholders."""
+        key = graph, len(graph.nodes), tuple(given.values())
+        if key not in self._known:
+            self._known[key] = _followed(graph, given)
+        return self._known[key]
+
+
+def _followed(graph: fx.Graph, given: Mapping[fx.Node, Placement]) -> Types:
+    types: Held = {}
     found: list[str] = []
 
     def tell(node: fx.Node, said: str) -> None:
         found.append(f"%{node.name} ({g.op_name(node)} at {g.place(node)}) {said}")
 
-    _followed(graph, given, tell)
-    return found
-
-
-def types_of(graph: fx.Graph, given: Mapping[fx.Node, Placement]) -> Types:
-    """What ranks hold of every value."""
-    return _followed(graph, given, lambda node, said: None)
-
-
-def _followed(graph: fx.Graph, given: Mapping[fx.Node, Placement], tell: Callable[[fx.Node, str], None]) -> Types:
-    types: Types = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             types[node] = given.get(node, UNKNOWN)
         elif node.op == "call_function":
             met = _collective(node, types, tell)
             types[node] = _call(node, types, tell) if met is None else met
-    return types
+    return Types(types, found)
 
 
-def _collective(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None]) -> Placement | None:
+def _collective(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> Placement | None:
     """None of a call that is none."""
     name = g.op_name(node).replace("csc::finish_", "csc::")
     if not name.startswith("csc::") or not node.all_input_nodes:
@@ -110,7 +123,7 @@ def said(held: Placement) -> str:
     return {EQUAL: "equal on all ranks", PART: "a part of a sum that nothing has added up"}.get(str(held), "a shard")
 
 
-def _call(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None]) -> Placement:
+def _call(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> Placement:
     used = node.all_input_nodes
     if any(types[one] == ELSEWHERE for one in used):  # a plan of other ranks
         types = types | {one: EQUAL for one in used if types[one] == ELSEWHERE}
@@ -143,7 +156,7 @@ def _call(node: fx.Node, types: Types, tell: Callable[[fx.Node, str], None]) -> 
     return _linked(known.uses, types)
 
 
-def _item(node: fx.Node, types: Types) -> Placement:
+def _item(node: fx.Node, types: Held) -> Placement:
     """One of several results: of attention that of queries, of its backward those of what it was given."""
     several, which = node.args
     assert isinstance(several, fx.Node) and isinstance(which, int)
@@ -160,7 +173,7 @@ def _item(node: fx.Node, types: Types) -> Placement:
     return types[several] if first or types[several] in (EQUAL, PART) else UNKNOWN
 
 
-def _rows(node: fx.Node, types: Types) -> Placement:
+def _rows(node: fx.Node, types: Held) -> Placement:
     """Of the gradient that a norm or a convolution hands on, whose ranks have some of the rows."""
     gradient, x, *rest = node.all_input_nodes
     dim = types[gradient]
@@ -186,7 +199,7 @@ def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callabl
     return UNKNOWN
 
 
-def _linked(uses: Sequence[Use], types: Types) -> Placement:
+def _linked(uses: Sequence[Use], types: Held) -> Placement:
     """Of a result: a shard along the dimension that shards of operands walk along, a part where they are added up."""
     found: set[Placement] = set()
     walks: list[int | None] = []

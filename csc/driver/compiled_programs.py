@@ -5,7 +5,7 @@ Terms
   decided    how the first program is cut and placed, and in which order it runs; all later ones of the model follow it
   settled    the options of one program, with what was decided before it
 
-    programs = CompiledPrograms(compiler, settling)
+    programs = CompiledPrograms(compiler, settling, beginning)
     programs.history(microbatch, options, progress) -> [Program]      programs.finished(...) -> Program
     programs.packed(microbatch, options, directory, progress) -> (Match, Packed, how it came about)
 """
@@ -74,12 +74,15 @@ class Decided:
 
 
 class CompiledPrograms:
-    """settling: called before what is decided for a program is kept. alike: programs as which these are cut, of the
-    same model in another mode.
+    """settling: called before what is decided for a program is kept; beginning: before one that is not in the cache is
+    compiled. alike: programs as which these are cut, of the same model in another mode.
     """
 
-    def __init__(self, compiler: Compiler, settling: Callable[[], None], alike: CompiledPrograms | None = None) -> None:
-        self._compiler, self._settling, self._alike = compiler, settling, alike
+    def __init__(
+        self, compiler: Compiler, settling: Callable[[], None], beginning: Callable[[Options], None],
+        alike: CompiledPrograms | None = None,
+    ) -> None:  # fmt: skip
+        self._compiler, self._settling, self._beginning, self._alike = compiler, settling, beginning, alike
         self._decided: dict[Answers, Decided] = {}  # the first answers' is where others start
         self._settled: dict[Key, Options] = {}
         self._histories: dict[Key, list[Program]] = {}
@@ -102,6 +105,7 @@ class CompiledPrograms:
             if packed is not None:
                 progress(CACHED)
                 return self.take(packed, microbatch, options)
+        self._beginning(options)
         return self._finish(microbatch, options, progress)
 
     def take(self, packed: Packed, microbatch: Microbatch, options: Options) -> Key:

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from csc.analysis.token_counts import Places
-from csc.cache.inductor_folder import inductor_folder
 from csc.cache.packed import Packed
 from csc.cache.switches import tracing_switches
 from csc.capture.batch import device_of, split_batch
@@ -40,6 +39,7 @@ from csc.driver.entries import fullest_first
 from csc.driver.evaluation import check_held
 from csc.driver.features_ahead import FeaturesAhead
 from csc.driver.frozen_encoders import FeatureSource, FrozenEncoders
+from csc.driver.fusing_ahead import FusingAhead
 from csc.driver.program_broadcast import ProgramBroadcast, own_rank
 from csc.errors import InputError
 from csc.ir.program import Options
@@ -89,7 +89,8 @@ class ProgramSet:
         self._meeting = meeting
         self._compiler = compiler
         alike = training.compiled if training is not None else None
-        self.compiled: CompiledPrograms = CompiledPrograms(compiler, self._look_first, alike)
+        self._fusing = FusingAhead(compiler)
+        self.compiled: CompiledPrograms = CompiledPrograms(compiler, self._look_first, self._fusing.begin, alike)
         self._broadcast = ProgramBroadcast(compiler, self.compiled, directory)
         self._trainers: dict[Variants, Trainer] = {}  # the first of a number of microbatches knows all parameters
         self._served: dict[int, set[Any]] = {}
@@ -315,7 +316,7 @@ class ProgramSet:
                 self._data = self._training.trained.own.data if self._training.trained is not None else None
             made = Trainer(
                 loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse,
-                artifacts=inductor_folder(self._compiler.store) if options.fuse else None, is_profiled=is_profiled,
+                artifacts=self._fusing.folder if options.fuse else None, is_profiled=is_profiled,
                 within=below_autograd, kept=self._shards, data=self._data, graphs=options.cuda_graphs,
             )  # fmt: skip
             if self._data is not None and made.own.data is not self._data:

@@ -147,6 +147,8 @@ def _shard_problems(program: Program) -> Iterator[str]:
 
 def _local(parameter: Parameter) -> tuple[int, ...]:
     """The sizes in which each rank holds it."""
+    if not parameter.boxes:
+        return parameter.shape
     sizes = {tuple(sum(stop - start for start, stop in dim) for dim in box) for box in parameter.boxes}
     return sizes.pop() if len(sizes) == 1 else parameter.shape
 

@@ -3,20 +3,24 @@
 It reads a line for each function from its standard input (csc.runtime.function_order), before these one with switches
 and the path of who started it, and answers each with a line of JSON: {"key": the order's, "error": "" or why not}. What
 compilers and layer files print goes to standard error. When its input ends it ends at once, in the middle of
-a function too: whoever started it is gone, or wants no more. What is half done was not put into its place.
+a function too: whoever started it is gone, or wants no more. What is half done was not put into its place. One that is
+started before there are functions to make is told their folder, and gets ready for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import TextIO
 
 Lines = queue.SimpleQueue[str]
+IDLE = 600.0  # seconds that one which was started ahead waits for what it is to make
 
 
 def main() -> None:
@@ -30,10 +34,19 @@ def main() -> None:
     start = json.loads(lines.get())
     sys.path[:] = start["path"]
 
-    from csc.runtime.function_order import FunctionOrder, TorchState
+    from csc.runtime.function_order import FunctionOrder, TorchState, prepare
 
+    TorchState(**start["torch"]).set()
+    if start["ahead"] is not None:
+        with contextlib.suppress(Exception):  # what fails in it fails in an order, which says so
+            prepare(Path(start["ahead"]))
+    patience = IDLE if start["ahead"] is not None else None
     while True:
-        order = FunctionOrder.read(lines.get())
+        try:
+            order = FunctionOrder.read(lines.get(timeout=patience))
+        except queue.Empty:  # nobody takes a step of what this was started for
+            os._exit(1)
+        patience = None
         told = {"key": order.key, "error": ""}
         try:
             TorchState(**start["torch"]).set()

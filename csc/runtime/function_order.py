@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from csc.runtime.compiled_function import KeptFunction, function_file
+from csc.runtime.compiled_function import KeptFunction, function_file, settings
 from csc.runtime.flat_tensors import Layout, empty_as, nesting
+from csc.torch_private.artifacts import inductor_is_imported
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,12 @@ class FunctionOrder:
         spec.loader.exec_module(module)
         found: Callable[..., Any] = getattr(module, self.name)
         return found
+
+
+def prepare(folder: Path) -> None:
+    """What is the same for every function that this process is going to make there. Any error of the compiler."""
+    inductor_is_imported()
+    settings(folder)
 
 
 def form_of(structure: Any, layouts: Sequence[Layout]) -> str:

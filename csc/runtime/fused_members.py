@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import reduce
 from operator import or_
-from pathlib import Path
 
 import torch
 
@@ -35,8 +34,8 @@ from csc.runtime.side_by_side import Background
 class FusedMembers:
     """See the module. positions: of this process' ranks on the pp axis."""
 
-    def __init__(self, folder: Path | None, device: torch.device, positions: Iterable[int]) -> None:
-        self._folder = FunctionFolder.of(folder)
+    def __init__(self, folder: FunctionFolder | None, device: torch.device, positions: Iterable[int]) -> None:
+        self._folder = folder or FunctionFolder.of(None)
         self._device, self._positions = device, sorted(set(positions))
         self._background = Background()
         self._programs: list[FusedProgram] = []
@@ -50,7 +49,7 @@ class FusedMembers:
         self._programs.append(
             FusedProgram(
                 len(self._programs), functions, self._folder.path, kept, self._device, self._background,
-                self._positions, lacks(self._device), later,
+                self._positions, lacks(self._device), later, self._folder.workers.take,
             )
         )  # fmt: skip
 

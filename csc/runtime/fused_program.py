@@ -36,7 +36,7 @@ from csc.runtime.inductor import ALL, COMPILED, KEPT, Fused, FusedRow
 from csc.runtime.kept_program import CalledForm, KeptProgram
 from csc.runtime.rank import Rank
 from csc.runtime.rehearsal import rehearse
-from csc.runtime.side_by_side import Background, make_side_by_side, worker_count
+from csc.runtime.side_by_side import Background, CompileWorker, make_side_by_side, worker_count
 
 log = logging.getLogger("csc")
 
@@ -48,15 +48,18 @@ Call = tuple[Rank, Mapping[str, Any], Mapping[str, torch.Tensor]]  # microbatch 
 
 class FusedProgram:
     """Of this process' ranks. number: in the order in which all ranks take programs. folder: of what is compiled. kept:
-    None where nothing is kept for other processes. without: why this process cannot compile; "": it can.
+    None where nothing is kept for other processes. without: why this process cannot compile; "": it can. worker: gives
+    one that makes functions beside this process; None: a new one each time.
     """
 
     def __init__(
         self, number: int, functions: list[Fused], folder: Path, kept: KeptProgram | None, device: torch.device,
         background: Background, positions: Sequence[int] = (0,), without: str = "", later: bool = False,
+        worker: Callable[[], CompileWorker] | None = None,
     ) -> None:  # fmt: skip
         self._number, self._positions, self._without = number, positions, without
         self._functions, self._background, self._device = functions, background, device
+        self._worker = worker
         self._by_name = {one.name: one for one in functions}
         self._folder, self._kept, self._later = folder, kept, later
         self._steps, self._notes_at = 0, MET if later else 0  # the step in which calls are noted; 0: in none
@@ -120,7 +123,7 @@ class FusedProgram:
             return
         left = self._take_kept()
         workers = worker_count() if self._device.type == "cpu" else 0  # Inductor has its own for kernels of GPUs
-        make_side_by_side(left, self._here, workers)
+        make_side_by_side(left, self._here, workers, self._worker)
         self._take(left)
         self._prepared = True
 

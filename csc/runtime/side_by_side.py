@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from csc import cores
 from csc.runtime.compiled_function import BeingMadeError
@@ -37,15 +38,23 @@ class WorkerGoneError(Exception):
 
 
 class CompileWorker:
-    """One process. OSError if it cannot be started."""
+    """One process. OSError if it cannot be started. ahead: the folder of what it is going to make, if that comes later:
+    it gets ready meanwhile.
+    """
 
-    def __init__(self, nice: int = 0) -> None:
+    def __init__(self, nice: int = 0, ahead: Path | None = None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "csc.runtime.compile_worker", str(nice)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,  # Ctrl-C is for this process, which then closes the worker's input
         )  # fmt: skip
-        self._say(json.dumps({"path": sys.path, "torch": asdict(TorchState.now())}))
+        folder = None if ahead is None else str(ahead)
+        self._say(json.dumps({"path": sys.path, "torch": asdict(TorchState.now()), "ahead": folder}))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
 
     def make(self, order: FunctionOrder) -> str:
         """Why it could not be made; "" if it was. WorkerGoneError."""
@@ -79,15 +88,16 @@ def worker_count() -> int:
 
 
 def make_side_by_side(
-    orders: Sequence[FunctionOrder], here: Callable[[FunctionOrder, bool], object], workers: int
-) -> None:
+    orders: Sequence[FunctionOrder], here: Callable[[FunctionOrder, bool], object], workers: int,
+    started: Callable[[], CompileWorker] | None = None,
+) -> None:  # fmt: skip
     """here(order, wait): makes one in this process; without wait it raises BeingMadeError where another process does.
-    The longest come first.
+    The longest come first. started: gives workers; None: new ones.
     """
     left = deque(sorted(orders, key=lambda one: -len(one.layouts)))
     beside: list[CompileWorker] = []
     feeders = [
-        threading.Thread(target=_feed, args=(left, beside), name="csc-compile", daemon=True)
+        threading.Thread(target=_feed, args=(left, beside, started or CompileWorker), name="csc-compile", daemon=True)
         for _ in range(min(workers, len(left) - WORTH + 1))
     ]
     for feeder in feeders:
@@ -118,10 +128,12 @@ def _take(left: deque[FunctionOrder], here: Callable[[FunctionOrder, bool], obje
     return busy
 
 
-def _feed(left: deque[FunctionOrder], beside: list[CompileWorker]) -> None:
+def _feed(
+    left: deque[FunctionOrder], beside: list[CompileWorker], started: Callable[[], CompileWorker]
+) -> None:  # fmt: skip
     order = None
     try:
-        worker = CompileWorker()
+        worker = started()
     except (OSError, WorkerGoneError) as error:
         log.info("fuse: no process that compiles beside this one could be started: %s", error)
         return

@@ -56,6 +56,7 @@ from csc.runtime.transport import InProcess, Transport
 from csc.runtime.words import NOTHING, Said
 
 if TYPE_CHECKING:
+    from csc.runtime.function_folder import FunctionFolder
     from csc.runtime.fused_members import FusedMembers
 
 log = logging.getLogger("csc")
@@ -93,7 +94,7 @@ class Trainer:
         timeout: float = 600.0,
         meeting: Meeting | None = None,
         fused: bool = False,
-        artifacts: Path | None = None,
+        artifacts: FunctionFolder | None = None,
         is_profiled: Callable[[], bool] = bool,
         within: Within = nullcontext,
         kept: Mapping[str, Kept] = MappingProxyType({}),
@@ -166,17 +167,12 @@ class Trainer:
             self.fused.add(program)
         ranks = [
             Rank(
-                program,
-                rank,
-                of_rank[rank],
-                self.transport.endpoint(rank),
-                constants[mesh.coordinates(rank).pp],
-                self.device,
-                visibility(program),
+                program, rank, of_rank[rank], self.transport.endpoint(rank), constants[mesh.coordinates(rank).pp],
+                self.device, visibility(program),
                 met_of(mesh, rank, self.transport.endpoint(rank), self.fused is not None),
             )
             for rank in self.transport.ranks
-        ]
+        ]  # fmt: skip
         return self.graphs.add(ranks, self.fused)
 
     @property
@@ -374,7 +370,9 @@ def flags(heard: Sequence[Heard]) -> int:
     return reduce(or_, (int(one.value) for one in heard), 0)
 
 
-def _members(program: LoadedProgram, folder: Path | None, device: torch.device, ranks: Sequence[int]) -> FusedMembers:
+def _members(
+    program: LoadedProgram, folder: FunctionFolder | None, device: torch.device, ranks: Sequence[int]
+) -> FusedMembers:
     from csc.runtime.fused_members import FusedMembers  # which imports what only compiled functions need
 
     return FusedMembers(folder, device, [program.manifest.mesh.coordinates(rank).pp for rank in ranks])

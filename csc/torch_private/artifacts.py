@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
+from importlib import import_module
 from operator import is_
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock, get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 Tensors = Sequence[torch.Tensor]
 REPLACING = Lock()  # of who has put something in place of functions that compile and read
+COMPILES = "torch._inductor.compile_fx"
 ASKING = Lock()  # the same of what calls compiled code, in which a thread may wait for another
 
 
@@ -28,6 +34,7 @@ def artifact(
     tensors laid out as these, and does not look. None if it calls nothing. Any error of the trace, of Inductor, of the
     C++ compiler.
     """
+    inductor_is_imported()
     from torch._inductor import standalone_compile
 
     from csc.torch_private.autograd import under_autograd
@@ -50,6 +57,7 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
     """What `artifact` kept under these settings; None if it is not there, or not this torch's."""
     if not file.is_file():
         return None
+    inductor_is_imported()
     from torch._inductor import CompiledArtifact, config
 
     try:
@@ -57,6 +65,33 @@ def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensor
             return CompiledArtifact.load(path=str(file))
     except Exception:  # damaged, of another torch, or kernels that are gone and cannot be made again
         return None
+
+
+def inductor_is_imported() -> None:
+    """Without the templates of kernels for GPUs, which take a third of it: each is parsed when it is used."""
+    if COMPILES in sys.modules:
+        return
+    from torch._inductor.codegen.common import KernelTemplate
+
+    own = KernelTemplate._template_from_string
+    with REPLACING, patch.object(KernelTemplate, "_template_from_string", staticmethod(partial(_ParsedLater, own))):
+        import_module(COMPILES)
+
+
+class _ParsedLater:
+    """A template of jinja, from its text."""
+
+    def __init__(self, parse: Callable[[str], Any], text: str) -> None:
+        self._parse, self._text = parse, text
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # who copies it asks
+            raise AttributeError(name)
+        return getattr(self._parsed, name)
+
+    @cached_property
+    def _parsed(self) -> Any:
+        return self._parse(self._text)
 
 
 @contextmanager
@@ -170,14 +205,18 @@ def inductor_settings() -> str:
     return hashlib.sha256(repr(sorted(config.save_config_portable().items())).encode()).hexdigest()
 
 
-def vector_sets_are_proven() -> bool:
+def vector_sets_are_proven(settings: Mapping[str, Any]) -> bool:
     """Whether the C++ compiler builds for the widest vector instruction set that the CPU names, which is the one that
-    Inductor takes, and a process loads what it built. Inductor asks that of every set in each process, in several
-    seconds of subprocesses; a compiler that knows the widest knows those before it.
+    Inductor takes, and a process loads what it built: shown by a function that is compiled for it. Inductor asks that
+    of every set in each process, without the precompiled header; a compiler that knows the widest knows those before
+    it. False where the environment asks for another set.
     """
-    from torch._inductor import cpu_vec_isa
-
-    named = set(cpu_vec_isa.x86_isa_checker())
-    sets = (one for one in cpu_vec_isa.supported_vec_isa_list if named.issuperset(str(one).split()))
-    widest = next(sets, None)  # where a busy machine takes too long to load what was built, it is asked again
-    return widest is None or bool(widest) or bool(widest.check_build(widest._avx_code))
+    if os.environ.get("ATEN_CPU_CAPABILITY"):
+        return False
+    widest = {**settings, "cpp.vec_isa_ok": True}
+    try:
+        with TemporaryDirectory() as folder:
+            found = artifact(lambda x: [x.exp()], [torch.empty(256)], widest, Path(folder) / "proof")
+    except Exception:  # then each function says what the compiler does not do
+        return False
+    return found is not None

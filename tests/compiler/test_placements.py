@@ -11,7 +11,7 @@ from csc.kernels.collectives import ALL_REDUCE, OWN_PART, REDUCE_SCATTER, SHARE
 from torch import fx
 
 import csc
-from csc.analysis.placement_check import verify_on, verify_placements
+from csc.analysis.placement_check import CheckedGraphs, verify_on, verify_placements
 from csc.ir import graph as g
 from csc.ir.program import Program
 from csc.ir.rewrite import add_call
@@ -104,7 +104,7 @@ def test_sums_of_a_component_that_is_shared_out(name: str, encoder: str) -> None
     compiled = csc.compile(MODELS[name](), example=BATCHES[name](4), mesh=f"tp=2,{encoder}.tp=1")
     program = after(compiled, "differentiate")
     for which in (broken, flipped):
-        verify_placements(program, "differentiate", set(), {encoder})
+        verify_placements(program, "differentiate", CheckedGraphs(), {encoder})
         wrong = [(how, one) for how, one in which(program) if "decoder_layer" not in how]  # one key head a rank
         assert len(wrong) >= 4 and not [how for how, one in wrong if not refused(one, {encoder})]
 
@@ -134,7 +134,7 @@ def test_sums_of_functions_are_those_of_their_graph() -> None:
     """Also where they begin before they are waited for."""
     compiled = csc.compile(MODELS["llama"](), example=BATCHES["llama"](4), mesh="tp=2")
     program = compiled.history()[-1]
-    verify_placements(program, "schedule", set())
+    verify_placements(program, "schedule", CheckedGraphs())
     wrong = list(divided_wrong(program))
     assert len(wrong) >= 20 and any("backward of" in how and "lost" in how for how, _ in wrong)
     assert not [how for how, one in wrong if not refused(one)]
@@ -142,7 +142,7 @@ def test_sums_of_functions_are_those_of_their_graph() -> None:
 
 def refused(program: Program, apart: Collection[str] = ()) -> bool:
     try:
-        verify_placements(program, "here", set(), apart)
+        verify_placements(program, "here", CheckedGraphs(), apart)
     except VerificationError:
         return True
     return False
@@ -155,11 +155,11 @@ def refused(program: Program, apart: Collection[str] = ()) -> bool:
 def test_sums_are_there_once(name: str, shards: bool, changes: int) -> None:
     compiled = csc.compile(MODELS[name](), example=BATCHES[name](4), mesh="tp=2", sequence_parallel=shards)
     program = next(one for one in compiled.history() if one.history and one.history[-1].name == "differentiate")
-    verify_placements(program, "differentiate", set())
+    verify_placements(program, "differentiate", CheckedGraphs())
     found = 0
     for how, wrong in broken(program):
         with pytest.raises(VerificationError, match=r"after pass differentiate: invariant 6: .*(sum|equal|whole)"):
-            verify_placements(wrong, "differentiate", set())
+            verify_placements(wrong, "differentiate", CheckedGraphs())
             pytest.fail(how)
         found += 1
     assert found >= changes

@@ -39,7 +39,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(kept, "artifact", artifact)
     monkeypatch.setattr(kept, "artifact_of", artifact_of)
-    monkeypatch.setattr(kept, "vector_sets_are_proven", lambda: True)
+    monkeypatch.setattr(kept, "vector_sets_are_proven", lambda _: True)
     return files
 
 

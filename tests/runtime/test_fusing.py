@@ -39,7 +39,7 @@ def backward_weight(kept):
 @pytest.fixture
 def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A layer file of a program `written`, imported."""
-    monkeypatch.setattr(compiled_function, "vector_sets_are_proven", lambda: False)
+    monkeypatch.setattr(compiled_function, "vector_sets_are_proven", lambda _: False)
     file = tmp_path / "linear.py"
     file.write_text(textwrap.dedent(LAYER))
     module = ModuleType("written.layers.linear")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from csc.runtime import side_by_side
 from csc.runtime.compiled_function import BeingMadeError
 from csc.runtime.function_order import FunctionOrder, TorchState, code
+from csc.runtime.workers_ahead import WorkersAhead
 
 
 def order(name: str, folder: Path) -> FunctionOrder:
@@ -58,6 +61,38 @@ def test_a_worker_says_why_it_made_nothing_and_ends_with_its_input(orders: list[
         assert "layer.py has changed" in worker.make(one)
     worker.close()
     assert worker._process.returncode == -signal.SIGKILL
+
+
+def test_workers_that_are_started_ahead_are_taken_while_they_are_there(
+    orders: list[FunctionOrder], tmp_path: Path
+) -> None:  # fmt: skip
+    """One that has ended is left out; when there is none any more a new one is started; none outlives its object."""
+    ahead = WorkersAhead()
+    ahead.start(1, tmp_path)
+    ahead.start(2, tmp_path)
+    first, second = ahead._workers
+    first._process.kill()
+    first._process.wait()
+    assert ahead.take() is second
+    third = ahead.take()
+    for worker in (second, third):
+        assert "layer.py has changed" in worker.make(orders[0])
+        worker.close()
+    ahead.start(1, tmp_path)
+    (last,) = ahead._workers
+    del ahead
+    assert not last.is_there
+
+
+def test_a_worker_that_nobody_takes_ends_by_itself(tmp_path: Path) -> None:
+    text = "from csc.runtime import compile_worker; compile_worker.IDLE = .1; compile_worker.main()"
+    lines = json.dumps({"path": sys.path, "torch": asdict(TorchState.now()), "ahead": str(tmp_path / "nowhere")})
+    process = subprocess.Popen([sys.executable, "-c", text, "0"], stdin=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    process.stdin.write(lines + "\n")
+    process.stdin.flush()
+    assert process.wait(timeout=60) == 1
+    process.stdin.close()
 
 
 def test_a_worker_that_is_killed_is_missed(orders: list[FunctionOrder]) -> None:

@@ -469,29 +469,56 @@ def test_inductor_settings() -> None:
     assert private_artifacts.inductor_settings() == before
 
 
-def test_vector_sets_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those alone that the CPU names; asked twice."""
+def templates_are_parsed_when_they_are_used() -> None:
+    """In a process of its own, which has not imported Inductor."""
+    import copy
+
+    import jinja2
+
+    parsed: list[str] = []
+    own = jinja2.Environment.from_string
+
+    def from_string(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        parsed.append(source)
+        return own(self, source, *args, **kwargs)
+
+    jinja2.Environment.from_string = from_string  # type: ignore[method-assign]
+    private_artifacts.inductor_is_imported()
+    private_artifacts.inductor_is_imported()
+    from torch._inductor.codegen.common import KernelTemplate
+    from torch._inductor.kernel.mm import mm_template
+
+    late = copy.copy(mm_template.template)
+    assert not parsed and mm_template.template
+    assert callable(late.render) and len(parsed) == 1
+    assert KernelTemplate._template_from_string("{{ a }}").render(a=3) == "3", "as it was"
+    assert isinstance(vars(KernelTemplate)["_template_from_string"], staticmethod)
+
+
+def test_templates_are_parsed_when_they_are_used() -> None:
+    launching.alone(templates_are_parsed_when_they_are_used)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_vector_sets_are_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a function for the widest set that the CPU names; not where another set is asked for, nor where it fails."""
     from torch._inductor import cpu_vec_isa
 
-    class No:
-        _avx_code, builds = cpu_vec_isa.VecISA._avx_code, [False, True]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert private_artifacts.vector_sets_are_proven({})
+    named = set(cpu_vec_isa.x86_isa_checker())
+    widest = next(one for one in cpu_vec_isa.supported_vec_isa_list if named.issuperset(str(one).split()))
+    (kernel,) = [file.read_text() for file in tmp_path.rglob("*.cpp")]
+    assert "tmp0.exp()" in kernel and f"x0+=static_cast<int64_t>({widest.nelements()}L)" in kernel
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert not private_artifacts.vector_sets_are_proven({})
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
 
-        def check_build(self, code: str) -> bool:
-            return self.builds.pop(0)
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("does not compile")
 
-        def __str__(self) -> str:
-            return "avx2 other"
-
-        def __bool__(self) -> bool:
-            return False
-
-    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [No()])
-    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2"])
-    assert private_artifacts.vector_sets_are_proven()
-    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "other"])
-    assert not private_artifacts.vector_sets_are_proven()
-    assert private_artifacts.vector_sets_are_proven()
-    assert callable(cpu_vec_isa.VecISA.check_build)
+    monkeypatch.setattr(private_artifacts, "artifact", broken)
+    assert not private_artifacts.vector_sets_are_proven({})
 
 
 def test_is_no_grad_region() -> None:
