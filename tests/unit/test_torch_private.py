@@ -469,8 +469,8 @@ def test_inductor_settings() -> None:
     assert private_artifacts.inductor_settings() == before
 
 
-def templates_are_parsed_when_they_are_used() -> None:
-    """In a process of its own, which has not imported Inductor."""
+def imported_without_templates() -> None:
+    """In a process of its own, which has not imported it: templates are parsed when they are used."""
     import copy
 
     import jinja2
@@ -495,8 +495,8 @@ def templates_are_parsed_when_they_are_used() -> None:
     assert isinstance(vars(KernelTemplate)["_template_from_string"], staticmethod)
 
 
-def test_templates_are_parsed_when_they_are_used() -> None:
-    launching.alone(templates_are_parsed_when_they_are_used)
+def test_inductor_is_imported() -> None:
+    launching.alone(imported_without_templates)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
