@@ -64,6 +64,8 @@ def _sized(
     graph: fx.Graph, needed: Mapping[str, set[fx.Node]], returned: set[fx.Node], sizes: Collection[str]
 ) -> list[KeptTables]:
     """Those that take more than a look at the sizes does."""
+    if not sizes:
+        return []
     _, fixed = _kept(graph, returned, needed, ())
     nodes, _ = _kept(graph, returned, needed, sizes)
     found = []

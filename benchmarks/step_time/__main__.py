@@ -14,6 +14,7 @@ too; jemalloc, which is told to give back at once, leaves none (take seconds wit
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -63,6 +64,15 @@ def _process(case: Case, home: str, allocator: dict[str, str], *arguments: str) 
     return found
 
 
+def not_loaded(library: str) -> str:
+    """Why; "" if it can be. The system's loader would only warn, and measure without it."""
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 def table(rows: list[Row]) -> Table:
     """A line for each rival of each case."""
     shown = Table("case", "rival", "cpu ms", "over eager", "peak MB", "first s", "warm s", "difference")
@@ -104,6 +114,8 @@ def main() -> None:
     parser.add_argument("--overhead", action="store_true", help="only what the runtime itself takes of a step")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args()
+    if arguments.preload and (why := not_loaded(arguments.preload)):
+        parser.error(f"--preload: {why}; install the allocator, or give the path of its library")
     if arguments.overhead:
         show_overhead(arguments.json)
         return

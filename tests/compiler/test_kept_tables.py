@@ -165,6 +165,7 @@ def test_steps_are_eagers_whatever_sizes_come(mesh: dict[str, int], microbatches
 
 def test_what_sizes_alone_change_is_kept_while_they_are_equal(tmp_path: Path) -> None:
     compiled = csc.compile(Lengths(), example=of_lengths(6, 5, 4, 3), cache=False, check=False)
+    assert compiled.program.sizes == ("lengths",), "tokens are none"
     program = load(compiled.write(tmp_path / "program"))
     functions(program, 0)
     text = (tmp_path / "program/layers/tables.py").read_text()
