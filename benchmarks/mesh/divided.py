@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from csc.passes.runner import DIVIDING, TRACING, run
+from csc.passes.runner import DIVIDING, run
 
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.mllm.expand import Stack, expand
@@ -23,6 +23,7 @@ from benchmarks.mllm.models import batch, build
 from benchmarks.mllm.trace import FROZEN
 from csc.capture.capture import capture
 from csc.driver.mesh_rows import DividedModel
+from csc.driver.shared_traces import SharedTraces, undivided
 from csc.errors import CscError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
@@ -33,6 +34,12 @@ def _captured(configuration: Configuration) -> Program:
     with meta_init(torch.bfloat16):
         model = build(configuration, {name: part.shallow for name, part in configuration.components.items()})
     return capture(model, batch(configuration))
+
+
+@cache
+def _shared_traces(configuration: Configuration) -> SharedTraces:
+    """Kept by configuration, as the compiler of one model keeps its own."""
+    return SharedTraces()
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,9 @@ def _traced(configuration: Configuration, mesh: Mesh, sequence: bool, context: t
     options = Options(mesh=mesh, sequence_parallel=sequence, context=context)
     found: Program | CscError
     try:
-        found = expand(run([_captured(configuration)], TRACING, options)[-1], stacks)
+        beginning = undivided(options).mesh, context
+        history = _shared_traces(configuration).history(beginning, _captured(configuration), options, lambda _: None)
+        found = expand(history[-1], stacks)
     except CscError as error:
         found = error
     return Trace(found, time.process_time() - start)

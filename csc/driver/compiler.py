@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from csc.analysis.samples.combining import combination
 from csc.analysis.samples.other_number import unlike
@@ -32,20 +32,17 @@ from csc.capture.guards import Guards, Match
 from csc.capture.trace.autograd_functions import refuse_hooks
 from csc.capture.trace.held_tensors import refuse_tensors
 from csc.codegen.write import write
+from csc.driver.shared_traces import SharedTraces, undivided
 from csc.errors import CscError, InputError
-from csc.ir.joints import Joints
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
-from csc.passes.loss import ONE_SAMPLE, check_combination, loss
-from csc.passes.regions import regions
+from csc.passes.loss import ONE_SAMPLE, check_combination
 from csc.passes.runner import CAPTURE, DIVIDING, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
 
 log = logging.getLogger("csc")
 
 Progress = Callable[[str], None]
-BEGUN = 1 + TRACING.index(loss)  # passes that do not look at how tp divides layers, unless a component has its own
-CUT = TRACING.index(regions)  # which looks at nothing but the graph
 CACHED = "traced graphs, from the cache"
 CACHED_CAPTURE = "capture, from the cache"
 
@@ -69,9 +66,7 @@ class Compiler:
     captures: dict[str, Program] = field(default_factory=dict)  # by the names of their guards
     restored: dict[str, Program] = field(default_factory=dict)  # captures from the cache
     traced: dict[Any, TracedProgram] = field(default_factory=dict)
-    begun: dict[Any, tuple[Program, ...]] = field(default_factory=dict)  # Programs of BEGUN passes, whatever tp is
-    cut: dict[fx.Graph, Program] = field(default_factory=dict)  # after pass `regions`, by the graph that it has cut
-    joints: dict[str, Joints | None] = field(default_factory=dict)  # by the capture that they are of
+    shared: SharedTraces = field(default_factory=SharedTraces)
     guards: Guards = field(default_factory=Guards)
     compared: dict[Any, str] = field(default_factory=dict)  # traced graphs with those of more samples
     whole: dict[Any, frozenset[str]] = field(default_factory=dict)  # by the entries of batches, and which were doubtful
@@ -187,35 +182,13 @@ class Compiler:
         match, captured = self._captured(microbatch, progress, whole)
         from_cache = any(captured is one for one in self.restored.values())
         alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
-        history = self._begin(match, captured, alone, from_cache, progress)
-        history = run(history, TRACING[len(history) - 1 :], alone, progress)
-        self.joints[name_of(captured)] = history[-1].joints
+        begins = with_sizes_of(captured, split_batch(match.batch)[0])
+        history = self.shared.history((from_cache, _key(match, undivided(alone))), begins, alone, progress)
         places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
         made = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))
         self.kept.keep_trace(made, match, options)
         self.traced[_key(match, options)] = made
         return match, made
-
-    def _begin(
-        self, match: Match, captured: Program, alone: Options, from_cache: bool, progress: Progress
-    ) -> list[Program]:
-        """The Programs up to pass `regions`, with as much of them as another division of the model has made."""
-        mesh = alone.mesh if alone.mesh.components else replace(alone.mesh, tp=1)
-        whichever = from_cache, _key(match, replace(alone, mesh=mesh, sequence_parallel=False))
-        *before, last = self.begun.get(whichever) or (with_sizes_of(captured, split_batch(match.batch)[0]),)
-        sized = replace(last, joints=self.joints.get(name_of(captured)))
-        history = run([*before, sized], TRACING[len(before) : CUT], alone, progress)
-        self.begun.setdefault(whichever, tuple(history[: BEGUN + 1]))
-        whole = history[-1]
-        cut = self.cut.get(whole.graph)
-        if cut is None:
-            history = run(history, [regions], alone, progress)
-            self.cut[whole.graph] = history[-1]
-            return history
-        return [*history, replace(
-            whole, regions=cut.regions, templates=cut.templates, shared=cut.shared, loss_tokens=cut.loss_tokens,
-            history=(*whole.history, cut.history[-1]),
-        )]  # fmt: skip
 
     def adopt(self, guards: Guards) -> None:
         """Know what another process knows, if it is more."""
