@@ -1,14 +1,17 @@
 """One training step in one process: eager PyTorch, `torch.compile(model, dynamic=False)`, csc, and csc fused.
 
-    python -m benchmarks.step_time [--quick] [--json] [--models llama llava] [--rivals eager csc] [--rounds 9] [--warm]
-                                   [--preload libjemalloc.so.2]
+    python -m benchmarks.step_time [--quick] [--json] [--models llama llava] [--only GLOB] [--rivals eager csc] [--warm]
+              [--rounds 9] [--seconds 60] [--processes 3] [--kept FILE] [--preload libjemalloc.so.2]
     python -m benchmarks.step_time --overhead [--json]     the runtime beside a plain loop: see overhead.py
 
 Each case runs in a process of its own with one thread, on a compilation cache of its own; rivals take turns, and CPU
 time is compared. glibc is told to keep what is freed: which rival would else give memory back in the middle of a step
-is chance. --warm: also seconds to the first step of a second process, on the cache that the first one has filled.
---preload: an allocator for all rivals. glibc's leaves gaps between tensors, so that the memory of a process is chance,
-too; jemalloc, which is told to give back at once, leaves none (take seconds without it).
+is chance.
+
+--processes   a ratio is the median of theirs, with the least and the most: what is chance in one is so for all steps
+--warm        also seconds to the first step of a second process, on the cache that the first one has filled
+--preload     an allocator for all rivals. glibc's leaves gaps between tensors, so that the memory of a process is
+              chance, too; jemalloc, which is told to give back at once, leaves none (take seconds without it)
 """
 
 from __future__ import annotations
@@ -22,37 +25,59 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.step_time.cases import FULL, HEAD, QUICK, Case, select
-from benchmarks.step_time.measure import CSC, EAGER, FUSED, RIVALS, WHOLE
+from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED, RIVALS, WHOLE
 from benchmarks.step_time.models import MODELS
 from benchmarks.step_time.overhead import fitted
 from benchmarks.step_time.overhead import measure as measure_overhead
-from benchmarks.step_time.summary import Row, summary
+from benchmarks.step_time.rows import Ratio, Row, Timed, keep, kept
+from benchmarks.step_time.summary import summary
 
+WIDTH = 170  # of what is no terminal
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000",
     "MALLOC_CONF": "dirty_decay_ms:0,muzzy_decay_ms:0",
 }  # fmt: skip
 
 
-def run(case: Case, rivals: list[str], rounds: int, again: bool, preload: str = "") -> Row:
+def run(case: Case, given: argparse.Namespace) -> Row:
     """A case, in processes of its own. RuntimeError with what one said if it failed."""
-    allocator = {"LD_PRELOAD": preload} if preload else {}
+    allocator = {"LD_PRELOAD": given.preload} if given.preload else {}
+    rivals = [EAGER, *(name for name in given.rivals if name != EAGER)]
     alone = [name for name in rivals if case.pp == 1 or name in (EAGER, CSC, FUSED)]
     alone = [name for name in alone if name != WHOLE or case.model == HEAD.model]
+    rounds = ["--rounds", str(given.rounds), "--seconds", str(given.seconds), "--rivals", *alone]
     with tempfile.TemporaryDirectory() as home:
-        found = _process(case, home, allocator, "--rounds", str(rounds), "--rivals", *alone)
-        for name in alone[1:] if again else ():
-            found[name] |= _process(case, home, allocator, "--warm", "--rivals", name)[name]
-    return case, found
+        found = [_process(case, home, allocator, *rounds) for _ in range(given.processes)]
+        warm = {name: _process(case, home, allocator, "--warm", "--rivals", name)[name]["warm_s"]
+                for name in (alone[1:] if given.warm else ())}  # fmt: skip
+    return Row(case, {name: _timed([one[name] for one in found], warm.get(name)) for name in alone})
 
 
-def _process(case: Case, home: str, allocator: dict[str, str], *arguments: str) -> dict[str, dict[str, float]]:
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def _timed(processes: list[dict[str, Any]], warm: float | None) -> Timed:
+    return Timed(
+        rounds_ms=tuple(tuple(one["rounds_ms"]) for one in processes),
+        first_s=processes[0]["first_s"],
+        peak_mb=median(one["peak_mb"] for one in processes),
+        difference=max(one["difference"] for one in processes),
+        warm_s=warm,
+    )
+
+
+def _process(case: Case, home: str, allocator: dict[str, str], *arguments: str) -> dict[str, dict[str, Any]]:
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor", "CSC_CACHE_DIR": f"{home}/csc", "CSC_CACHE": "1"}
     command = [sys.executable, "-m", "benchmarks.step_time.measure", json.dumps(asdict(case)), *arguments]
     done = subprocess.run(
@@ -60,7 +85,7 @@ def _process(case: Case, home: str, allocator: dict[str, str], *arguments: str) 
     )
     if done.returncode:
         raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
-    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -75,15 +100,25 @@ def not_loaded(library: str) -> str:
 
 def table(rows: list[Row]) -> Table:
     """A line for each rival of each case."""
-    shown = Table("case", "rival", "cpu ms", "over eager", "peak MB", "first s", "warm s", "difference")
-    for case, row in rows:
-        for number, (name, one) in enumerate(row.items()):
-            warm = f"{one['warm_s']:.1f}" if "warm_s" in one else ""
+    columns = ("case", "rival", "cpu ms", "over eager", "over torch.compile", "peak MB", "first s", "warm s")
+    shown = Table(*columns, "difference")
+    for row in rows:
+        for number, (name, one) in enumerate(row.rivals.items()):
+            warm = f"{one.warm_s:.1f}" if one.warm_s is not None else ""
             shown.add_row(
-                "" if number else str(case), name, f"{one['cpu_ms']:.1f}", f"{one['over_eager']:.3f}",
-                f"{one['peak_mb']:.0f}", f"{one['first_s']:.1f}", warm, f"{one['difference']:.1e}",
+                "" if number else str(row.case), name, f"{one.cpu_ms:.1f}", _shown(row.ratio(name, EAGER)),
+                _shown(row.ratio(name, COMPILE)), f"{one.peak_mb:.0f}", f"{one.first_s:.1f}", warm,
+                f"{one.difference:.1e}",
             )  # fmt: skip
     return shown
+
+
+def _shown(ratio: Ratio | None) -> str:
+    """With the range of processes where there are several."""
+    if ratio is None:
+        return ""
+    around = "" if ratio.low == ratio.high else f" ({ratio.low:.3f} to {ratio.high:.3f})"
+    return f"{ratio.middle:.3f}{around}"
 
 
 def show_overhead(as_json: bool) -> None:
@@ -98,7 +133,7 @@ def show_overhead(as_json: bool) -> None:
     for row in rows:
         counts = [str(number) for number in (row.pp, row.microbatches, row.actions, row.messages)]
         shown.add_row(*counts, f"{row.step_ms:.2f}", f"{row.plain_ms:.2f}", f"{row.difference:.1e}")
-    Console().print(shown)
+    _console().print(shown)
     for name, figure in found.items():
         Console().print(f"{name}: {figure:.0f}")
 
@@ -108,7 +143,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few cases, two of them small")
     parser.add_argument("--models", nargs="*", default=[], choices=list(MODELS))
     parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS), help="the first is eager")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="*", help="a glob over names of cases: '*512 x 256*'")
+    parser.add_argument("--rounds", type=int, default=9, help="at least, in each process")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of rounds, at least, in each process")
+    parser.add_argument("--processes", type=int, default=1, help="in which each case is measured")
+    parser.add_argument("--kept", type=Path, help="a file of cases: those in it are not run again, others are added")
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--preload", default="", metavar="LIBRARY", help="an allocator that each process loads first")
     parser.add_argument("--overhead", action="store_true", help="only what the runtime itself takes of a step")
@@ -119,16 +158,19 @@ def main() -> None:
     if arguments.overhead:
         show_overhead(arguments.json)
         return
-    rivals = [EAGER, *(name for name in arguments.rivals if name != EAGER)]
+    known = kept(arguments.kept)
     rows = []
-    for case in select(QUICK if arguments.quick else FULL, arguments.models):
-        rows.append(run(case, rivals, arguments.rounds, arguments.warm, arguments.preload))
+    for case in select(QUICK if arguments.quick else FULL, arguments.models, arguments.only):
+        row = known.get(case)
+        if row is None:
+            row = run(case, arguments)
+            keep(arguments.kept, row)
+        rows.append(row)
         if not arguments.json:
-            Console().print(table(rows[-1:]))
+            _console().print(table([row]))
     if arguments.json:
-        listed = [{**asdict(case), "rivals": row} for case, row in rows]
         about = {"torch": torch.__version__, "machine": platform.machine()}
-        print(json.dumps({**about, "summary": summary(rows), "rows": listed}, indent=1))
+        print(json.dumps({**about, "summary": summary(rows), "rows": [asdict(row) for row in rows]}, indent=1))
         return
     for name, figure in summary(rows).items():
         Console().print(f"{name}: {figure:.3g}")

@@ -1,12 +1,13 @@
 """What is measured: a *case* is a model of one size, a batch, and what of it is frozen.
 
-QUICK, FULL: lists of Case        select(cases, models) -> the cases of these models
+QUICK, FULL: lists of Case        select(cases, models, only) -> those of them
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ FULL = [
 ]
 
 
-def select(cases: Sequence[Case], models: Sequence[str]) -> list[Case]:
-    """Those of these models; all if none is named."""
-    return [case for case in cases if not models or case.model in models]
+def select(cases: Sequence[Case], models: Sequence[str], only: str = "*") -> list[Case]:
+    """Those of these models, all if none is named, whose text the glob `only` matches."""
+    of_models = [case for case in cases if not models or case.model in models]
+    return [case for case in of_models if fnmatch(str(case), only)]

@@ -1,8 +1,9 @@
 """One case in a process of its own: python -m benchmarks.step_time.measure CASE (a JSON object) [--warm RIVAL]
 
-Prints one JSON object, by rival: cpu_ms (median), over_eager (median of pairs), first_s (wall seconds from the model
-to the end of its first step), peak_mb (of a step, above what was held before it), difference (the largest relative
-difference of loss and gradients to eager). --warm: first_s alone, of one rival.
+Prints one JSON object, by rival: rounds_ms (of each step), cpu_ms (their median), over_eager (median of pairs), first_s
+(wall seconds from the model to the end of its first step), peak_mb (of a step, above what was held before it),
+difference (the largest relative difference of loss and gradients to eager). --warm: first_s alone, of one rival.
+--rounds: at least; more until --seconds are over.
 
 Times are CPU seconds of this process with one thread: other work on the machine then changes little. Rivals take turns,
 so that what does change meets all of them.
@@ -51,11 +52,11 @@ def step_of(name: str, model: nn.Module, batch: Mapping[str, torch.Tensor], case
     return step
 
 
-def measure(case: Case, names: tuple[str, ...], rounds: int) -> dict[str, dict[str, float]]:
-    """All rivals of a case; see the module."""
+def measure(case: Case, names: tuple[str, ...], least: int, enough: float) -> dict[str, dict[str, Any]]:
+    """All rivals of a case, in `least` rounds and more until `enough` seconds are over; see the module."""
     model, batch = build(case)
     models = {name: copy.deepcopy(model) for name in names}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
     results = {}
     for name in names:
@@ -69,10 +70,14 @@ def measure(case: Case, names: tuple[str, ...], rounds: int) -> dict[str, dict[s
     for name in names:
         found[name]["peak_mb"] = _peak(steps[name], models[name])
         found[name]["difference"] = difference(results[names[0]], results[name])
-    seconds = [{name: _seconds(steps[name], models[name]) for name in turn(names, i)} for i in range(rounds)]
+    rounds: list[dict[str, float]] = []
+    begun = time.perf_counter()
+    while len(rounds) < least or time.perf_counter() - begun < enough:
+        rounds.append({name: 1e3 * _seconds(steps[name], models[name]) for name in turn(names, len(rounds))})
     for name in names:
-        found[name]["cpu_ms"] = 1e3 * median(row[name] for row in seconds)
-        found[name]["over_eager"] = median(row[name] / row[names[0]] for row in seconds)
+        found[name]["rounds_ms"] = [row[name] for row in rounds]
+        found[name]["cpu_ms"] = median(found[name]["rounds_ms"])
+        found[name]["over_eager"] = median(row[name] / row[names[0]] for row in rounds)
     return found
 
 
@@ -127,6 +132,7 @@ def main() -> None:
     parser.add_argument("case")
     parser.add_argument("--rivals", nargs="*", default=list(RIVALS))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--warm", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -134,7 +140,7 @@ def main() -> None:
     if arguments.warm:
         found = warm(case, arguments.rivals[0])
     else:
-        found = measure(case, tuple(arguments.rivals), arguments.rounds)
+        found = measure(case, tuple(arguments.rivals), arguments.rounds, arguments.seconds)
     print(json.dumps(found))
 
 
