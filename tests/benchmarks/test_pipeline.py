@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from torch.torch_version import TorchVersion
 
 from benchmarks.pipeline import published_fsdp, report, rows_file
 from benchmarks.pipeline.baselines import (
@@ -50,6 +52,10 @@ from csc.simulation.pipeline_file import to_json
 from csc.simulation.simulate import makespan
 from csc.simulation.timeline import Event, Timeline
 
+OF_THIS_TORCH = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13",
+    reason="rival schedules of torch 2.11 differ: ZB-V fails over gloo, and interleaved ZB misses no gradient",
+)
 FIELDS = (
     "makespan_over_bound_geomean",
     "makespan_over_bound_equal_memory_geomean",
@@ -316,6 +322,7 @@ def test_pairs_keep_to_the_activations_of_the_baseline() -> None:
 
 
 @pytest.mark.gloo
+@OF_THIS_TORCH
 def test_emulated_processes_of_both_runtimes() -> None:
     pipe = Pipeline(
         (StageWork(0.004, has_b=False, has_w=False), StageWork(0.002, 0.002, 0.002)),
@@ -351,6 +358,7 @@ def test_emulated_processes_of_both_runtimes() -> None:
 
 
 @pytest.mark.gloo
+@OF_THIS_TORCH
 def test_torch_misses_the_gradients_that_it_is_said_to_miss() -> None:
     ranks = 3
     for (name, kind), answer in zip(TORCH.items(), work([{"kind": "gradients", "name": n} for n in TORCH], ranks)):
