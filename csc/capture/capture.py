@@ -27,6 +27,7 @@ from csc.capture.diagnostics import untraceable
 from csc.capture.guards import Guards, frozen_in, plain_texts
 from csc.capture.lower.flatten import Flattened, flatten
 from csc.capture.module_tree import describe
+from csc.capture.opaque_reads import opaque_reads, refuse_shared_tensors
 from csc.capture.trace.export import Exported, Undecided, export
 from csc.capture.trace.meta_init import standing_in
 from csc.capture.trace.mutations import Changes, Slot, refuse_if_computed_with
@@ -120,10 +121,11 @@ def _steady(model: nn.Module, example: Any, guards: Guards, whole: bool) -> Prog
 def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tuple[Program, Changes, frozenset[Slot]]:
     """The Program, what the model's forward wrote to it, and beside it."""
     device = device_of(model)
-    with standing_in(model, device):
+    with standing_in(model, device), opaque_reads(model) as read:
         paths = () if whole else [path for path, info in describe(model).items() if info.role == "layer"]
         layers = Layers.of(model, paths)
         flat, tensors, traced, history = _traced(model, example, guards, device, layers)
+    guards.opaque_reads |= read
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -133,6 +135,7 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
     )
     graph = flat.graph
     taken = {node.meta["role"][1] for node in g.placeholders(graph) if node.users}
+    refuse_shared_tensors(model, {name: one for name, one in flat.constants.items() if name in taken})
     assumed = _assumed(guards, model, example, tensors, traced, graph, taken)
     guards.add(assumed)
     given = split_batch(example)[0].keys()

@@ -71,7 +71,8 @@ class Guards:
     the graph is. captures: what each assumed, those that hold for most first met. replayed: whether the model's code
     runs without data, which shows what it does for other values; None if nobody has tried. moves: whether it moves rows
     of tensors by numbers. decides: whether it takes decisions by its batch alone. written: attributes and buffers that
-    its forward writes, and does not compute with. model: the model as it was. runs: of its code, the latest ones.
+    its forward writes, and does not compute with. opaque_reads: attributes of opaque modules that it reads. model: the
+    model as it was. runs: of its code, the latest ones.
     """
 
     host: HoistedCalls = field(default_factory=HoistedCalls)
@@ -81,6 +82,7 @@ class Guards:
     moves: bool = False
     decides: bool = False
     written: set[Slot] = field(default_factory=set)
+    opaque_reads: set[Slot] = field(default_factory=set)
     model: ModelGuards | None = None
     runs: LatestReplays = field(default_factory=LatestReplays, compare=False)
 
@@ -150,7 +152,13 @@ class Guards:
 
     def copy(self) -> Guards:
         """As they are now, for keeping: without what belongs to this process."""
-        return replace(self, deciding=set(self.deciding), written=set(self.written), model=None)
+        return replace(
+            self,
+            deciding=set(self.deciding),
+            written=set(self.written),
+            opaque_reads=set(self.opaque_reads),
+            model=None,
+        )
 
     def extend(self, less: Guards) -> bool:
         """Whether all that `less` knows of the host and of deciding entries is known here."""
@@ -166,6 +174,7 @@ class Guards:
             captures=(*self.captures, *(one for one in more.captures if one.name not in own)),
             decides=self.decides or more.decides,
             written=self.written | more.written,
+            opaque_reads=self.opaque_reads | more.opaque_reads,
             model=self.model,
             runs=self.runs,
         )

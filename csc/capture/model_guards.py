@@ -26,11 +26,11 @@ import torch
 from torch import nn
 
 from csc import devices
+from csc.capture.opaque_reads import Unchanged, hidden
 from csc.capture.reached import Reached
 from csc.capture.tensor_values import TensorValues
 from csc.capture.versions import Holds, Versioned, counted, members_hold
 from csc.capture.watches import items
-from csc.kernels.opaque import is_opaque
 from csc.torch_private.hooks import any_gradient_hooks, gradient_hooks, hooks_of_all_modules
 
 CONTAINERS = (list, dict, set, tuple)
@@ -69,7 +69,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 class ModelGuards:
     """A model as it is now. `ignored`: slots that the model's own forward writes; `world`: tells switches of torch's,
-    as [name, state].
+    as [name, state]. `opaque_reads`: slots of opaque modules that the rest of the model reads.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class ModelGuards:
         model: nn.Module,
         ignored: Set[Slot] = frozenset(),
         world: Callable[[], list[Any]] = list,
+        opaque_reads: Set[Slot] = frozenset(),
     ) -> None:
+        self.of_opaque = Unchanged(model, opaque_reads)
         self._world, self._switches = world, world()
         self.ignored = frozenset(ignored)
         self._model, self._ignored = model, _of_equals(model, ignored)
@@ -124,7 +126,7 @@ class ModelGuards:
         self._classes = list(map(type, self._modules))
         watched = frozenset(map(id, chain(every, (value for value, _ in self._contents.values()))))
         beside = {text for path, text in ignored if path == BESIDE}
-        self._rest = reached(model, watched, self._is_ignored, beside)
+        self._rest = reached(model, watched, self._is_ignored, beside, self.of_opaque.values())
 
     def holds(self) -> bool:
         """Whether nothing was replaced or written to since. May be False where a value was replaced by an equal one."""
@@ -140,6 +142,7 @@ class ModelGuards:
             and self._kept_as() == self._kept
             and list(map(type, self._modules)) == self._classes
             and self._rest.holds()
+            and self.of_opaque.holds()
             and self._world() == self._switches
         )
 
@@ -179,7 +182,7 @@ class ModelGuards:
         hooks_of_all = (kind for kind, hooks, before in self._of_all_modules if not _same(hooks, before))
         structure += [f"a hook of all modules ({kind})" for kind in hooks_of_all]
         structure += self._modes()
-        structure += self._rest.changed()
+        structure += [*self._rest.changed(), *self.of_opaque.changed()]
         structure += [f"torch's {name}" for (name, now), (_, was) in zip(self._world(), self._switches) if now != was]
         if not parameters:
             structure += self._kinds_changed()
@@ -219,15 +222,19 @@ def reached(
     watched: Set[int] = frozenset(),
     is_ignored: Callable[[str, str], bool] = lambda path, name: False,
     beside: Set[str] = frozenset(),
+    further: Sequence[tuple[str, Any]] = (),
 ) -> Reached:
     """What the slots of modules lead to. watched: identities of containers that are compared anyway; is_ignored: of a
-    slot; beside: what else the model's forward writes, in words.
+    slot; beside: what else the model's forward writes, in words. further: (in words, value) to start from as well.
     """
     roots = [
-        (f"attribute {path}.{name}".replace(" .", " "), value)
-        for path, module in _seen_through(model)
-        for name, value in vars(module).items()
-        if not _is_holder(name, value) and not is_ignored(path, name)
+        *further,
+        *(
+            (f"attribute {path}.{name}".replace(" .", " "), value)
+            for path, module in _seen_through(model)
+            for name, value in vars(module).items()
+            if not _is_holder(name, value) and not is_ignored(path, name)
+        ),
     ]
     elsewhere = frozenset(map(id, chain(model.modules(), model.parameters())))
     return Reached(roots, map(type, model.modules()), watched, beside, elsewhere)
@@ -268,15 +275,10 @@ def _written_by_saving(slots: Mapping[str, Any], name: str, old: Any, new: Any, 
     return was in (now, "None") and any(now == str(dtype).removeprefix("torch.") for dtype, *_ in dtypes)
 
 
-def _hidden(model: nn.Module) -> set[int]:
-    """Identities of opaque modules and of those in them: of these a trace sees nothing but the parameters."""
-    return {id(one) for module in model.modules() if is_opaque(module) for one in module.modules()}
-
-
 def _seen_through(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a trace goes through, with their paths."""
-    hidden = _hidden(model)
-    return ((path, module) for path, module in model.named_modules() if id(module) not in hidden)
+    opaque = hidden(model)
+    return ((path, module) for path, module in model.named_modules() if id(module) not in opaque)
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -292,10 +294,10 @@ def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     """(path, slots) of modules, their parameters, buffers, submodules and hooks, and of their configurations."""
     seen: set[int] = set()
-    hidden = _hidden(model)
+    opaque = hidden(model)
     for path, module in model.named_modules():
         own = vars(module)
-        if id(module) in hidden:
+        if id(module) in opaque:
             yield f"{path}._parameters", own["_parameters"]
             continue
         yield path, own

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,11 +153,15 @@ class Checking:
         keeps = keeps and not random
         own: list[ComparedStep] = []
 
+        def untouched() -> AbstractContextManager[None]:
+            return nullcontext() if keeps else undisturbed(self._compiler.model)
+
         def own_step() -> EagerStep:
-            own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready))))
+            with untouched():  # what rounding does is asked of eager PyTorch behind it, from where it began
+                own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready))))
             return own[0].step
 
-        with nullcontext() if keeps else undisturbed(self._compiler.model):
+        with untouched():
             found = self._found(how, asked, own_step, keeps)
         if found.kept:
             self._keep(own)

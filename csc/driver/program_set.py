@@ -142,9 +142,10 @@ class ProgramSet:
 
     def look(self) -> None:
         """Keep how the model is now: its programs are for that."""
-        written, known = self.guards.written | self._compiler.guards.written, self.guards.model
-        if known is None or known.ignored != written or not known.holds():
-            self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches)
+        known, also = self.guards.model, self._compiler.guards
+        written, read = self.guards.written | also.written, self.guards.opaque_reads | also.opaque_reads
+        if known is None or (known.ignored, known.of_opaque.read) != (written, read) or not known.holds():
+            self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches, read)
 
     def check(
         self, matches: Sequence[Match], options: Options, batch: Any, progress: Progress, again: bool = True

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from csc.check.one_step import ComparedStep, compared_step
 from csc.reports.verification import verify
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
@@ -236,6 +240,18 @@ def test_parameters_of_it_that_are_replaced_are_trained() -> None:
     assert model.module.scale.grad is not None
 
 
+class Growing(nn.Module):
+    """Of its buffer the loss depends much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return hidden * 10 * self.seen
+
+
 class Recurrent(nn.Module):
     """PyTorch runs it with another kernel where no gradient is asked for: other bits."""
 
@@ -257,3 +273,80 @@ def test_rounding_of_another_kernel_is_no_change() -> None:
     csc.compile(model, example=batch(), cache=False).train_step(batch())
     for (name, parameter), (_, right) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, right.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+class Telling(nn.Module):
+    """Others read what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.table, self.scale, self.settings = torch.ones(()), 1.0, {"scale": 1.0}
+        self.calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        self.calls += 1
+        return 2 * hidden
+
+
+class Reader(Around):
+    """Of what its opaque module holds, before that runs or after."""
+
+    def __init__(self, read: Callable[[Telling], torch.Tensor | float], before: bool = False) -> None:
+        super().__init__(Telling())
+        self.read, self.before = read, before
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.embed(x))
+        factor = 1 + self.read(self.module) if self.before else 1.0
+        hidden = self.module(hidden)
+        factor = factor if self.before else 1 + self.read(self.module)
+        return F.cross_entropy(self.head(factor * hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("read", [lambda one: one.seen.clone(), lambda one: one.table])
+def test_a_tensor_of_it_that_others_read_is_refused(read: Any, before: bool) -> None:
+    """It may change in every step, where a trace has seen one value."""
+    model = Reader(read, before)
+    csc.opaque(model.module)
+    with pytest.raises(csc.CscError, match=r"reads 'module\.(seen|table)'.*outside of that module"):
+        csc.compile(model, example=batch(), cache=False, check=False)
+
+
+@pytest.mark.parametrize("read", [lambda one: one.scale, lambda one: one.settings["scale"]])
+def test_what_others_read_of_it_is_taken_up(read: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What it counts itself, and nobody reads, is no change."""
+    torch.manual_seed(0)
+    eager = Reader(read)
+    model = copy.deepcopy(eager)
+    csc.opaque(model.module)
+    compiled = csc.compile(model, example=batch(), cache=False, check=False)
+    for scale in (1.0, 3.0, 3.0):
+        for one in (eager, model):
+            one.zero_grad()
+            one.module.scale = one.module.settings["scale"] = scale
+        with caplog.at_level(logging.INFO, "csc"):
+            loss = eager(**batch())
+            loss.backward()
+            torch.testing.assert_close(compiled.train_step(batch()), loss.detach(), rtol=1e-6, atol=0)
+        for (name, parameter), (_, right) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, right.grad, rtol=1e-5, atol=1e-7, msg=name)
+    assert len([record for record in caplog.records if "has changed" in record.message]) == 1
+
+
+def test_the_check_asks_what_rounding_does_from_where_the_step_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program's step leaves its buffers changed, which is no rounding of eager PyTorch's step."""
+
+    def wrong(*given: Any) -> ComparedStep:
+        found = compared_step(*given)
+        return replace(found, step=replace(found.step, loss=1.01 * found.step.loss))
+
+    monkeypatch.setattr("csc.driver.checking.compared_step", wrong)
+    torch.manual_seed(0)
+    model = Around(csc.opaque(Growing()))
+    compiled = csc.compile(model, example=batch(), cache=False)
+    with pytest.raises(csc.errors.DifferenceError):
+        compiled.train_step(batch())
+    assert model.module.seen == 0
