@@ -66,34 +66,43 @@ def opaque(module: nn.Module, like: Like = 0) -> nn.Module:
     Returns:
         The module itself, its forward replaced.
     """
-    forward = module.forward
     name = type(module).__name__
     number = sum(key.startswith(f"{name}.") for key in _CALLS)
+    module.forward = _KeptForward(module, module.forward, like, f"{name}.{number}")
+    return module
 
-    def kept(*args: Any, **kwargs: Any) -> Any:
+
+@dataclass(frozen=True)
+class _KeptForward:
+    """The forward of an opaque module. A copy of the module gets a copy, which runs that one: `forward` is a method,
+    and methods are copied with what they are bound to.
+    """
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    like: Like
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         plain = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
-        call = _PlainLeaves(weakref.ref(module), forward, structure, plain, places, like)
-        key = f"{name}.{number}"
+        call = _PlainLeaves(weakref.ref(self.module), self.forward, structure, plain, places, self.like)
+        key = self.name
         while key in _CALLS and _CALLS[key] != call:
             key += "'"
         if key not in _CALLS:
             _CALLS[key] = call
-            weakref.finalize(module, _CALLS.pop, key, None)
+            weakref.finalize(self.module, _CALLS.pop, key, None)
         inputs = [leaves[i] for i in places]
-        return torch.ops.csc.opaque(inputs, list(module.parameters()), key)[0]
-
-    kept.is_opaque = True  # type: ignore[attr-defined]
-    module.forward = kept
-    return module
+        return torch.ops.csc.opaque(inputs, list(self.module.parameters()), key)[0]
 
 
 def is_opaque(module: nn.Module) -> bool:
     """Whether `opaque` was called of it."""
-    return getattr(vars(module).get("forward"), "is_opaque", False)
+    return isinstance(vars(module).get("forward"), _KeptForward)
 
 
 def _called(key: str) -> tuple[_PlainLeaves, nn.Module]:

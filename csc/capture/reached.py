@@ -51,6 +51,7 @@ from csc.capture.watches import (
     items,
     looked_up,
     names_of,
+    restored,
     values,
     without,
 )
@@ -78,10 +79,12 @@ class Reached:
         elsewhere: Set[int] = frozenset(),
     ) -> None:
         self._known = known
+        self.caches: list[Any] = []  # of functools.lru_cache
         self._watches: list[Watch] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._arrays: list[tuple[str, Callable[[], bytes], bytes]] = []
         self._attributes: list[tuple[str, Any, dict[str, Any]]] = []
+        self._kinds: list[tuple[type, dict[str, Any]]] = []
         self._functions: list[tuple[str, FunctionType]] = []
         self._cells: list[tuple[str, CellType]] = []
         self._spaces: dict[int, tuple[str, dict[str, Any], list[str]]] = {}
@@ -176,6 +179,18 @@ class Reached:
         found = [f"{path}.{name}" for name in names if not _alike(before.get(name, ABSENT), now.get(name, ABSENT))]
         return found or ([] if of_class else [_contents_of(path)])
 
+    def put_back(self, is_wrong: Callable[[Any], bool]) -> None:
+        """Let what holds a value that `is_wrong` hold what it held before, or nothing under a new name."""
+        for _, names, read, before in self._watches:
+            if isinstance(read, functools.partial) and any(map(is_wrong, read())):
+                restored(read, dict(zip(names, before)), before, is_wrong)
+        for kind, members in self._kinds:
+            for name in [name for name, value in vars(kind).items() if is_wrong(value)]:
+                setattr(kind, name, members[name]) if name in members else delattr(kind, name)
+        for cell, was in zip(self._cells, self._before[1]):
+            if is_wrong(_of_cell(cell)):
+                cell[1].cell_contents = was
+
     # --- the walk ------------------------------------------------------------------------------------------------
 
     def _is_new(self, key: Any, value: Any) -> bool:
@@ -228,6 +243,7 @@ class Reached:
         elif isinstance(value, MethodType):
             self._on(path, [("", value.__func__), ("", value.__self__)], depth)
         elif isinstance(value, CACHED):
+            self.caches.append(value)
             self._on(path, [("", value.__wrapped__)], depth)
         elif isinstance(value, functools.partial):
             self._on(path, [("func", value.func), ("args", value.args), ("keywords", value.keywords)], depth)
@@ -258,6 +274,7 @@ class Reached:
             if one is object or not (own or issubclass(one, nn.Module)) or not self._is_new(id(one), one):
                 continue
             path, members = f"class {one.__name__}", vars(one)
+            self._kinds.append((one, dict(members)))
             self._watches.append((path, tuple(members), functools.partial(values, members), list(members.values())))
             for name, member in members.items() if own else ():
                 if name in self._reached:

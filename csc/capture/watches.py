@@ -7,6 +7,7 @@ Terms
 
     Together(watches).hold() -> bool               whether each holds the very values that it had, by the same names
     Codes(functions).hold() -> bool                whether each function has its code and its defaults
+    restored(read, before, elements_before, is_wrong)   puts back what is not what it should be
     without(watch, names) -> watch                 the same of all its values but some
 """
 
@@ -67,6 +68,24 @@ def looked_up(space: Mapping[str, Any], names: Names) -> list[Any]:
 def environment(names: Names) -> list[Any]:
     """Environment variables, equal ones as the same object each time."""
     return [sys.intern(os.environ[name]) if name in os.environ else ABSENT for name in names]
+
+
+def restored(
+    read: Read, before: Mapping[str, Any], elements_before: Sequence[Any], is_wrong: Callable[[Any], bool]
+) -> None:
+    """Put back what a partial of one of these functions reads and `is_wrong`: by name, or all elements."""
+    function, holder = read.func, read.args[0]  # type: ignore[attr-defined]
+    if function is elements:
+        holder.clear()
+        (holder.update if isinstance(holder, set) else holder.extend)(elements_before)
+    elif function is attributes:
+        for name, value in before.items():
+            if is_wrong(getattr(holder, name, ABSENT)):
+                delattr(holder, name) if value is ABSENT else setattr(holder, name, value)
+    elif isinstance(holder, dict):
+        for key in [key for key, value in items(holder) if is_wrong(value)]:
+            was = before.get(str(key), ABSENT)
+            holder.pop(key) if was is ABSENT else holder.update({key: was})
 
 
 def _at(read: Read, places: list[int]) -> list[Any]:

@@ -275,6 +275,35 @@ def test_rounding_of_another_kernel_is_no_change() -> None:
         torch.testing.assert_close(parameter.grad, right.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_copy_of_a_model_computes_with_its_own_weights(compiled_first: bool) -> None:
+    """In eager mode and compiled, whatever becomes of the model that it was copied from."""
+    torch.manual_seed(0)
+    original = Around(csc.opaque(Counting()))
+    if compiled_first:
+        csc.compile(original, example=batch(), cache=False, check=False).train_step(batch())
+        original.zero_grad()
+    model = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    right = Around(Counting())
+    right.load_state_dict(model.state_dict())
+    compiled = csc.compile(model, example=batch(), cache=False, check=False)
+    for eagerly in (True, False):
+        model.zero_grad()
+        right.zero_grad()
+        expected = right(**batch())
+        expected.backward()
+        loss = model(**batch()) if eagerly else compiled.train_step(batch())
+        if eagerly:
+            loss.backward()
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
+        for (name, parameter), (_, its) in zip(model.named_parameters(), right.named_parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, its.grad, rtol=1e-5, atol=1e-7, msg=name)
+    assert all(parameter.grad is None for parameter in original.parameters())
+
+
 class Telling(nn.Module):
     """Others read what it holds."""
 

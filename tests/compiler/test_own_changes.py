@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import csc
@@ -171,3 +173,89 @@ def test_a_global_that_is_computed_with_is_refused_without_the_check(case: str) 
     model = Changing(None, lambda kept: kept, lambda _: SCALES[case](), False)
     with pytest.raises(InputError, match=r"changes .*T\w+S.* and computes with it"):
         csc.compile(model, example=small.text_batch(2), cache=False, check=False)
+
+
+TABLES: dict[Any, Any] = {}
+
+
+class Shelf:
+    """Beside any model."""
+
+    table: Any = None
+    __slots__ = ("own",)
+
+
+SHELF = Shelf()
+
+
+def by_size(rows: int) -> torch.Tensor:
+    if rows not in TABLES:
+        TABLES[rows] = {"table": torch.arange(rows) / rows}
+    found: torch.Tensor = TABLES[rows]["table"]
+    return found
+
+
+def of_an_object(rows: int) -> torch.Tensor:
+    if not hasattr(SHELF, "own"):
+        SHELF.own = torch.arange(rows) / rows
+    return SHELF.own
+
+
+def of_a_class(rows: int) -> torch.Tensor:
+    if Shelf.table is None:
+        Shelf.table = torch.arange(rows) / rows
+    found: torch.Tensor = Shelf.table
+    return found
+
+
+@functools.lru_cache
+def of_a_cache(rows: int) -> torch.Tensor:
+    return torch.arange(rows) / rows
+
+
+def of_a_closure() -> Callable[[int], torch.Tensor]:
+    table: torch.Tensor | None = None
+
+    def of(rows: int) -> torch.Tensor:
+        nonlocal table
+        if table is None:
+            table = torch.arange(rows) / rows
+        return table
+
+    return of
+
+
+class WithTable(nn.Module):
+    """Multiplies features by a table that is made on demand and kept beside the model."""
+
+    def __init__(self, table: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self.table, self.layer = table, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * (1 + self.table(6))).square().mean()
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("table", [by_size, of_an_object, of_a_class, of_a_cache, of_a_closure()])
+def test_tables_beside_the_model_hold_nothing_of_a_trace(table: Callable[[int], torch.Tensor], check: bool) -> None:
+    """Eager PyTorch finds what it would find: nothing, or tensors with data."""
+    TABLES.clear()
+    of_a_cache.cache_clear()
+    Shelf.table = None
+    if hasattr(SHELF, "own"):
+        del SHELF.own
+    torch.manual_seed(0)
+    model = WithTable(table)
+    x = torch.randn(4, 6)
+    compiled = csc.compile(model, example={"x": x}, cache=False, check=check)
+    loss = compiled.train_step({"x": x})
+    mine = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    right = model(x)
+    assert type(right) is torch.Tensor
+    right.backward()
+    torch.testing.assert_close(loss, right.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(mine[name], parameter.grad)
+    torch.testing.assert_close(compiled.train_step({"x": x}), right.detach())

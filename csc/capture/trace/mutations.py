@@ -89,10 +89,11 @@ def refuse_if_computed_with(
         losses, counted = _losses(model, run)
     except Exception as reason:  # the user's model
         log.info("whether the model computes with what it changes is looked up in its graph: %s", reason)
-        second = _traced_with(model, {s: _next(model, s, both[1]) for s, both in first.items()}, program, again)
+        then = {s: _next(model, s, both[1]) for s, both in first.items()}
+        second = _traced_with(model, then, first or beside, program, again)
         counted = {s: _later(first[s][1], after) for s, (_, after) in second.items() if _counts(first.get(s), after)}
         if counted:
-            _traced_with(model, counted, program, again)
+            _traced_with(model, counted, counted, program, again)
     else:
         if any(abs(loss - losses[0]) > SAME * abs(losses[0]) for loss in losses):
             raise _computed_with(model, first or beside)
@@ -122,9 +123,11 @@ def _remembered(before: Any, after: Any) -> bool:
 
 
 def _traced_with(
-    model: nn.Module, values: Mapping[Slot, Any], program: Program, again: Callable[[], Captured]
+    model: nn.Module, values: Mapping[Slot, Any], told: Iterable[Slot], program: Program, again: Callable[[], Captured]
 ) -> Changes:
-    """What another trace writes, with these values to start from. InputError if it is another program."""
+    """What another trace writes, with these values to start from. InputError that tells what changed if it is another
+    program.
+    """
     try:
         with put(model, values):
             other, changes = again()
@@ -132,7 +135,7 @@ def _traced_with(
     except CscError:
         same = False
     if not same:
-        raise _computed_with(model, values)
+        raise _computed_with(model, told)
     return changes
 
 

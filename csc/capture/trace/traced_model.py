@@ -19,6 +19,7 @@ from csc.capture.batch import is_metadata
 from csc.capture.dedup.layers import Layers, Repeats
 from csc.capture.trace.autograd_calls import AutogradQueries, autograd_calls
 from csc.capture.trace.autograd_functions import own_gradients
+from csc.capture.trace.fakes_left import no_fakes_left
 from csc.capture.trace.held_parameters import Held
 from csc.capture.trace.mutations import Changes, Slot, Slots
 from csc.capture.trace.own_chance import own_chance
@@ -110,7 +111,8 @@ class LossOnly(nn.Module):
             own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
             self._held.put(parameters)
             before = Slots(self.model, beside=not self._replayed)
-            loss = loss_of(self.model(**own, **self._extra))
+            with no_fakes_left(self.model):
+                loss = loss_of(self.model(**own, **self._extra))
             kept = with_hooks(loss)
             self.changes, self.written_beside = before.written(), before.written_beside()
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
