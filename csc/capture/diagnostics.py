@@ -18,6 +18,7 @@ from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 # a linear map of torch's gives a view of what it has made within itself, which is such a tensor.
 CONSTANT = r"fake tensor in the exported program constant's list.*model attribute: model((?:\.\w+)*?)\.lifted_tensor"
 
+UNHASHABLE = "unhashable type: non-nested SymInt"
 WRAPPED = ("storage of TensorWrapper", "functorch tensor")  # tensors within a function that torch.func transforms
 TRANSFORMS = os.path.join("_functorch", "eager_transforms.py")
 
@@ -66,6 +67,14 @@ def untraceable(
             where or user_line(root) or transformed,
             "ask torch.autograd.grad for that gradient, write it with tensor operations, or keep the module out of the "
             "trace with csc.opaque(module)",
+        )
+    if UNHASHABLE in str(root):
+        return InputError(
+            "the model looks up a size of its batch by its hash (functools.lru_cache, a key of a dict), and in a trace "
+            "a size stands for any number",
+            where,
+            "call the function behind the cache (function.__wrapped__); or make the table for the longest length once, "
+            "in __init__, and take a part of it",
         )
     return InputError(
         f"the model cannot be traced: {type(root).__name__}: {first}",

@@ -259,3 +259,19 @@ def test_tables_beside_the_model_hold_nothing_of_a_trace(table: Callable[[int], 
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(mine[name], parameter.grad)
     torch.testing.assert_close(compiled.train_step({"x": x}), right.detach())
+
+
+def test_a_length_is_no_key_of_a_cache() -> None:
+    class ByLength(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(input_ids) * (1 + of_a_cache(input_ids.shape[1]))[:, None]
+            return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+    ids = torch.randint(0, 11, (2, 5))
+    with pytest.raises(InputError, match=r"looks up a size of its batch by its hash.*__wrapped__") as caught:
+        csc.compile(ByLength(), example={"input_ids": ids, "labels": ids}, cache=False)
+    assert "test_own_changes.py" in caught.value.where
