@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from csc.capture.dedup.equality import attributes_read
+from csc.capture.watches import ABSENT
 from csc.errors import InputError
 from csc.kernels.opaque import is_opaque
 
 Slot = tuple[str, str]  # the path of a module, the name of an attribute
-ABSENT = object()
 OF_CALLS = frozenset({"forward", "training"})  # what calling a module reads, as it reads its hooks
 
 

@@ -51,7 +51,7 @@ from csc.capture.watches import (
     items,
     looked_up,
     names_of,
-    restored,
+    put_members_back,
     values,
     without,
 )
@@ -183,7 +183,7 @@ class Reached:
         """Let what holds a value that `is_wrong` hold what it held before, or nothing under a new name."""
         for _, names, read, before in self._watches:
             if isinstance(read, functools.partial) and any(map(is_wrong, read())):
-                restored(read, dict(zip(names, before)), before, is_wrong)
+                put_members_back(read, dict(zip(names, before)), before, is_wrong)
         for kind, members in self._kinds:
             for name in [name for name, value in vars(kind).items() if is_wrong(value)]:
                 setattr(kind, name, members[name]) if name in members else delattr(kind, name)

@@ -7,7 +7,7 @@ Terms
 
     Together(watches).hold() -> bool               whether each holds the very values that it had, by the same names
     Codes(functions).hold() -> bool                whether each function has its code and its defaults
-    restored(read, before, elements_before, is_wrong)   puts back what is not what it should be
+    put_members_back(read, before, elements_before, is_wrong)      those that are not what they should be
     without(watch, names) -> watch                 the same of all its values but some
 """
 
@@ -70,7 +70,7 @@ def environment(names: Names) -> list[Any]:
     return [sys.intern(os.environ[name]) if name in os.environ else ABSENT for name in names]
 
 
-def restored(
+def put_members_back(
     read: Read, before: Mapping[str, Any], elements_before: Sequence[Any], is_wrong: Callable[[Any], bool]
 ) -> None:
     """Put back what a partial of one of these functions reads and `is_wrong`: by name, or all elements."""

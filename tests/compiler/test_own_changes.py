@@ -176,6 +176,8 @@ def test_a_global_that_is_computed_with_is_refused_without_the_check(case: str) 
 
 
 TABLES: dict[Any, Any] = {}
+KNOT: list[Any] = []
+KNOT.append(KNOT)  # holds itself
 
 
 class Shelf:
@@ -189,7 +191,7 @@ SHELF = Shelf()
 
 
 def by_size(rows: int) -> torch.Tensor:
-    if rows not in TABLES:
+    if rows not in TABLES and KNOT:
         TABLES[rows] = {"table": torch.arange(rows) / rows}
     found: torch.Tensor = TABLES[rows]["table"]
     return found

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from csc.capture.model_guards import reached
-from csc.torch_private.traces import pytree
+
+DEEPEST = 3  # of containers within one that a trace has made
 
 
 @contextmanager
@@ -33,7 +34,10 @@ def no_fakes_left(model: nn.Module) -> Iterator[None]:
                 cache.cache_clear()
 
 
-def _is_of_trace(value: Any) -> bool:
-    if isinstance(value, (torch.Tensor, list, tuple, dict)):
-        return any(type(one).__module__.startswith("torch._subclasses") for one in pytree.tree_leaves(value))
-    return False
+def _is_of_trace(value: Any, deep: int = DEEPEST) -> bool:
+    """A tensor of a trace, or a container with one; containers may hold themselves."""
+    if isinstance(value, torch.Tensor):
+        return type(value).__module__.startswith("torch._subclasses")
+    if not deep or not isinstance(value, (list, tuple, dict)):
+        return False
+    return any(_is_of_trace(one, deep - 1) for one in (dict.values(value) if isinstance(value, dict) else value))
