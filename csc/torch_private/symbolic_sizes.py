@@ -47,6 +47,11 @@ def hint(size: Any) -> int | None:
     return size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else None
 
 
+def symbols_of(size: Any) -> frozenset[str]:
+    """The names of the symbols that a symbolic size is computed from; of anything else there are none."""
+    return frozenset(map(str, size.node.expr.free_symbols)) if isinstance(size, torch.SymInt) else frozenset()
+
+
 def as_hinted(size: Any) -> int | None:
     """A size in the batch that is traced; None where only values tell."""
     return hint(size) if isinstance(size, torch.SymInt) else int(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -155,6 +156,45 @@ def test_views_of_pieces_by_sizes_that_are_tensors() -> None:
     torch.manual_seed(0)
     batch = reader_batch([[2, 3], [1, 4]])
     equal(csc.compile(Viewing(), mesh="pp=2", example={name: batch[name] for name in ("patches", "grids", "labels")}))
+
+
+class Segmented(nn.Module):
+    """Packed patches, each of which is told which image it is of: by numbers as many as there are images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.image, self.head = nn.Linear(3, WIDTH), nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, patches: torch.Tensor, grids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        counts = grids.prod(1)
+        images = torch.repeat_interleave(torch.arange(grids.shape[0]), counts)
+        first = torch.zeros(len(grids) + 1, dtype=torch.long)
+        first[1:] = counts.cumsum(0)
+        hidden = self.patch(patches) + self.image(images) / (1 + first[:-1])[images][:, None]
+        return F.cross_entropy(self.head(hidden), labels)
+
+
+def test_numbers_of_images_by_how_many_there_are() -> None:
+    """What is made of that number and of known values is known, and decided for these images alone."""
+    torch.manual_seed(0)
+    model = Segmented()
+    eager = copy.deepcopy(model)
+    compiled = None
+    for grids in ([[2, 3], [4, 2]], [[4, 2], [2, 3]], [[2, 3], [4, 1], [2, 2]], [[7, 2]], [[2, 3], [4, 2]]):
+        rows = sum(height * width for height, width in grids)
+        batch = {
+            "patches": torch.randn(rows, 3),
+            "grids": torch.tensor(grids),
+            "labels": torch.randint(0, WORDS, (rows,)),
+        }
+        compiled = compiled or csc.compile(model, example=batch, cache=False, check=False)
+        for one in (model, eager):
+            one.zero_grad()
+        loss = eager(**batch)
+        loss.backward()
+        torch.testing.assert_close(compiled.train_step(batch), loss.detach(), rtol=1e-6, atol=0)
+        for (name, parameter), (_, right) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, right.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @pytest.fixture(scope="module")

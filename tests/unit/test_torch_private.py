@@ -282,6 +282,23 @@ def test_hint() -> None:
     assert isinstance(node.meta["val"].shape[0], torch.SymInt)
 
 
+def test_symbols_of() -> None:
+    """Of what is computed from two sizes both; of numbers none."""
+    found: list[frozenset[str]] = []
+
+    class Sized(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            both = x.shape[0] * y.shape[0] + 1
+            found.extend(map(private_sizes.symbols_of, (x.shape[0], y.shape[0], both, x.shape[1], 7, x)))
+            return x.sum() + y.sum()
+
+    dims = {"x": {0: torch.export.Dim.AUTO}, "y": {0: torch.export.Dim.AUTO}}
+    torch.export.export(Sized(), (torch.zeros(5, 3), torch.zeros(4, 3)), dynamic_shapes=dims, strict=False)
+    one, other, both, *none = found[:6]
+    assert len(one) == len(other) == 1 and both == one | other and one != other
+    assert none == [frozenset()] * 3
+
+
 def test_as_hinted() -> None:
     """A plain number is itself; a symbol what it is in the batch; one that only values tell, nothing."""
     found = []

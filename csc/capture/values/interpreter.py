@@ -29,7 +29,7 @@ from csc.capture.values.hit_loop import HitLoops
 from csc.capture.values.lazy_split import LazyChunks, LazyNumbers, length
 from csc.capture.values.row_index import RowIndices
 from csc.ir.asked import Expression
-from csc.torch_private.symbolic_sizes import as_hinted, assume_several
+from csc.torch_private.symbolic_sizes import as_hinted, assume_several, symbols_of
 from csc.torch_private.traces import in_functorch_transform, lists_from, outside_tracing, pytree
 
 Run = Callable[[Any, str, Any, Any], Any]  # of a function, by its name, with arguments
@@ -78,6 +78,7 @@ class Watching(TorchFunctionMode):
         self.undecided = False  # whether something was asked of the batch alone and not answered
         self._asked: Callable[[frozenset[str]], None] = lambda sources: None
         self._facts: dict[int, _Fact] = {}
+        self._sized_by: dict[str, str] = {}  # the known entry that has a size of this symbol
         self._chunks = LazyChunks(self._run)
         self._rows: RowIndices | None = None
         self._counts, self._loops = TensorCounts(), HitLoops({})
@@ -110,8 +111,11 @@ class Watching(TorchFunctionMode):
         self._facts.clear()
         self._chunks, self._counts = LazyChunks(self._run), TensorCounts()
         self._loops = HitLoops(parameters or {})
+        self._sized_by.clear()
         for name, tensor in batch.items():
             self._facts[id(tensor)] = _Fact(tensor, self._values.get(name), frozenset({name}))
+            if name in self._values:
+                self._sized_by |= {symbol: name for size in tensor.shape for symbol in symbols_of(size)}
         modules = self._rows.real_for_modules() if self._rows is not None else nullcontext()
         with self, modules, lists_from(self._listed):
             yield
@@ -159,6 +163,8 @@ class Watching(TorchFunctionMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         sources = frozenset[str]().union(*(self._sources(tensor) for tensor in tensors))
         known = self._all_known(name, tensors, leaves)
+        if known:  # with sizes of known entries: what is decided by it holds for these entries alone, sizes and values
+            sources |= {self._sized_by[symbol] for leaf in leaves for symbol in symbols_of(leaf)}
         if name == "__format__" and known and not sources:  # a number of the trace alone, as in f"expert_{number}"
             return self._really(func, args, kwargs)
         if _asks(name, args, kwargs):
@@ -300,16 +306,23 @@ class Watching(TorchFunctionMode):
             self._unknown.add(memory)
 
     def _all_known(self, name: str, tensors: list[torch.Tensor], leaves: list[Any]) -> bool:
-        if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves):
+        if any(isinstance(leaf, (torch.SymFloat, torch.SymBool)) for leaf in leaves):
+            return False
+        if not all(symbols_of(leaf) <= self._sized_by.keys() for leaf in leaves):
             return False
         if not tensors:
             return name in FACTORIES
         return all(self._value(tensor) is not None for tensor in tensors)
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
-        real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, self._value, (args, kwargs))
+        real_args, real_kwargs = pytree.tree_map(self._for_real, (args, kwargs))
         with outside_tracing():
             return func(*real_args, **real_kwargs)
+
+    def _for_real(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._value(leaf)
+        return as_hinted(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
     def _remembered(self, result: Any, real: Any, sources: frozenset[str]) -> Any:
         """The result; its tensors with their values. real: None if the result is real itself, or nothing is known."""
