@@ -37,7 +37,7 @@ def test_every_graph_is_that_of_a_compiler_that_has_made_nothing_else(name: str)
     alone = [texts(Compiler(model), batch, each) for each in listed]
     one = Compiler(model)
     assert [texts(one, batch, each) for each in listed] == alone
-    assert len(one.cut) < len({options.mesh for options in listed})
+    assert len(one.shared.cut) < len({options.mesh for options in listed})
 
 
 def texts(compiler: Compiler, batch: Mapping[str, Any], options: Options) -> list[str]:

@@ -218,7 +218,7 @@ def texts(model: nn.Module, example: dict[str, torch.Tensor]) -> tuple[str, str,
     "layer, traced",
     [
         (Layer, 1), (OtherScale, 2), long(ByNumber, DEPTH), long(Viewing, 1), (Dropping, 1), (Hooked, 2),
-        (Writing, DEPTH), (Opaque, 1 + DEPTH),
+        (Writing, DEPTH), (Opaque, DEPTH),
         long(Telling, DEPTH), (Looking, DEPTH),
     ],
 )  # fmt: skip
