@@ -4,7 +4,9 @@ Terms
   tokens     rows of x, in order: prod(x.shape[:-1]) of them, one label each
   logits     scale * (x @ weight.T + bias), bent to softcap * tanh(logits / softcap) if softcap > 0
   wide       the dtype of logits, losses and sums: float32, of float64 operands float64
-  sweep      one walk over the chunks: of each, its logits, its losses and what it gives to the gradients
+  labelled   tokens with labels: the others (images, questions, padding) have no loss, and give nothing to a gradient
+  sweep      one walk over the labelled tokens, chunk by chunk: of each chunk its logits, its losses and what it gives to
+             the gradients. While a device records what it launches, over all tokens: their number is then the same
 
     linear_cross_entropy(x, weight, labels, bias, ...) -> loss         what a model calls
     csc::linear_cross_entropy(..., rows, output_mask) -> (loss, d_x, d_weight, d_bias)
@@ -88,6 +90,9 @@ def _forward(
     _check(x, weight, bias, labels, rows)
     flat = x.reshape(-1, x.shape[-1])
     counts = labels != ignored
+    places = _labelled(counts)
+    if places is not None:
+        flat, labels, counts = flat[places], labels[places], counts[places]
     each = counts.to(wide(x.dtype))
     share = each / each.sum().clamp(min=1) if mean else each  # of each token's loss in the result
     sweep = _Sweep(flat, weight, bias, softcap, scale, rows, output_mask)
@@ -99,7 +104,17 @@ def _forward(
     total = losses.masked_fill(~counts, 0).sum()
     loss = total / each.sum() if mean else total
     d_x, d_weight, d_bias = sweep.gradients()
+    if places is not None and output_mask[1]:
+        d_x = x.new_zeros(x.shape).view(-1, x.shape[-1]).index_copy_(0, places, d_x)
     return loss, d_x.view(x.shape) if output_mask[1] else d_x, d_weight, d_bias
+
+
+def _labelled(counts: torch.Tensor) -> torch.Tensor | None:
+    """Places of the tokens that the sweep walks over; None: all are. counts: bool [tokens]."""
+    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    places = counts.nonzero()[:, 0]
+    return None if len(places) == len(counts) else places
 
 
 @_forward.register_fake

@@ -4,6 +4,7 @@ Terms
   head     the linear layer that makes the logits, and what bends or scales them before the loss
   logits   what it makes: tokens x classes, the largest value of most steps, held three times by a backward
   large    with logits that take more than twice the room for those of a chunk (csc.kernels.linear_cross_entropy)
+  few      fewer tokens than the layer is wide: the gradient of its weight would take more than their logits
 
     head(program, options) -> Program
 """
@@ -36,9 +37,10 @@ def head(program: Program, options: Options) -> Program:
     """Put one operator for the linear layer, the scale, the soft cap, the casts, the shift and the loss.
 
     Requires  pass `loss`, which has to see the loss as the model writes it.
-    Ensures   logits that nothing but one cross entropy reads are no value of the graph if they are large, or if
-              options.loss_chunk says how many tokens a chunk has; with 0, and everywhere else, nothing changes. With
-              tp > 1 the vocabulary is divided instead (pass `tensor`), unless the option is given.
+    Ensures   logits that nothing but one cross entropy reads are no value of the graph if they are large, with `fuse`
+              on a CPU unless the tokens are few, and if options.loss_chunk says how many tokens a chunk has; with 0, and
+              everywhere else, nothing changes. With tp > 1 the vocabulary is divided instead (pass `tensor`), unless
+              the option is given.
     Before    %logits = aten.linear(%x, %w);  %loss = aten.cross_entropy_loss(aten.view(%logits), %labels)
     After     %results = csc.linear_cross_entropy(%x, %w, None, %labels, ..);  %loss = %results[0]
     """
@@ -50,7 +52,7 @@ def head(program: Program, options: Options) -> Program:
     changed = False
     for node in g.calls(graph):
         found = _found(node)
-        rows = 0 if found is None else _rows(found, options.loss_chunk)
+        rows = 0 if found is None else _rows(found, options)
         if found is not None and rows:
             _write(found, rows, writer)
             changed = True
@@ -79,13 +81,15 @@ class _Head:
     moved: list[fx.Node] = field(default_factory=list)
 
 
-def _rows(found: _Head, asked: int | None) -> int:
-    """Tokens of a chunk; 0 if the logits are to stay whole."""
-    if asked is not None:
-        return asked
-    weight = found.weight.meta["val"]
-    logits = found.labels.meta["val"].numel() * weight.shape[0] * wide(weight.dtype).itemsize
-    return rows_of(weight) if logits > LARGE * room_on(weight.device) else 0
+def _rows(found: _Head, options: Options) -> int:
+    """Tokens of a chunk; 0 if the logits are to stay whole, since their bits are eager's then."""
+    if options.loss_chunk is not None:
+        return options.loss_chunk
+    weight, tokens = found.weight.meta["val"], found.labels.meta["val"].numel()
+    classes, width = weight.shape
+    large = tokens * classes * wide(weight.dtype).itemsize > LARGE * room_on(weight.device)
+    faster = options.fuse and weight.device.type == "cpu" and tokens >= width
+    return rows_of(weight) if large or faster else 0
 
 
 def _found(node: fx.Node) -> _Head | None:

@@ -277,6 +277,26 @@ def test_small_logits_stay_whole_and_large_ones_do_not(monkeypatch: pytest.Monke
     assert head(before, Options(mesh=Mesh(tp=2))) is before, "the vocabulary is divided instead"
 
 
+@pytest.mark.parametrize(("length", "options", "chunked"), [
+    (8, {"fuse": True}, True), (7, {"fuse": True}, False), (8, {}, False), (8, {"fuse": True, "loss_chunk": 0}, False),
+])  # fmt: skip
+def test_with_fuse_small_logits_are_no_values_either(length: int, options: dict[str, Any], chunked: bool) -> None:
+    """Where two samples have as many tokens as the head is wide (16): bits are not eager's anyway."""
+    whole = csc.compile(Head(TAKEN["half a loss"]), example=batch(2, length), cache=False)
+    before = whole.history()[1 + TRACING.index(loss)]
+    assert (head(before, Options(**options)) is not before) == chunked
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+def test_a_sample_without_labels_beside_one_with_few(mesh: str) -> None:
+    given = batch()
+    given["labels"][0] = given["labels"][1, :-4] = -100  # the last two have none
+    compiled = csc.compile(family("Llama"), example=batch(), cache=False, loss_chunk=CHUNK, mesh=mesh)
+    result = verify(compiled, given)
+    assert result.params_missing == () and result.params_checked > 0
+    assert result.loss_rel <= TOLERANCE and result.grad_rel_max <= TOLERANCE
+
+
 @pytest.mark.parametrize("given", [-1, 1.5, True, "all"])
 def test_a_chunk_that_is_no_number_of_tokens_is_refused(given: Any) -> None:
     with pytest.raises(InputError, match="loss_chunk"):

@@ -11,6 +11,7 @@ from csc.kernels.linear_cross_entropy import FEWEST, ROOM, ROOM_ON_CPU, _Sweep, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from csc.torch_private.traces import FakeTensorMode
 
@@ -163,6 +164,32 @@ def test_a_few_rows_at_a_time_are_those_of_a_chunk(rows: int, monkeypatch: pytes
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("labels", [0, 1, 11, 40])
+def test_tokens_without_labels_have_no_logits(labels: int) -> None:
+    given = operands(40, 23, 5, torch.float32, biased=True, seed=2)
+    given["labels"][:] = IGNORED
+    given["labels"][torch.arange(labels) * 17 % 40] = 3
+    with profile(record_shapes=True) as seen:
+        loss = linear_cross_entropy(**given, rows=7, ignored=IGNORED)
+    products = [event.input_shapes[:2] for event in seen.events() if event.name == "aten::mm"]
+    assert sum(one[0] for one, other in products if other == [5, 23]) == labels
+    expected = dense(**given)
+    if labels:
+        assert all(value < 1e-6 for value in difference(results(loss, given), results(expected, given)).values())
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_sweep_over_all_tokens_gives_the_same(mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it walks while a device records what it launches."""
+    from csc.kernels import linear_cross_entropy as head
+
+    given = operands(40, 23, 5, torch.float64, biased=True, seed=2)
+    found = results(linear_cross_entropy(**given, rows=7, ignored=IGNORED, mean=mean), given)
+    monkeypatch.setattr(head, "_labelled", lambda counts: None)
+    again = results(linear_cross_entropy(**given, rows=7, ignored=IGNORED, mean=mean), given)
+    assert all(value < 1e-12 for value in difference(again, found).values())
+
+
 @pytest.mark.parametrize("label", [5, -1])
 def test_a_label_that_is_no_class_is_refused(label: int) -> None:
     given = operands(9, 5, 3, torch.float32, biased=False, seed=0)
@@ -200,8 +227,6 @@ def test_a_chunk_fills_its_room(classes: int, width: int, device: str) -> None:
 
 
 def test_no_value_of_a_sweep_is_larger_than_a_chunk_or_an_operand() -> None:
-    from torch.profiler import ProfilerActivity, profile
-
     given = operands(512, 400, 4, torch.float32, biased=False, seed=0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         linear_cross_entropy(**given, rows=16, ignored=IGNORED)
