@@ -17,7 +17,7 @@ from torch import fx
 from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
-VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward")
+VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward", "divided_linear_cross_entropy")
 BEGUN = ("start_", "finish_")  # of a collective in two calls
 COLLECTIVES = (
     "all_gather", "all_reduce", "gather_pieces", "gather_shared", "own_part", "reduce_scatter", "scatter_pieces",

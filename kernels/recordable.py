@@ -21,7 +21,7 @@ SEEDED = ("csc::dropout", "csc::uniform", "csc::normal")
 OPAQUE = "csc::opaque"
 HOST = ("csc::pack_mask", "csc::group_ranges", "csc::seeing_ranges")
 MEETING = (
-    "csc::all_", "csc::context_", "csc::divided_loss", "csc::finish_", "csc::gather_", "csc::reduce_", "csc::scatter_",
+    "csc::all_", "csc::context_", "csc::divided_", "csc::finish_", "csc::gather_", "csc::reduce_", "csc::scatter_",
     "csc::start_",
 )  # fmt: skip
 ASKING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

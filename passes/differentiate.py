@@ -240,6 +240,7 @@ RESULTS = {
     "context_attention_backward": "gradients",
     "context_gather_backward": "shard",
     "linear_cross_entropy": "results",
+    "divided_linear_cross_entropy": "results",
     "all_reduce": "sum",
     "scaled_dot_product_flash_attention_for_cpu": "results",
     "scaled_dot_product_flash_attention_for_cpu_backward": "gradients",
@@ -247,7 +248,7 @@ RESULTS = {
 
 
 # Names for the items of a tuple that are no results of the model's operation.
-ITEMS = {"csc::linear_cross_entropy": ("loss", "d_x", "d_weight", "d_bias")}
+ITEMS = dict.fromkeys(g.HEADS, ("loss", "d_x", "d_weight", "d_bias"))
 
 
 def _joint_name(node: fx.Node, last_of: set[fx.Node]) -> str:

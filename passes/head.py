@@ -3,7 +3,7 @@
 Terms
   head     the linear layer that makes the logits, and what bends or scales them before the loss
   logits   what it makes: tokens x classes, the largest value of most steps, held three times by a backward
-  large    with logits that take more than twice the room for those of a chunk (csc.kernels.linear_cross_entropy)
+  large    with logits that take more than twice the room for those of a chunk (csc.kernels.head_sweep)
   few      fewer tokens than the layer is wide: the gradient of its weight would take more than their logits
 
     head(program, options) -> Program
@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from csc.kernels.linear_cross_entropy import room_on, rows_of, wide
+from csc.kernels.head_sweep import room_on, rows_of, wide
+from csc.kernels.linear_cross_entropy import HEAD
 from torch import fx
 
 from csc.analysis.operators.moves import RESHAPES
@@ -38,13 +39,12 @@ def head(program: Program, options: Options) -> Program:
 
     Requires  pass `loss`, which has to see the loss as the model writes it.
     Ensures   logits that nothing but one cross entropy reads are no value of the graph if they are large, with `fuse`
-              on a CPU unless the tokens are few, and if options.loss_chunk says how many tokens a chunk has; with 0, and
-              everywhere else, nothing changes. With tp > 1 the vocabulary is divided instead (pass `tensor`), unless
-              the option is given.
+              on a CPU unless the tokens are few, and if options.loss_chunk says how many tokens a chunk has; with 0,
+              and everywhere else, nothing changes. With tp > 1 large is what a rank has of the logits.
     Before    %logits = aten.linear(%x, %w);  %loss = aten.cross_entropy_loss(aten.view(%logits), %labels)
     After     %results = csc.linear_cross_entropy(%x, %w, None, %labels, ..);  %loss = %results[0]
     """
-    if options.loss_chunk == 0 or (options.loss_chunk is None and options.mesh.tp > 1):
+    if options.loss_chunk == 0:
         return program
     graph, _ = g.copy_graph(program.graph)
     g.erase_dead(graph)
@@ -87,7 +87,7 @@ def _rows(found: _Head, options: Options) -> int:
         return options.loss_chunk
     weight, tokens = found.weight.meta["val"], found.labels.meta["val"].numel()
     classes, width = weight.shape
-    large = tokens * classes * wide(weight.dtype).itemsize > LARGE * room_on(weight.device)
+    large = tokens * classes // options.mesh.tp * wide(weight.dtype).itemsize > LARGE * room_on(weight.device)
     faster = options.fuse and weight.device.type == "cpu" and tokens >= width
     return rows_of(weight) if large or faster else 0
 
@@ -201,8 +201,8 @@ def _write(found: _Head, rows: int, writer: Writer) -> None:
     with writer.graph.inserting_before(loss):
         x = _tokens(found, writer)
         results = writer.call(
-            like, torch.ops.csc.linear_cross_entropy.default, x, found.weight, found.bias, found.labels, found.scale,
-            found.softcap, found.ignored, found.mean, rows, [True, True, True, found.bias is not None],
+            like, HEAD, x, found.weight, found.bias, found.labels, found.scale, found.softcap, found.ignored,
+            found.mean, rows, [True, True, True, found.bias is not None],
         )  # fmt: skip
         value = writer.call(like, operator.getitem, results, 0)
         if value.meta["val"].dtype is not dtype:

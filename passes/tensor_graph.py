@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 from csc.kernels.collectives import ALL_REDUCE, GATHER_PIECES, SHARE
-from csc.kernels.vocabulary import DIVIDED_LOSS, ROWS
+from csc.kernels.head_sweep import rows_of
+from csc.kernels.vocabulary import DIVIDED_HEAD, DIVIDED_LOSS, ROWS
 from csc.passes.local_values import LocalValues, Undivided, is_parameter
 from torch import fx
 
@@ -36,6 +37,7 @@ from csc.analysis.operators.made import FILLED, NEW
 from csc.analysis.operators.moves import PARTS, SIZED_VIEWS
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, PRODUCTS, SDPA
 from csc.analysis.operators.randomness import draws
+from csc.analysis.operators.reductions import HEAD
 from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation, resized
 from csc.analysis.tensor_axes import Trees
 from csc.ir import graph as g
@@ -180,6 +182,8 @@ class ShardedGraph:
             self._look_up(node)
         elif name == "aten::cross_entropy_loss":
             self._loss(node)
+        elif name == HEAD:
+            self._head(node)
         elif name in (ATTENTION, CONTEXT_ATTENTION, SDPA):
             self._attention(node)
         elif name in PARTS:
@@ -343,6 +347,24 @@ class ShardedGraph:
             bound["ignore_index"], bound["reduction"] == MEAN,
         )  # fmt: skip
         self.mapping[node] = self._made(node, node.name, operator.getitem, several, 0)
+
+    def _head(self, node: fx.Node) -> None:
+        """A head and its loss in chunks of tokens: each rank makes the logits of its words."""
+        bound = g.bind(node)
+        x, weight, bias = bound["x"], bound["weight"], bound["bias"]
+        apart = [one for one in (weight, bias) if one is not None and self.values.cut_dims(one) != [0]]
+        if apart or self.values.is_cut(x) or g.is_inexact(bound["labels"]):
+            raise Undivided(node, "can be divided by its words alone")
+        whole, rows = weight.meta["val"], bound["rows"]
+        if rows == rows_of(whole):  # what there is room for
+            rows = rows_of(whole, self.divisions[0].ranks)
+        self.flops += 2 * bound["labels"].meta["val"].numel() * whole.numel()
+        self.summed += 3 * bound["labels"].meta["val"].numel()
+        self.mapping[node] = self._made(
+            node, node.name, DIVIDED_HEAD, self._given(x), self._given(weight),
+            None if bias is None else self._given(bias), self._given(bound["labels"]), self.group, bound["scale"],
+            bound["softcap"], bound["ignored"], bound["mean"], rows, bound["output_mask"],
+        )  # fmt: skip
 
     def _total(self, node: fx.Node, part: fx.Node, name: str) -> fx.Node:
         if list(part.meta["val"].shape) != list(node.meta["val"].shape):

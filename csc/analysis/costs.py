@@ -322,7 +322,7 @@ def call_of(node: fx.Node) -> KernelCall | None:
         moved += moved + sum(map(_bytes, inputs[1:]))
     else:
         moved += sum(map(_bytes, inputs))
-    if name == head_costs.NAME:
+    if name in g.HEADS:
         moved += head_costs.traffic(node)
     operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
     dtype = str(operands[0].dtype).removeprefix("torch.")

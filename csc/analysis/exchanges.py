@@ -31,6 +31,7 @@ WHOLES = ("csc::context_gather", DIVIDED, "csc::context_whole")
 SCATTERED = "csc::scatter_pieces"
 TO_SHARDS = "csc::reduce_scatter"
 SUM = "csc::all_reduce"
+TOLD = ("csc::divided_loss", "csc::divided_linear_cross_entropy")  # three numbers a label
 PIECES = ("csc::gather_pieces", SCATTERED)
 ATTENTION = "csc::context_attention"
 Wires = Mapping[str, tuple[int, Wire]]
@@ -55,9 +56,9 @@ def exchange(node: fx.Node) -> Exchange | None:
     if name in (SUM, "csc::all_gather", "csc::gather_shared", TO_SHARDS):
         bound = g.bind(node)
         return Exchange("tp", _bytes(bound["x"]), bound.get("ranks", 0), name == TO_SHARDS, False, name == SUM)
-    if name == "csc::divided_loss":
-        told = g.bind(node)["labels"].meta["val"].numel()
-        return Exchange("tp", 3 * told * node.meta["val"][1].itemsize, 0, False, False)
+    if name in TOLD:
+        told, narrow = g.bind(node)["labels"].meta["val"].numel(), node.args[0].meta["val"].itemsize  # type: ignore[union-attr]
+        return Exchange("tp", 3 * told * max(4, narrow), 0, False, False)
     if name in PIECES:
         bound = g.bind(node)
         given = next(iter(bound.values()))

@@ -37,7 +37,7 @@ def count(graph: fx.Graph | None) -> FlopCount:
 
 def _matmuls(node: fx.Node) -> int:
     name = g.op_name(node)
-    return head_costs.products(node) if name == head_costs.NAME else int(name in MATMULS)
+    return head_costs.products(node) if name in g.HEADS else int(name in MATMULS)
 
 
 def call_flops(node: fx.Node) -> int:
@@ -51,7 +51,7 @@ def call_flops(node: fx.Node) -> int:
         return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
     if name.removesuffix("_backward") == CONTEXT_ATTENTION:
         return _context_attention(node, backward=name != CONTEXT_ATTENTION)
-    if name == head_costs.NAME:
+    if name in g.HEADS:
         return head_costs.flops(node)
     if name in ATTENTIONS:  # what the mask hides too, as PyTorch's formulas do: how much depends on the batch
         return _attention(*fx.map_arg(node.args[:3], _value))

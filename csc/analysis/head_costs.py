@@ -1,4 +1,4 @@
-"""Work and traffic of `csc::linear_cross_entropy`, whose logits are values of no graph.
+"""Work and traffic of a head and its loss in one call (csc.ir.graph.HEADS), whose logits are values of no graph.
 
 products(node)   matrix products: the logits, and one each for the gradients of x and weight
 flops(node)      of these products
@@ -11,7 +11,6 @@ from torch import fx
 
 from csc.ir import graph as g
 
-NAME = "csc::linear_cross_entropy"
 # Times that each logit is read or written: made, its softmax a few rows at a time between two maxima; its gradient.
 LOSS_PASSES, GRADIENT_PASSES = 5, 2
 

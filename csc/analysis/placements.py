@@ -37,7 +37,8 @@ GATHERS = ("csc::all_gather", "csc::gather_shared", "csc::context_whole")
 TAKES = ("csc::own_part", "csc::context_own")  # a rank's own entries of what is equal
 PIECES = ("csc::gather_pieces", "csc::scatter_pieces")
 MEETS = (*SUMS, *GATHERS, *TAKES, *PIECES, "csc::share")
-VOCABULARY = ("csc::rows", "csc::rows_backward", "csc::divided_loss", "csc::divided_loss_backward")
+DIVIDED_HEAD = "csc::divided_linear_cross_entropy"
+VOCABULARY = ("csc::rows", "csc::rows_backward", "csc::divided_loss", "csc::divided_loss_backward", DIVIDED_HEAD)
 BACKWARDS = (f"{ATTENTION}_backward", f"{CONTEXT_ATTENTION}_backward")
 OVER_ROWS = ("aten::native_layer_norm_backward", "aten::convolution_backward")  # d_x, then sums over all rows
 SCATTERS = ("aten::embedding_dense_backward", "aten::slice_backward", "aten::select_backward")
@@ -115,7 +116,7 @@ def _collective(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]
         return held if isinstance(held, int) else UNKNOWN
     if name == "csc::divided_loss_backward":
         return types[g.bind(node)["logits"]]
-    return PART if name == "csc::rows" else EQUAL if name == "csc::divided_loss" else None
+    return PART if name == "csc::rows" else EQUAL if name in ("csc::divided_loss", DIVIDED_HEAD) else None
 
 
 def said(held: Placement) -> str:
@@ -161,6 +162,8 @@ def _item(node: fx.Node, types: Held) -> Placement:
     several, which = node.args
     assert isinstance(several, fx.Node) and isinstance(which, int)
     name = g.op_name(several)
+    if name == DIVIDED_HEAD and not any(types[used] == ELSEWHERE for used in several.all_input_nodes):
+        return (EQUAL, PART, 0, 0)[which]  # the loss, gradients of x, weight and bias
     if name in BACKWARDS and which < 3:
         bound = g.bind(several)
         of = types.get(bound[("q", "k", "v")[which]], UNKNOWN)

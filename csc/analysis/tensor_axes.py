@@ -42,7 +42,7 @@ from csc.analysis.dimension_trees import (
 from csc.analysis.divisions import Division
 from csc.analysis.operators.moves import EMBEDDING, EXPAND
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, SDPA
-from csc.analysis.operators.reductions import CLASSES, LABELS
+from csc.analysis.operators.reductions import CLASSES, HEAD, LABELS
 from csc.analysis.operators.relation import End, Use
 from csc.analysis.operators.table import relation
 from csc.ir import graph as g
@@ -221,7 +221,7 @@ class Trees:
         for use in uses:
             for d, end in use.ends.items():
                 looked_up = name == EMBEDDING and end.how == "picked"
-                if looked_up or (name in LABELS and end.walk == CLASSES):
+                if looked_up or (name in (*LABELS, HEAD) and end.walk == CLASSES):
                     ids = not looked_up or any(map(self._is_batch, g.ancestors([node])))
                     self.named.append(("vocabulary" if ids else "positions", self.of[use.node][0][d]))
 

@@ -20,6 +20,8 @@ from csc.torch_private.exported import OpOverload
 KEPT_META = ("val", "source", "module", "role", "hint", "backward_of", "in_place", "rematerialised")
 
 SEEDED = frozenset({"csc::dropout", "csc::uniform", "csc::normal"})  # see csc.kernels.dropout
+# A head and its loss in one call, whole and of ranks that divide the words: see csc.kernels.head_sweep.
+HEADS = frozenset({"csc::linear_cross_entropy", "csc::divided_linear_cross_entropy"})
 
 
 def op_name(node: fx.Node) -> str:

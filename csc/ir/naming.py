@@ -15,7 +15,7 @@ from csc.ir import graph as g
 MAIN_OPS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "embedding", "layer_norm", "rms_norm", "group_norm"})
 SHORTER = {
     "scaled_dot_product_attention": "attention", "context_attention": "attention", "cross_entropy_loss": "loss",
-    "linear_cross_entropy": "head",
+    "linear_cross_entropy": "head", "divided_linear_cross_entropy": "head",
     "context_gather": "whole",
 }  # fmt: skip
 # What emitted files call by these names themselves: their modules, arguments, local variables and functions.
@@ -68,7 +68,7 @@ def value_name(node: fx.Node, module: str) -> str:
 def _said(node: fx.Node) -> str:
     """What a call is called; the first item of a loss with its gradients is the loss."""
     maker = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
-    if isinstance(maker, fx.Node) and g.op_name(maker) == "csc::linear_cross_entropy":
+    if isinstance(maker, fx.Node) and g.op_name(maker) in g.HEADS:
         return "loss"
     return SHORTER.get(g.short_op(node), g.short_op(node))
 

@@ -48,6 +48,7 @@ def main(case: dict[str, Any], directory: Path) -> None:
         example=batch,
         freeze=case.get("freeze"),
         microbatches=case["microbatches"],
+        loss_chunk=case.get("loss_chunk"),
         sequence_parallel=case.get("sequence_parallel"),
     )
     trained = steps(compiled, batch)

@@ -105,6 +105,31 @@ def test_multimodal(models: Models, mesh: str) -> None:
     assert heads(compiled.program) == [[True, True, True, False]]
 
 
+TENSOR: dict[str, dict[str, Any]] = {
+    "tp=2,pp=2": {"schedule": "zb-h1", "microbatches": 2},
+    "tp=2": {"recompute": "full", "sequence_parallel": True},
+    "tp=2,dp=2": {"zero": 3, "freeze": ["model.embed_tokens"]},
+    "cp=2,tp=2": {},
+}
+
+
+@pytest.mark.parametrize("mesh", TENSOR)
+@pytest.mark.parametrize("name", ["Llama", long("Gemma2"), long("Phi")])
+def test_words_divided_over_ranks(name: str, mesh: str) -> None:
+    """Each makes logits of its words, a chunk of tokens at a time, and none makes them again in B."""
+    options: dict[str, Any] = {"example": batch(8), "cache": False, "loss_chunk": CHUNK, "mesh": mesh, **TENSOR[mesh]}
+    compiled = parity(csc.compile(family(name, vocab_size=104), **options), 5e-6)
+    calls = [(name, node) for variant in compiled.program.variants.values() for node in g.calls(variant.pruned)
+             if (name := g.op_name(node)).endswith("linear_cross_entropy")]  # fmt: skip
+    assert {name for name, _ in calls} == {"csc::divided_linear_cross_entropy"}
+    assert {g.bind(node)["weight"].meta["val"].shape[0] for _, node in calls} == {52}
+
+
+def test_words_that_ranks_cannot_divide_stay_together() -> None:
+    options: dict[str, Any] = {"example": batch(), "cache": False, "loss_chunk": CHUNK, "mesh": "tp=2"}
+    assert heads(parity(csc.compile(family("Llama"), **options)).program) == [[True, True, True, False]]
+
+
 def test_tied_weights_have_the_sum_of_both_gradients(models: Models) -> None:
     parity(models("llava_tied", mesh="pp=2", loss_chunk=CHUNK))
 
@@ -270,11 +295,11 @@ def test_small_logits_stay_whole_and_large_ones_do_not(monkeypatch: pytest.Monke
     assert not heads(made())
     logits = batch()["labels"].numel() * VOCABULARY * 4
     for room, chunked in ((logits // 2, False), (logits // 2 - 1, True)):
-        monkeypatch.setattr("csc.kernels.linear_cross_entropy.ROOM_ON_CPU", room)
+        monkeypatch.setattr("csc.kernels.head_sweep.ROOM_ON_CPU", room)
         assert bool(heads(made())) == chunked
     before = csc.compile(Head(TAKEN["half a loss"]), example=batch(), cache=False).history()[1 + TRACING.index(loss)]
     assert head(before, Options()) is not before
-    assert head(before, Options(mesh=Mesh(tp=2))) is before, "the vocabulary is divided instead"
+    assert head(before, Options(mesh=Mesh(tp=2))) is before, "a rank has half of the logits"
 
 
 @pytest.mark.parametrize(("length", "options", "chunked"), [

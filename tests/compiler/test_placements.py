@@ -163,3 +163,13 @@ def test_sums_are_there_once(name: str, shards: bool, changes: int) -> None:
             pytest.fail(how)
         found += 1
     assert found >= changes
+
+
+def test_sums_of_a_head_whose_words_are_divided() -> None:
+    """What a rank's words give to the gradient of the hidden state is a part, which B adds up."""
+    compiled = csc.compile(MODELS["llama"](), example=BATCHES["llama"](4), mesh="tp=2", loss_chunk=8)
+    *_, program = compiled.history()
+    changed = [*broken(after(compiled, "differentiate")), *divided_wrong(program)]
+    wrong = [(how, one) for how, one in changed if "head" in how.split(":")[0]]
+    assert len(wrong) >= 4 and any("backward_input" in how for how, _ in wrong)
+    assert not [how for how, one in wrong if not refused(one)]

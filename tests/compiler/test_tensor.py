@@ -242,6 +242,7 @@ CASES = [
     long({"model": "lora", "mesh": "tp=2,pp=2", "samples": 4, "microbatches": 2}),
     long({"model": "llama", "mesh": "tp=2,cp=2", "samples": 4, "microbatches": 1}),
     long({"model": "qwen3few", "mesh": "tp=4", "samples": 4, "microbatches": 1}),
+    long({"model": "qwen3", "mesh": "tp=2", "samples": 4, "microbatches": 2, "loss_chunk": 8}),
 ]
 
 
@@ -251,7 +252,7 @@ def test_processes_hold_their_shards_alone(case: dict[str, Any], tmp_path: Path)
     """Losses, norms and parameters after three steps are those of one process without tp; what is saved is whole."""
     ranks = csc.Mesh.of(case["mesh"]).size
     launching.ranks(tensor_worker.main, ranks, case, tmp_path)
-    sizes = {"samples": case["samples"], "microbatches": case["microbatches"]}
+    sizes = {name: case[name] for name in ("samples", "microbatches", "loss_chunk") if name in case}
     alone = compiled_of(case["model"], mesh=re.sub(r"tp=\d,?", "", case["mesh"]) or "pp=1", **sizes)
     together = compiled_of(case["model"], mesh=case["mesh"], **sizes)
     expected, same = (tensor_worker.steps(one, BATCHES[case["model"]](case["samples"])) for one in (alone, together))

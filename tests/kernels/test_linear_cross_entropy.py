@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from csc.kernels.linear_cross_entropy import FEWEST, ROOM, ROOM_ON_CPU, _Sweep, linear_cross_entropy, rows_of
+from csc.kernels.head_sweep import FEWEST, ROOM, ROOM_ON_CPU, Head, _Sweep, rows_of
+from csc.kernels.linear_cross_entropy import _in_cache, linear_cross_entropy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -155,11 +156,11 @@ def test_a_label_whose_chance_is_too_small_for_a_number_has_its_loss() -> None:
 
 @pytest.mark.parametrize("rows", [7, 64])
 def test_a_few_rows_at_a_time_are_those_of_a_chunk(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from csc.kernels import linear_cross_entropy as head
+    from csc.kernels import head_sweep
 
     given = operands(40, 23, 5, torch.float32, biased=True, seed=2)
     whole = call(given, [True] * 4, rows)
-    monkeypatch.setattr(head, "IN_CACHE", 3 * 23 * 4)  # three rows
+    monkeypatch.setattr(head_sweep, "IN_CACHE", 3 * 23 * 4)  # three rows
     for one, other in zip(call(given, [True] * 4, rows), whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
@@ -181,11 +182,11 @@ def test_tokens_without_labels_have_no_logits(labels: int) -> None:
 @pytest.mark.parametrize("mean", [True, False])
 def test_a_sweep_over_all_tokens_gives_the_same(mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it walks while a device records what it launches."""
-    from csc.kernels import linear_cross_entropy as head
+    from csc.kernels import head_sweep
 
     given = operands(40, 23, 5, torch.float64, biased=True, seed=2)
     found = results(linear_cross_entropy(**given, rows=7, ignored=IGNORED, mean=mean), given)
-    monkeypatch.setattr(head, "_labelled", lambda counts: None)
+    monkeypatch.setattr(head_sweep, "_labelled", lambda counts: None)
     again = results(linear_cross_entropy(**given, rows=7, ignored=IGNORED, mean=mean), given)
     assert all(value < 1e-12 for value in difference(again, found).values())
 
@@ -241,7 +242,7 @@ def test_no_value_of_a_sweep_is_larger_than_a_chunk_or_an_operand() -> None:
 def test_the_path_of_narrow_operands_on_a_gpu_fits_together() -> None:
     """Its product of bfloat16 in float32 runs on CUDA alone: shapes and dtypes, on meta tensors."""
     x, weight, bias = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((12, 8), (100, 8), (100,)))
-    sweep = _Sweep(x, weight, bias, 2.0, 0.5, 8, [True] * 4)
+    sweep = _Sweep(Head(x, weight, bias, 0.5, 2.0, IGNORED, True, 8, [True] * 4), _in_cache)
     sweep.sums_in_product = True
     for part in (slice(0, 8), slice(8, 12)):
         rows = part.stop - part.start

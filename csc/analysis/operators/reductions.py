@@ -5,6 +5,7 @@ NORMS: layers that normalise over trailing dimensions
 BATCH_NORMS: those that normalise over samples; NORMALISING: softmax and its like
 RECURRENT: layers that keep a state from token to token
 LABELS, ELEMENTS, SAMPLES, SEQUENCES: loss functions over classes, entry by entry, row by row, sequence by sequence
+HEAD: one over classes with the linear layer that makes their logits
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ELEMENTS = ("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::hu
 SAMPLES = ("aten::cosine_embedding_loss", "aten::triplet_margin_loss", "aten::multi_margin_loss",
            "aten::multilabel_margin_loss")  # fmt: skip
 SEQUENCES = ("aten::ctc_loss",)
+HEAD = "csc::linear_cross_entropy"
 CLASSES = -1  # the walk of a loss over classes
 FOURIER = ("_fft_r2c", "_fft_c2r", "_fft_c2c",  # along the dimensions that are named
            *(f"fft_{way}{kind}{dims}"
@@ -112,6 +114,18 @@ def labels(call: Call) -> list[Use]:
     return _of_loss([(logits, own), (target, known), *weights], call.out)
 
 
+def head(call: Call) -> list[Use]:
+    """x [.., width], weight [classes, width], bias [classes], a label for each token: those are walked in no shards."""
+    x, weight = call.bound["x"], call.bound["weight"]
+    classes, width = End("summed", walk=CLASSES), End("contracted", walk=0)
+    return [
+        Use(x, (), End("blocked"), ends={len(shape_of(x)) - 1: width}),
+        Use(weight, (), ends={0: classes, 1: width}),
+        *(Use(bias, (), ends={0: classes}) for bias in call.given("bias")),
+        Use(call.bound["labels"], (), End("blocked")),
+    ]
+
+
 def elements(call: Call) -> list[Use]:
     """A term for each pair of entries."""
     rank = max(len(shape_of(used)) for used in call.tensors())
@@ -140,6 +154,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("aten::flip", "aten::roll", "aten::rot90"), _along("blocked", "dims")),
     **dict.fromkeys(("aten::bucketize", "aten::searchsorted"), search),
     **dict.fromkeys(LABELS, labels),
+    HEAD: head,
     **dict.fromkeys(ELEMENTS, elements),
     **dict.fromkeys(SAMPLES, rows),
     **dict.fromkeys(SEQUENCES, sequences),
