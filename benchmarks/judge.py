@@ -35,7 +35,7 @@ SLACK = 20  # times eager's own difference for moved weights
 PLAIN: Mapping[str, Any] = {
     "pp": 1, "dp": 1, "cp": 1, "tp": 1, "microbatches": 1, "schedule": "auto", "recompute": None, "precision": None,
     "freeze": (), "off": False, "steps": False, "accumulate": 1, "replaced": False,
-    "evaluate": False,
+    "evaluate": False, "loss_chunk": 0,
 }  # fmt: skip
 Values = dict[str, torch.Tensor | None]
 
@@ -218,8 +218,9 @@ def ours(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel
 def asked(setting: Mapping[str, Any]) -> dict[str, Any]:
     """What csc.compile takes, but for `freeze`."""
     mesh = {axis: setting[axis] for axis in ("dp", "pp", "cp", "tp")}
-    named = {"recompute": setting["recompute"] or "none", "precision": setting["precision"] or "model"}
-    return {"mesh": mesh, "microbatches": setting["microbatches"], "schedule": setting["schedule"]} | named
+    named = {name: setting[name] for name in ("microbatches", "schedule", "loss_chunk")}
+    named |= {"recompute": setting["recompute"] or "none", "precision": setting["precision"] or "model"}
+    return {"mesh": mesh} | named
 
 
 def compare(

@@ -95,6 +95,11 @@ def _told(logits: torch.Tensor, places: torch.Tensor, mine: torch.Tensor) -> tor
     return torch.stack([most, sums, logits.gather(1, places.unsqueeze(1)).squeeze(1) * mine])
 
 
+def _less(logits: torch.Tensor, places: torch.Tensor, by: torch.Tensor) -> None:
+    """In each row one entry, so that a device adds nothing in an order of its own."""
+    logits[torch.arange(len(places), device=places.device), places] -= by
+
+
 def _met(meeting: GroupExchange, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of what each rank tells: the logarithm of the sum of all exponentials, and the label's logit."""
     told = torch.stack(list(meeting.exchange([own] * meeting.ranks)))
@@ -117,7 +122,7 @@ def _divided_loss_backward(
     places, mine, _ = _here(labels, meeting_of(group), logits.shape[1])
     counted = labels != ignored
     found = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
-    found.scatter_add_(1, places.unsqueeze(1), -(mine & counted).to(lse.dtype).unsqueeze(1))
+    _less(found, places, (mine & counted).to(lse.dtype))
     each = d.to(lse.dtype) / counted.sum() if mean else d.to(lse.dtype)
     weight = torch.where(counted, each, 0.0)  # where no label counts the mean is NaN, and has no gradient
     return found.mul_(weight.unsqueeze(1)).to(logits.dtype)
@@ -170,7 +175,7 @@ def _losses(
     if wanted:
         for (some, at, here), behind, shares in zip(several, lse.split(at_once), share.split(at_once), strict=True):
             some.sub_(behind.unsqueeze(1)).exp_().mul_(shares)
-            some.scatter_add_(1, at.unsqueeze(1), -(shares * here.unsqueeze(1)))
+            _less(some, at, shares[:, 0] * here)
     return (lse - own).masked_fill(~there, float("nan"))
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from csc import devices
-from csc.capture.opaque_reads import Unchanged, hidden
+from csc.capture.opaque_reads import Namespace, hidden, namespaces
 from csc.capture.reached import Reached
 from csc.capture.tensor_values import TensorValues
 from csc.capture.versions import Holds, Versioned, counted, members_hold
@@ -79,7 +79,7 @@ class ModelGuards:
         world: Callable[[], list[Any]] = list,
         opaque_reads: Set[Slot] = frozenset(),
     ) -> None:
-        self.of_opaque = Unchanged(model, opaque_reads)
+        self.opaque_reads = frozenset(opaque_reads)
         self._world, self._switches = world, world()
         self.ignored = frozenset(ignored)
         self._model, self._ignored = model, _of_equals(model, ignored)
@@ -126,7 +126,7 @@ class ModelGuards:
         self._classes = list(map(type, self._modules))
         watched = frozenset(map(id, chain(every, (value for value, _ in self._contents.values()))))
         beside = {text for path, text in ignored if path == BESIDE}
-        self._rest = reached(model, watched, self._is_ignored, beside, self.of_opaque.values())
+        self._rest = reached(model, watched, self._is_ignored, beside, namespaces(model, opaque_reads))
 
     def holds(self) -> bool:
         """Whether nothing was replaced or written to since. May be False where a value was replaced by an equal one."""
@@ -142,7 +142,6 @@ class ModelGuards:
             and self._kept_as() == self._kept
             and list(map(type, self._modules)) == self._classes
             and self._rest.holds()
-            and self.of_opaque.holds()
             and self._world() == self._switches
         )
 
@@ -182,7 +181,7 @@ class ModelGuards:
         hooks_of_all = (kind for kind, hooks, before in self._of_all_modules if not _same(hooks, before))
         structure += [f"a hook of all modules ({kind})" for kind in hooks_of_all]
         structure += self._modes()
-        structure += [*self._rest.changed(), *self.of_opaque.changed()]
+        structure += self._rest.changed()
         structure += [f"torch's {name}" for (name, now), (_, was) in zip(self._world(), self._switches) if now != was]
         if not parameters:
             structure += self._kinds_changed()
@@ -222,13 +221,13 @@ def reached(
     watched: Set[int] = frozenset(),
     is_ignored: Callable[[str, str], bool] = lambda path, name: False,
     beside: Set[str] = frozenset(),
-    further: Sequence[tuple[str, Any]] = (),
+    spaces: Sequence[Namespace] = (),
 ) -> Reached:
     """What the slots of modules lead to. watched: identities of containers that are compared anyway; is_ignored: of a
-    slot; beside: what else the model's forward writes, in words. further: (in words, value) to start from as well.
+    slot; beside: what else the model's forward writes, in words. spaces: what else it reads, by these names.
     """
     roots = [
-        *further,
+        *((f"{path}.{name}", space[name]) for path, space, names in spaces for name in names if name in space),
         *(
             (f"attribute {path}.{name}".replace(" .", " "), value)
             for path, module in _seen_through(model)
@@ -237,7 +236,7 @@ def reached(
         ),
     ]
     elsewhere = frozenset(map(id, chain(model.modules(), model.parameters())))
-    return Reached(roots, map(type, model.modules()), watched, beside, elsewhere)
+    return Reached(roots, map(type, model.modules()), watched, beside, elsewhere, spaces)
 
 
 def autocasts() -> bool:

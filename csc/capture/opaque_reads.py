@@ -3,7 +3,7 @@
 hidden(model) -> {identity of a module: path}          opaque modules, and the modules in them
 with opaque_reads(model) as read: ...                  fills read with {(path, attribute)}, of hidden modules
 refuse_shared_tensors(model, {name: tensor})           InputError for one that an opaque module may change
-Unchanged(model, read).changed() -> [text]             which of these attributes are not what they were
+namespaces(model, read) -> [(in words, attributes, names)]         of these attributes
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from csc.errors import InputError
 from csc.kernels.opaque import is_opaque
 
 Slot = tuple[str, str]  # the path of a module, the name of an attribute
+Namespace = tuple[str, dict[str, Any], list[str]]
 OF_CALLS = frozenset({"forward", "training"})  # what calling a module reads, as it reads its hooks
 
 
@@ -78,26 +79,12 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Unchanged:
-    """Attributes of opaque modules as they are now, by identity, and equal ones of plain types as well."""
-
-    def __init__(self, model: nn.Module, read: Set[Slot]) -> None:
-        self.read = frozenset(read)
-        modules = dict(model.named_modules())
-        places = [(vars(modules[path]), name, f"{path}.{name}") for path, name in sorted(read) if path in modules]
-        self._values = [(own, name, told, own.get(name, ABSENT)) for own, name, told in places]
-
-    def holds(self) -> bool:
-        return all(own.get(name, ABSENT) is value for own, name, _, value in self._values)
-
-    def changed(self) -> list[str]:
-        return [f"attribute {told}" for own, name, told, value in self._values if _other(own.get(name, ABSENT), value)]
-
-    def values(self) -> list[tuple[str, Any]]:
-        """With where they are, in words."""
-        return [(f"attribute {told}", value) for _, _, told, value in self._values]
-
-
-def _other(new: Any, old: Any) -> bool:
-    plain = isinstance(old, (bool, int, float, str, bytes, type(None)))
-    return new is not old and not (plain and type(new) is type(old) and new == old)
+def namespaces(model: nn.Module, read: Set[Slot]) -> list[Namespace]:
+    """Of the modules that these slots are of, each with the names that are read."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[int, Namespace] = {}
+    for path, name in sorted(read):
+        if path in modules:
+            own: dict[str, Any] = modules[path].__dict__
+            found.setdefault(id(own), (f"attribute {path}", own, []))[2].append(name)
+    return list(found.values())

@@ -68,6 +68,7 @@ class Reached:
     """roots: (path, value) to start from; classes: those of the modules. known: identities of containers that others
     watch, whose values are walked through all the same. ignored: what `changed` may not tell, since the model's
     forward writes it itself. elsewhere: identities of what others watch altogether: the model's modules, parameters.
+    spaces: (path, namespace, names that are read of it).
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Reached:
         known: Set[int] = frozenset(),
         ignored: Set[str] = frozenset(),
         elsewhere: Set[int] = frozenset(),
+        spaces: Iterable[tuple[str, dict[str, Any], list[str]]] = (),
     ) -> None:
         self._known = known
         self.caches: list[Any] = []  # of functools.lru_cache
@@ -87,7 +89,7 @@ class Reached:
         self._kinds: list[tuple[type, dict[str, Any]]] = []
         self._functions: list[tuple[str, FunctionType]] = []
         self._cells: list[tuple[str, CellType]] = []
-        self._spaces: dict[int, tuple[str, dict[str, Any], list[str]]] = {}
+        self._spaces = {id(space): (path, space, names) for path, space, names in spaces}
         self._seen: dict[Any, Any] = {}  # by identity; the things themselves, so that no other takes theirs
         self._reached: set[str] = set()
         self._later: dict[str, list[tuple[str, Any, int]]] = {}  # members of classes, by a name that none has looked up

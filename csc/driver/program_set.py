@@ -144,7 +144,7 @@ class ProgramSet:
         """Keep how the model is now: its programs are for that."""
         known, also = self.guards.model, self._compiler.guards
         written, read = self.guards.written | also.written, self.guards.opaque_reads | also.opaque_reads
-        if known is None or (known.ignored, known.of_opaque.read) != (written, read) or not known.holds():
+        if known is None or (known.ignored, known.opaque_reads) != (written, read) or not known.holds():
             self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches, read)
 
     def check(

@@ -35,6 +35,7 @@ class Setting:
     accumulate: int = 1
     replaced: bool = False
     evaluate: bool = False
+    loss_chunk: int = 0
 
     def simpler(self) -> Iterator[Setting]:
         """Settings with one thing less."""
@@ -71,4 +72,5 @@ def random_setting(random: Random) -> Setting:
         replaced=steps and random.random() < 0.2,
         evaluate=random.random() < 0.15,
         tp=random.choice([1, 1, 2]) if pp * dp * cp <= 6 else 1,
+        loss_chunk=random.choice([1, 3, 8]) if random.random() < 0.3 else 0,
     )
