@@ -8,7 +8,7 @@ other devices are treated as the CPU is. A *wire* is where tensors lie when a pr
     generator(device), set_generator(device, state), forked(device)                    its random numbers
     title(device), memory(device), capability(device), profile(type)                   what it is
     watch_memory(device), peak_memory(device), held_memory(device)                     what was taken of it
-    records(device), graphs(device)                                                    work that is launched whole
+    records(device), graphs(device), is_recording(device)                              work that is launched whole
     wire(device, backends), meeting_place(backends), aborts(backend)                   process groups
     TYPES, SWITCHES, ASKED                                                             what code may say of devices
 """
@@ -328,6 +328,12 @@ def records(device: torch.device | str) -> bool:
     """Whether a device of this type has graphs."""
     one = _accelerator(device)
     return one is not None and one.graph != ""
+
+
+def is_recording(device: torch.device) -> bool:
+    """Whether what is launched on it now is recorded, so that the host cannot ask for values."""
+    one = _accelerator(device)
+    return one is not None and bool(one.module.is_current_stream_capturing())
 
 
 def graphs(device: torch.device) -> DeviceGraphs | None:

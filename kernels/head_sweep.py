@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from csc import devices
+
 # Bytes that the logits of one chunk may take; half of what the weight takes if that is more, as its gradient is there,
 # too. Fewer tokens in a chunk read the weight and its gradient more often (docs/memory.md has seconds).
 ROOM_ON_CPU, ROOM = 128 * 2**20, 2**30
@@ -96,7 +98,7 @@ def swept(head: Head, labels: torch.Tensor, losses: Losses) -> Results:
 
 def _labelled(counts: torch.Tensor) -> torch.Tensor | None:
     """Places of the tokens that the sweep walks over; None: all are. counts: bool [tokens]."""
-    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+    if devices.is_recording(counts.device):
         return None
     places = counts.nonzero()[:, 0]
     return None if len(places) == len(counts) else places
