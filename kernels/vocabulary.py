@@ -90,9 +90,9 @@ def _divided_loss(
 
 def _told(logits: torch.Tensor, places: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
     """[3, tokens]: the largest of a rank's logits, the sum of their exponentials over it, the label's logit or 0."""
-    most = logits.amax(1)
+    most = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)  # of words that are -inf, all of them even
     sums = (logits - most.unsqueeze(1)).exp_().sum(1)
-    return torch.stack([most, sums, logits.gather(1, places.unsqueeze(1)).squeeze(1) * mine])
+    return torch.stack([most, sums, logits.gather(1, places.unsqueeze(1)).squeeze(1).masked_fill_(~mine, 0)])
 
 
 def _less(logits: torch.Tensor, places: torch.Tensor, by: torch.Tensor) -> None:

@@ -118,6 +118,37 @@ def test_a_label_that_is_no_word_makes_the_loss_no_number(label: int) -> None:
     assert all(math.isnan(one[0]) for one in divided(Threads(2), operand, 4, 1.0, 0.0, True))
 
 
+def masked(ranks: int) -> dict[str, Any]:
+    """Words that cannot be said, as padding of a vocabulary is: the first of each rank's, and all of the last rank's."""
+    operand = operands(20, 4 * ranks, 5, torch.float64, biased=True, seed=1)
+    out = torch.arange(4 * ranks)
+    out = (out % 4 == 0) | (out >= 4 * (ranks - 1))
+    operand["bias"] = operand["bias"].masked_fill(out, -math.inf)
+    operand["labels"] = torch.where(operand["labels"] == IGNORED, IGNORED, 1 + torch.arange(20) % 3)
+    return operand
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_words_that_cannot_be_said(ranks: int) -> None:
+    operand = masked(ranks)
+    found = divided(Threads(ranks), operand, 7, 1.0, 0.0, True)
+    joined = [found[0][0], sum(one[1] for one in found), *(torch.cat([one[part] for one in found]) for part in (2, 3))]
+    for one, other in zip(joined, whole(operand, 1.0, 0.0, True), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+
+
+def test_the_whole_loss_over_divided_logits_of_such_words() -> None:
+    operand = masked(2)
+    logits = F.linear(operand["x"], operand["weight"], operand["bias"])
+    expected = F.cross_entropy(logits, operand["labels"], ignore_index=IGNORED)
+
+    def of_rank(index: int, number: torch.Tensor) -> torch.Tensor:
+        return vocabulary.DIVIDED_LOSS(logits[:, 4 * index : 4 * index + 4], operand["labels"], number, IGNORED, True)[0]
+
+    for loss in Threads(2).run(of_rank):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
 def test_the_whole_loss_over_divided_logits() -> None:
     operand = operands(20, 12, 5, torch.float64, biased=False, seed=1)
     logits = operand["x"] @ operand["weight"].t()
