@@ -113,18 +113,19 @@ def like_results(head: Head, labels: torch.Tensor) -> Results:
     return loss, made[0], made[1], made[2]
 
 
-def remember(ctx: Any, biased: bool, output: Results) -> None:
-    """For `multiplied`; biased: whether there is a bias."""
-    ctx.biased = biased
+def remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    """For `multiplied`. inputs: x, weight, bias and others."""
+    ctx.biased = inputs[2] is not None
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
-def multiplied(ctx: Any, d_loss: torch.Tensor) -> list[torch.Tensor | None]:
-    """The gradients of x, weight and bias."""
+def multiplied(ctx: Any, d_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of all inputs: of x, weight and bias."""
     made: tuple[torch.Tensor, ...] = ctx.saved_tensors
     there = [*ctx.needs_input_grad[:2], ctx.biased and ctx.needs_input_grad[2]]
-    return [one * d_loss if wanted else None for one, wanted in zip(made, there, strict=True)]
+    found = [one * d_loss if wanted else None for one, wanted in zip(made, there, strict=True)]
+    return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
 
 
 def _check(head: Head, labels: torch.Tensor) -> None:

@@ -9,7 +9,6 @@ d_weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,22 +55,11 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    x: Any, weight: Any, bias: Any, labels: Any, scale: float, softcap: float, ignored: int, mean: bool, rows: int,
-    output_mask: Sequence[bool],
-) -> Results:  # fmt: skip
-    return like_results(Head(x, weight, bias, scale, softcap, ignored, mean, rows, output_mask), labels)
+def _(x: Any, weight: Any, bias: Any, labels: Any, *rest: Any) -> Results:
+    return like_results(Head(x, weight, bias, *rest), labels)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    remember(ctx, inputs[2] is not None, output)
-
-
-def _gradients(ctx: Any, d_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    return (*multiplied(ctx, d_loss), *(None for _ in range(7)))
-
-
-_forward.register_autograd(_gradients, setup_context=_remember)
+_forward.register_autograd(multiplied, setup_context=remember)
 
 
 def _in_cache(

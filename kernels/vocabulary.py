@@ -17,7 +17,6 @@ labels alone. group: see csc.kernels.collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -180,22 +179,11 @@ def _losses(
 
 
 @_divided_head.register_fake
-def _(
-    x: Any, weight: Any, bias: Any, labels: Any, group: Any, scale: float, softcap: float, ignored: int, mean: bool,
-    rows: int, output_mask: Sequence[bool],
-) -> Results:  # fmt: skip
-    return like_results(Head(x, weight, bias, scale, softcap, ignored, mean, rows, output_mask), labels)
+def _(x: Any, weight: Any, bias: Any, labels: Any, group: Any, *rest: Any) -> Results:
+    return like_results(Head(x, weight, bias, *rest), labels)
 
 
-def _remember_head(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    remember(ctx, inputs[2] is not None, output)
-
-
-def _of_head(ctx: Any, d_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    return (*multiplied(ctx, d_loss), *(None for _ in range(8)))
-
-
-_divided_head.register_autograd(_of_head, setup_context=_remember_head)
+_divided_head.register_autograd(multiplied, setup_context=remember)
 
 ROWS = torch.ops.csc.rows.default
 DIVIDED_LOSS = torch.ops.csc.divided_loss.default

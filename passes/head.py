@@ -85,11 +85,13 @@ def _rows(found: _Head, options: Options) -> int:
     """Tokens of a chunk; 0 if the logits are to stay whole, since their bits are eager's then."""
     if options.loss_chunk is not None:
         return options.loss_chunk
-    weight, tokens = found.weight.meta["val"], found.labels.meta["val"].numel()
+    weight, tokens, mesh = found.weight.meta["val"], found.labels.meta["val"].numel(), options.mesh
     classes, width = weight.shape
-    large = tokens * classes // options.mesh.tp * wide(weight.dtype).itemsize > LARGE * room_on(weight.device)
+    divided = classes % mesh.tp == 0 and not mesh.components and not mesh.own_ranks  # else by fewer ranks, or by none
+    ranks = mesh.tp if divided else 1
+    large = tokens * classes // ranks * wide(weight.dtype).itemsize > LARGE * room_on(weight.device)
     faster = options.fuse and weight.device.type == "cpu" and tokens >= width
-    return rows_of(weight) if large or faster else 0
+    return rows_of(weight, ranks) if large or faster else 0
 
 
 def _found(node: fx.Node) -> _Head | None:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from csc.kernels.collectives import ALL_REDUCE, GATHER_PIECES, SHARE
-from csc.kernels.head_sweep import rows_of
 from csc.kernels.vocabulary import DIVIDED_HEAD, DIVIDED_LOSS, ROWS
 from csc.passes.local_values import LocalValues, Undivided, is_parameter
 from torch import fx
@@ -355,15 +354,13 @@ class ShardedGraph:
         apart = [one for one in (weight, bias) if one is not None and self.values.cut_dims(one) != [0]]
         if apart or self.values.is_cut(x) or g.is_inexact(bound["labels"]):
             raise Undivided(node, "can be divided by its words alone")
-        whole, rows = weight.meta["val"], bound["rows"]
-        if rows == rows_of(whole):  # what there is room for
-            rows = rows_of(whole, self.divisions[0].ranks)
-        self.flops += 2 * bound["labels"].meta["val"].numel() * whole.numel()
-        self.summed += 3 * bound["labels"].meta["val"].numel()
+        tokens = bound["labels"].meta["val"].numel()
+        self.flops += 2 * tokens * weight.meta["val"].numel()
+        self.summed += 3 * tokens
         self.mapping[node] = self._made(
             node, node.name, DIVIDED_HEAD, self._given(x), self._given(weight),
             None if bias is None else self._given(bias), self._given(bound["labels"]), self.group, bound["scale"],
-            bound["softcap"], bound["ignored"], bound["mean"], rows, bound["output_mask"],
+            bound["softcap"], bound["ignored"], bound["mean"], bound["rows"], bound["output_mask"],
         )  # fmt: skip
 
     def _total(self, node: fx.Node, part: fx.Node, name: str) -> fx.Node:

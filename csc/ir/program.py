@@ -266,7 +266,7 @@ class Options:
     memory: bytes that one rank may hold, or for each pipeline rank; None: what the hardware has.
     precision: "model", as the parameters are, or "bf16", in which float32 ones are computed with (pass `precision`).
     keep_fp32: modules that compute in float32 with precision="bf16".
-    loss_chunk: tokens whose logits are there at once (pass `head`); 0: those of all; None: as large as they are.
+    loss_chunk: tokens whose logits are there at once (pass `head`); 0: those of all; None: as that pass decides.
     recompute: pairs of a pattern over regions and a choice of pass `recompute`; later pairs go before earlier ones.
     context: (component, ranks) that share the component's tokens; else 1 for encoders, mesh.cp for the language model.
     fuse, cuda_graphs: functions are compiled by Inductor, stages are recorded, where they run; plans count on both.

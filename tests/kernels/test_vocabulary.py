@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-IGNORED = -7
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}  # relative, of a norm: terms cancel in it
+from tests.kernels.dense_head import IGNORED, MULTIPLE, dense, in_float64, operands, results, sizes
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative, of a norm
 
 
 class Threads:
@@ -52,19 +53,6 @@ class _Place:
         return self.threads.meet(self.index, tensors)
 
 
-def operands(tokens: int, classes: int, width: int, dtype: torch.dtype, biased: bool, seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    labels = torch.randint(0, classes, (tokens,), generator=generator)
-    labels[torch.rand(tokens, generator=generator) < 0.4] = IGNORED
-    labels[0] = 0
-    return {"x": tensor(tokens, width), "weight": tensor(classes, width), "labels": labels,
-            "bias": tensor(classes) if biased else None}  # fmt: skip
-
-
 def divided(threads: Threads, given: dict[str, Any], rows: int, scale: float, softcap: float, mean: bool) -> list[Any]:
     """(loss, d_x, d_weight, d_bias) of each rank."""
     each = len(given["weight"]) // threads.ranks
@@ -80,16 +68,12 @@ def divided(threads: Threads, given: dict[str, Any], rows: int, scale: float, so
     return threads.run(of_rank)
 
 
-def whole(given: dict[str, Any], scale: float, softcap: float, mean: bool) -> list[torch.Tensor]:
-    """The same in float64, by whole logits."""
-    x, weight, bias = (
-        None if given[name] is None else given[name].double().requires_grad_(True) for name in ("x", "weight", "bias")
-    )
-    logits = F.linear(x, weight, bias) * scale
-    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
-    loss = F.cross_entropy(logits, given["labels"], ignore_index=IGNORED, reduction="mean" if mean else "sum")
-    leaves = [one for one in (x, weight, bias) if one is not None]
-    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+def joined(found: Sequence[Any], biased: bool) -> dict[str, torch.Tensor]:
+    """What ranks made of one head, as `results` tells it."""
+    losses, *gradients = ([one[part].detach().double() for one in found] for part in range(4 if biased else 3))
+    of_x, *of_words = gradients
+    parts = {"x": sum(of_x), **dict(zip(("weight", "bias"), map(torch.cat, of_words)))}
+    return {"loss": losses[0], **{name: MULTIPLE * one for name, one in parts.items()}}
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,30 +84,31 @@ def whole(given: dict[str, Any], scale: float, softcap: float, mean: bool) -> li
 )  # fmt: skip
 def test_any_divided_head(ranks, tokens, each, width, rows, dtype, biased, mean, scale, softcap, seed) -> None:
     operand = operands(tokens, ranks * each, width, dtype, biased, seed)
+    operand["labels"][0] = 0
     threads = Threads(ranks)
     found = divided(threads, operand, rows, scale, softcap, mean)
     assert threads.told == 3 * int((operand["labels"] != IGNORED).sum())
     assert all(torch.equal(one[0], found[0][0]) for one in found), "the loss is equal on all ranks"
-    joined = [found[0][0], sum(one[1].double() for one in found), torch.cat([one[2] for one in found])]
-    joined += [torch.cat([one[3] for one in found])] if biased else []
-    for one, other in zip(joined, whole(operand, scale, softcap, mean), strict=True):
-        error = float((one.double() - other).norm() / other.norm().clamp(min=0.01))
-        assert error <= TOLERANCE[dtype], error
+    exact, settings = in_float64(operand), {"scale": scale, "softcap": softcap, "mean": mean}
+    expected, terms = results(dense(**exact, **settings), exact), sizes(exact, **settings)
+    for name, one in joined(found, biased).items():
+        error = float((one - expected[name]).norm() / max(expected[name].norm(), terms[name]))
+        assert error <= TOLERANCE[dtype], f"{name}: {error:.2e}"
 
 
 @pytest.mark.parametrize("label", [12, -1])
 def test_a_label_that_is_no_word_makes_the_loss_no_number(label: int) -> None:
     operand = operands(9, 12, 3, torch.float32, biased=False, seed=0)
     operand["labels"][4] = label
-    assert all(math.isnan(one[0]) for one in divided(Threads(2), operand, 4, 1.0, 0.0, True))
+    assert all(math.isnan(one[0].detach()) for one in divided(Threads(2), operand, 4, 1.0, 0.0, True))
 
 
 def masked(ranks: int) -> dict[str, Any]:
-    """Words that cannot be said, as padding of a vocabulary is: the first of each rank's, and all of the last rank's."""
+    """Words that cannot be said, as a padded vocabulary has: the first of each rank's, and all of the last rank's."""
     operand = operands(20, 4 * ranks, 5, torch.float64, biased=True, seed=1)
     out = torch.arange(4 * ranks)
     out = (out % 4 == 0) | (out >= 4 * (ranks - 1))
-    operand["bias"] = operand["bias"].masked_fill(out, -math.inf)
+    operand["bias"] = operand["bias"].detach().masked_fill(out, -math.inf).requires_grad_(True)
     operand["labels"] = torch.where(operand["labels"] == IGNORED, IGNORED, 1 + torch.arange(20) % 3)
     return operand
 
@@ -132,9 +117,8 @@ def masked(ranks: int) -> dict[str, Any]:
 def test_words_that_cannot_be_said(ranks: int) -> None:
     operand = masked(ranks)
     found = divided(Threads(ranks), operand, 7, 1.0, 0.0, True)
-    joined = [found[0][0], sum(one[1] for one in found), *(torch.cat([one[part] for one in found]) for part in (2, 3))]
-    for one, other in zip(joined, whole(operand, 1.0, 0.0, True), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+    for name, one in results(dense(**operand), operand).items():
+        torch.testing.assert_close(joined(found, True)[name], one, rtol=1e-11, atol=1e-13)
 
 
 def test_the_whole_loss_over_divided_logits_of_such_words() -> None:
@@ -143,7 +127,8 @@ def test_the_whole_loss_over_divided_logits_of_such_words() -> None:
     expected = F.cross_entropy(logits, operand["labels"], ignore_index=IGNORED)
 
     def of_rank(index: int, number: torch.Tensor) -> torch.Tensor:
-        return vocabulary.DIVIDED_LOSS(logits[:, 4 * index : 4 * index + 4], operand["labels"], number, IGNORED, True)[0]
+        own = logits[:, 4 * index : 4 * index + 4]
+        return vocabulary.DIVIDED_LOSS(own, operand["labels"], number, IGNORED, True)[0]
 
     for loss in Threads(2).run(of_rank):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

@@ -47,6 +47,7 @@ def test_the_cpu() -> None:
         devices.use(CPU)
         devices.use(None)
         devices.synchronize(CPU)
+    assert not devices.is_recording(CPU)
     assert devices.present(CPU, "here") == CPU and devices.placed("cpu", 1, 2) == (CPU, "gloo")
     assert devices.title(CPU) == devices.profile("cpu") == "cpu" and devices.capability(CPU) is None
     assert devices.memory(CPU) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
