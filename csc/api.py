@@ -90,8 +90,8 @@ def compile(
             are.
         keep_fp32: Components, parts of paths or globs of modules that compute in float32 all the same.
         loss_chunk: Tokens whose logits are there at once, where a loss is the cross entropy of a linear layer: 0 for
-            all of them; None: by their size (on a CPU in chunks from 256 MiB on, with `fuse` always where a microbatch
-            has as many tokens as the layer is wide); see docs/memory.md.
+            all of them; None: by their size (on a CPU in chunks from 256 MiB on, with `fuse` from 2 MiB on where a
+            microbatch has as many tokens as the layer is wide); see docs/memory.md.
         recompute: What F keeps for B: "none" (all that B reads), "selective", "elementwise" (with `fuse`, where nothing
             is said), "full" (what enters a region) or "auto" (as `memory` asks), or a mapping from names or globs of
             regions and components to one of these; see docs/memory.md.

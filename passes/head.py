@@ -4,7 +4,8 @@ Terms
   head     the linear layer that makes the logits, and what bends or scales them before the loss
   logits   what it makes: tokens x classes, the largest value of most steps, held three times by a backward
   large    with logits that take more than twice the room for those of a chunk (csc.kernels.head_sweep)
-  few      fewer tokens than the layer is wide: the gradient of its weight would take more than their logits
+  small    with logits of less than FASTER bytes, or of fewer tokens than the layer is wide: the gradient of its weight,
+           which F keeps, would take more than their logits
 
     head(program, options) -> Program
 """
@@ -30,6 +31,7 @@ from csc.ir.rewrite import Writer, replace_call
 aten = torch.ops.aten
 SUM = 2
 LARGE = 2  # rooms
+FASTER = 2**21  # bytes of logits from which the operator takes less time than what Inductor makes (docs/fusing.md)
 PRODUCTS = frozenset({"aten::linear", "aten::matmul"})
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)  # float16 has too little room for gradients not yet scaled
 
@@ -39,7 +41,7 @@ def head(program: Program, options: Options) -> Program:
 
     Requires  pass `loss`, which has to see the loss as the model writes it.
     Ensures   logits that nothing but one cross entropy reads are no value of the graph if they are large, with `fuse`
-              on a CPU unless the tokens are few, and if options.loss_chunk says how many tokens a chunk has; with 0,
+              on a CPU unless they are small, and if options.loss_chunk says how many tokens a chunk has; with 0,
               and everywhere else, nothing changes. With tp > 1 large is what a rank has of the logits.
     Before    %logits = aten.linear(%x, %w);  %loss = aten.cross_entropy_loss(aten.view(%logits), %labels)
     After     %results = csc.linear_cross_entropy(%x, %w, None, %labels, ..);  %loss = %results[0]
@@ -89,9 +91,11 @@ def _rows(found: _Head, options: Options) -> int:
     classes, width = weight.shape
     divided = classes % mesh.tp == 0 and not mesh.components and not mesh.own_ranks  # else by fewer ranks, or by none
     ranks = mesh.tp if divided else 1
-    large = tokens * classes // ranks * wide(weight.dtype).itemsize > LARGE * room_on(weight.device)
-    faster = options.fuse and weight.device.type == "cpu" and tokens >= width
-    return rows_of(weight, ranks) if large or faster else 0
+    logits = tokens * classes // ranks * wide(weight.dtype).itemsize
+    large = logits > LARGE * room_on(weight.device)
+    small = logits < FASTER or tokens < width
+    fused = options.fuse and weight.device.type == "cpu"
+    return rows_of(weight, ranks) if large or (fused and not small) else 0
 
 
 def _found(node: fx.Node) -> _Head | None:

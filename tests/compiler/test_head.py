@@ -190,13 +190,16 @@ def test_mixed_precision() -> None:
     assert x.args[0].meta["val"].dtype is torch.bfloat16
 
 
-@pytest.mark.long
-def test_inductor_leaves_the_operator_as_it_is() -> None:
-    given = batch()
-    compiled = csc.compile(
-        family("Llama", num_hidden_layers=1), example=given, cache=False, loss_chunk=CHUNK, fuse=True
-    )
+@pytest.mark.parametrize("mesh", ["pp=1", long("tp=2")])
+def test_inductor_leaves_the_operator_as_it_is(mesh: str) -> None:
+    """In steps with other numbers of labels, too."""
+    model = family("Llama", num_hidden_layers=1, vocab_size=104)
+    compiled = csc.compile(model, example=batch(), cache=False, loss_chunk=CHUNK, fuse=True, mesh=mesh)
     parity(compiled, 1e-5)
+    fewer = batch()
+    fewer["labels"][:, :7] = -100
+    result = verify(compiled, fewer)
+    assert result.params_missing == () and result.loss_rel <= 1e-5 and result.grad_rel_max <= 1e-5
 
 
 def test_steps_repeat_to_the_bit() -> None:
@@ -304,11 +307,16 @@ def test_small_logits_stay_whole_and_large_ones_do_not(monkeypatch: pytest.Monke
     assert head(before, Options(mesh=Mesh(tp=2))) is before
 
 
-@pytest.mark.parametrize(("length", "options", "chunked"), [
-    (8, {"fuse": True}, True), (7, {"fuse": True}, False), (8, {}, False), (8, {"fuse": True, "loss_chunk": 0}, False),
+@pytest.mark.parametrize(("length", "least", "options", "chunked"), [
+    (8, 0, {"fuse": True}, True), (7, 0, {"fuse": True}, False), (8, 0, {}, False),
+    (8, 0, {"fuse": True, "loss_chunk": 0}, False), (8, 4 * 16 * VOCABULARY, {"fuse": True}, True),
+    (8, 4 * 16 * VOCABULARY + 1, {"fuse": True}, False),
 ])  # fmt: skip
-def test_with_fuse_small_logits_are_no_values_either(length: int, options: dict[str, Any], chunked: bool) -> None:
-    """Where two samples have as many tokens as the head is wide (16): bits are not eager's anyway."""
+def test_with_fuse_logits_that_are_not_large_are_no_values_either(
+    length: int, least: int, options: dict[str, Any], chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where two samples have as many tokens as the head is wide (16), and so many bytes: bits are no promise there."""
+    monkeypatch.setattr("csc.passes.head.FASTER", least)
     whole = csc.compile(Head(TAKEN["half a loss"]), example=batch(2, length), cache=False)
     before = whole.history()[1 + TRACING.index(loss)]
     assert (head(before, Options(**options)) is not before) == chunked
