@@ -2,15 +2,20 @@
 
     tune(head_dim, tokens, progress) -> list[Tried]      causal, bfloat16, every kernel alone
 
-A configuration that cannot be built or launched (registers, shared memory) is reported with its error, not hidden.
+A configuration that cannot be built or launched (registers, shared memory) is reported with its error, not hidden. They
+are built side by side beforehand, each in a process that leaves it in Triton's cache.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 
 import torch
 from csc.kernels import triton_launch
@@ -21,6 +26,8 @@ from benchmarks.attention.masks import mask
 from benchmarks.attention.timing import seconds_on_gpu
 
 HEADS, KV_HEADS = 32, 8
+FEW_TOKENS = 1024  # what is built for these is built for all
+MOST_JOBS = 14  # each holds a context of the device
 
 
 @dataclass(frozen=True)
@@ -32,35 +39,66 @@ class Tried:
     error: str | None
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A causal attention, forward and backward, whose kernels are launched with one configuration or another."""
+
+    default: HeadDimConfigs
+    forward: Callable[[HeadDimConfigs], object]
+    backward: Callable[[HeadDimConfigs], object]
+
+    def launch(self, kernel: str, choice: HeadDimConfigs) -> object:
+        return self.forward(choice) if kernel == "forward" else self.backward(choice)
+
+
 def tune(head_dim: int, tokens: int, progress: Callable[[str, int, int], None]) -> list[Tried]:
+    trial = _trial(head_dim, tokens)
+    listed = list(_candidates(trial.default))
+    _build(head_dim, len(listed))
+    found: list[Tried] = []
+    for kernel, config, choice in listed:
+        seconds, error = None, None
+        try:
+            seconds = seconds_on_gpu(partial(trial.launch, kernel, choice), 0.2)
+        except Exception as problem:  # compilers and launchers raise errors of many kinds
+            error = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+        found.append(Tried(kernel, config, choice == trial.default, seconds, error))
+        progress("tuning", len(found), len(listed))
+    return found
+
+
+def _trial(head_dim: int, tokens: int) -> Trial:
     default = choose(architecture(torch.device("cuda")), head_dim, torch.bfloat16)
     given = mask("causal", tokens).to("cuda")
-    lists = tiles(given, *default.tile)
+    rest = (given, tiles(given, *default.tile), head_dim**-0.5, 0.0)
 
     def heads(count: int) -> torch.Tensor:
         return torch.randn(1, tokens, count, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
     q, k, v, d_out = heads(HEADS), heads(KV_HEADS), heads(KV_HEADS), heads(HEADS)
-    rest = (given, lists, head_dim**-0.5, 0.0)
     out, lse = triton_launch.forward(q, k, v, *rest)
+    return Trial(
+        default,
+        lambda choice: triton_launch.forward(q, k, v, *rest, choice),
+        lambda choice: triton_launch.backward(d_out, q, k, v, out, lse, *rest, choice),
+    )
 
-    def forward(choice: HeadDimConfigs) -> object:
-        return triton_launch.forward(q, k, v, *rest, choice)
 
-    def backward(choice: HeadDimConfigs) -> object:
-        return triton_launch.backward(d_out, q, k, v, out, lse, *rest, choice)
+def _build(head_dim: int, count: int) -> None:
+    """Launch all candidates once in processes beside this one: a kernel is built in the one that comes first."""
+    jobs = min(os.cpu_count() or 1, MOST_JOBS)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        list(pool.map(partial(_launched, head_dim), [range(job, count, jobs) for job in range(jobs)]))
 
-    found: list[Tried] = []
-    listed = list(_candidates(default))
-    for kernel, config, choice in listed:
-        seconds, error = None, None
-        try:
-            seconds = seconds_on_gpu(partial(forward if kernel == "forward" else backward, choice), 0.2)
-        except Exception as problem:  # compilers and launchers raise errors of many kinds
-            error = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
-        found.append(Tried(kernel, config, choice == default, seconds, error))
-        progress("tuning", len(found), len(listed))
-    return found
+
+def _launched(head_dim: int, numbers: range) -> None:
+    trial = _trial(head_dim, FEW_TOKENS)
+    listed = list(_candidates(trial.default))
+    for number in numbers:
+        kernel, _, choice = listed[number]
+        with suppress(Exception):  # told when it is timed
+            trial.launch(kernel, choice)
+    torch.cuda.synchronize()
 
 
 def _candidates(default: HeadDimConfigs) -> Iterator[tuple[str, Config, HeadDimConfigs]]:

@@ -1,4 +1,7 @@
-"""python -m benchmarks.coverage: which models csc compiles, as a table. See docs/models.md."""
+"""python -m benchmarks.coverage: which models csc compiles, as a table. See docs/models.md.
+
+Exit code 1 if one of the models named is refused or differs from eager PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ ROWS = Path("docs/coverage_all.jsonl")
 
 
 def main() -> None:
-    from benchmarks.coverage.check import WAYS, check, of_meshes
+    from benchmarks.coverage.check import WAYS, check, fine, of_meshes
     from benchmarks.coverage.models import CASES
     from benchmarks.coverage.more import MORE
     from benchmarks.coverage.report import markdown, show, summary
@@ -25,6 +28,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/models.md")
     parser.add_argument("--model", action="append", choices=CASES | MORE, help="only this model; may be repeated")
     parser.add_argument("--mesh", action="append", help="in this mesh instead (tp=2); may be repeated")
+    parser.add_argument("--device", default="cpu", help="where models and batches are: cpu, cuda")
     parser.add_argument(
         "--parity", action="store_true", help="every sharded mesh with every frozen set, and three steps"
     )
@@ -50,13 +54,14 @@ def main() -> None:
     ways = of_meshes(arguments.mesh) if arguments.mesh else WAYS
     for number, name in enumerate(chosen, start=1):
         print(f"{name} ({number} of {len(chosen)})", file=sys.stderr, flush=True)
-        rows.append(check(name, (CASES | MORE)[name], ways))
+        rows.append(check(name, (CASES | MORE)[name], ways, arguments.device))
     if arguments.json:
         print(json.dumps({"summary": summary(rows), "rows": [row.table() for row in rows]}, indent=1))
     elif arguments.markdown:
         print(markdown(rows))
     else:
         show(rows)
+    sys.exit(not all(fine(result) for row in rows for result in row.ways.values()))
 
 
 def all_cells(chosen: Iterable[str], as_json: bool) -> None:

@@ -1,6 +1,6 @@
 """Compiles one model in several ways and compares each with eager PyTorch.
 
-check(name, build, ways) -> Row        never raises for what csc refuses: the row holds the reason
+check(name, build, ways, device) -> Row        never raises for what csc refuses: the row holds the reason
 compare(name, model, batch, ways) -> (Row, what was compiled for the first of them, or None)
 of_meshes(["tp=2"]) -> ways
 """
@@ -69,13 +69,14 @@ def of_meshes(meshes: Sequence[str]) -> dict[str, str]:
     return {f"{mesh}{alone}": mesh for mesh in meshes for alone in ("", f", {ALONE}")}
 
 
-def check(name: str, build: Build, ways: Mapping[str, str] = WAYS) -> Row:
+def check(name: str, build: Build, ways: Mapping[str, str] = WAYS, device: str = "cpu") -> Row:
     """Build the model, compile it in each way, in some with the projector alone training, and compare gradients.
 
-    ways: meshes, by what they are called.
+    ways: meshes, by what they are called. device: where it is compared; weights and data are the same everywhere.
     """
     torch.manual_seed(0)
-    return compare(name, *build(), ways)[0]
+    model, batch = build()
+    return compare(name, model.to(device), {key: tensor.to(device) for key, tensor in batch.items()}, ways)[0]
 
 
 def compare(

@@ -2,7 +2,7 @@
 
 Outcome       of one piece, as JSON in DIR/NAME.json
 outcomes(directory, device) -> {name: Outcome}     those that are there, of this device and these versions
-run(piece, directory, device) -> Outcome
+run(piece, directory, device, given_up) -> Outcome
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 
 import torch
 
 from benchmarks.gpu.pieces import Piece
 
+LOOK = 0.3  # seconds from one look whether a piece is given up to the next
 TAIL = 6000  # characters of what a piece wrote
 ROOT = Path(__file__).parents[2]
 
@@ -57,8 +59,8 @@ def outcomes(directory: Path, device: str) -> dict[str, Outcome]:
     return found
 
 
-def run(piece: Piece, directory: Path, device: str) -> Outcome:
-    """Run a piece with its children, end them all after its minutes, and keep the outcome."""
+def run(piece: Piece, directory: Path, device: str, given_up: Event) -> Outcome:
+    """Run a piece with its children, end them all after its minutes or once it is given up, and keep the outcome."""
     start = time.perf_counter()
     own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
     environment = {**os.environ, **piece.environment, **own}
@@ -67,15 +69,16 @@ def run(piece: Piece, directory: Path, device: str) -> Outcome:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     code: int | None
-    try:
-        written, _ = process.communicate(timeout=piece.minutes * 60)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        written, code = process.communicate()[0], None
-    except BaseException:  # from the keyboard: no piece goes on by itself
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+    while True:
+        try:
+            written, _ = process.communicate(timeout=LOOK)
+            code = process.returncode
+            break
+        except subprocess.TimeoutExpired:
+            if given_up.is_set() or time.perf_counter() - start > piece.minutes * 60:
+                os.killpg(process.pid, signal.SIGKILL)
+                written, code = process.communicate()[0], None
+                break
     spent = round(time.perf_counter() - start, 1)
     date = time.strftime("%Y-%m-%d")
     outcome = Outcome(piece.name, device, torch.__version__, date, code, spent, written[-TAIL:])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -43,11 +45,13 @@ def test_pieces_can_be_started() -> None:
 
 
 def test_outcomes_are_kept(tmp_path: Path) -> None:
-    good = run(piece("import benchmarks.gpu; print('seen')"), tmp_path, DEVICE)
+    good = run(piece("import benchmarks.gpu; print('seen')"), tmp_path, DEVICE, Event())
     assert (good.code, good.verdict, good.tail.strip()) == (0, "good", "seen")
-    bad = run(piece("print('why'); raise SystemExit(3)", "two, of spaces"), tmp_path, DEVICE)
+    bad = run(piece("print('why'); raise SystemExit(3)", "two, of spaces"), tmp_path, DEVICE, Event())
     assert (bad.verdict, bad.is_good, bad.tail.strip()) == ("exit 3", False, "why")
-    late = run(piece("import time; print('begun', flush=True); time.sleep(60)", "three", 0.02), tmp_path, DEVICE)
+    late = run(
+        piece("import time; print('begun', flush=True); time.sleep(60)", "three", 0.02), tmp_path, DEVICE, Event()
+    )
     assert (late.verdict, late.code, late.tail.strip()) == ("stopped", None, "begun")
     assert outcomes(tmp_path, DEVICE) == {one.name: one for one in (good, bad, late)}
     assert outcomes(tmp_path, "another device") == {}
@@ -77,6 +81,31 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert file.read_text() == "x", "what went well is not run again"
     assert json.loads((tmp_path / "out" / "two.json").read_text())["code"] == 1
     assert "takes 2 GPUs" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_pieces_run_side_by_side_and_are_given_up_together(tmp_path: Path) -> None:
+    """Two that wait for each other end; one that fails to be told ends the others, and what waits does not begin."""
+    meet = "import pathlib, time; pathlib.Path({!r}).touch()\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.01)"
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    found = {}
+
+    def one(each: Piece, given_up: Event) -> None:
+        found[each.name] = run(each, tmp_path, DEVICE, given_up).verdict
+
+    command.side_by_side(one, [piece(meet.format(here, there)), piece(meet.format(there, here), "two")], 2)
+    assert found == {"one": "good", "two": "good"}
+
+    def interrupted(each: Piece, given_up: Event) -> None:
+        if each.name == "stopped":
+            raise KeyboardInterrupt
+        one(each, given_up)
+
+    found.clear()
+    start = time.monotonic()
+    waiting = [piece("", "stopped"), piece("import time; time.sleep(60)", "long"), piece("", "late")]
+    with pytest.raises(KeyboardInterrupt):
+        command.side_by_side(interrupted, waiting, 2)
+    assert found.get("long", "stopped") == "stopped" and time.monotonic() - start < 50
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu would run")
