@@ -18,6 +18,7 @@ from csc.ir import graph as g
 from csc.ir.program import Program, Region, Template, Variant
 
 VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward", "divided_linear_cross_entropy")
+SINGLE = {"masked_scatter_backward": "scattered_rows"}
 BEGUN = ("start_", "finish_")  # of a collective in two calls
 COLLECTIVES = (
     "all_gather", "all_reduce", "gather_pieces", "gather_shared", "own_part", "reduce_scatter", "scatter_pieces",
@@ -42,7 +43,7 @@ def operators(functions: Sequence[str]) -> list[str]:
     """The modules of csc.kernels that define the operators which these functions call."""
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
     seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
-    others = seeded | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "vocabulary")
+    others = seeded | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "vocabulary") | SINGLE
     families = ("opaque", "context", "linear_cross_entropy")
     return sorted({
         "begun" if name.startswith(BEGUN)

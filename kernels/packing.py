@@ -61,7 +61,7 @@ counted_words = cache(words)
 def pack(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
     """int32 [B, words]: the mask and its lists for tiles of block_q queries x block_k keys."""
     mask = written_out(mask)
-    found = tiles(mask, block_q, block_k)
+    found = _listed(mask, block_q, block_k)
     parts = [mask.ranges, found.of_queries.index, found.of_queries.counts, found.of_keys.index, found.of_keys.counts]
     wide = [one.reshape(-1).view(torch.int32) for one in (mask.kinds, mask.admits) if one is not None]
     packed = torch.cat([*wide, *(part.reshape(-1) for part in parts)]).view(mask.batch, -1)
@@ -69,6 +69,15 @@ def pack(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
         form = Form(mask.rules, mask.kinds is not None, mask.queries, mask.keys, block_q, block_k)
         setattr(packed, UNPACKED, ((form, packed._version), (mask.copied(), found)))
     return packed
+
+
+def _listed(mask: Mask, block_q: int, block_k: int) -> Tiles:
+    """The lists, by the kernels of a device that has some: there `tiles` would be a hundred launches, with waits."""
+    if mask.ranges.is_cpu:
+        return tiles(mask, block_q, block_k)
+    from csc.kernels import triton_tiles  # Triton is there only where GPUs are
+
+    return triton_tiles.tiles(mask, block_q, block_k)
 
 
 def pack_once(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:

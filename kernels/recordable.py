@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 # Of csc's own operators those that launch kernels and wait for nobody, and nothing else.
-LAUNCHING = frozenset({"csc::attention", "csc::attention_backward", "csc::linear_cross_entropy"})
+LAUNCHING = frozenset({
+    "csc::attention", "csc::attention_backward", "csc::linear_cross_entropy", "csc::masked_scatter_backward",
+})  # fmt: skip
 SEEDED = ("csc::dropout", "csc::uniform", "csc::normal")
 OPAQUE = "csc::opaque"
 HOST = ("csc::pack_mask", "csc::group_ranges", "csc::seeing_ranges")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import chain, combinations
 
 import numpy as np
@@ -42,6 +42,11 @@ class TileLists:
 
     index: torch.Tensor
     counts: torch.Tensor
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """int64 [B, n]: rows in order of their work. Programs that start in it end with the short ones."""
+        return self.counts[..., 1].argsort(dim=-1, descending=True, stable=True)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ limit, as few registers as the blocks allow (docs/attention-kernels.md has the t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -143,6 +144,7 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+@cache
 def architecture(device: torch.device) -> str:
     """The row of the tables. ValueError for GPUs older than Ampere, which the kernels are not built for."""
     if device.type == "cpu":
@@ -155,6 +157,7 @@ def architecture(device: torch.device) -> str:
     return {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get((major, minor), "sm_86")
 
 
+@cache
 def choose(architecture: str, head_dim: int, dtype: torch.dtype) -> HeadDimConfigs:
     """The configurations for heads of this width. ValueError for a dtype or head dim that has no kernel."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):

@@ -154,11 +154,10 @@ def _section(x: torch.Tensor, group: int = 1) -> int:
 
 
 def _lists(lists: TileLists | None, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(order, index, counts). Programs start in order of their work, so the last ones to finish are short."""
+    """(order, index, counts)."""
     if lists is None:
         return q, q, q  # not read
-    order = lists.counts[..., 1].argsort(dim=-1, descending=True, stable=True)
-    return order, lists.index.contiguous(), lists.counts.contiguous()
+    return lists.order, lists.index.contiguous(), lists.counts.contiguous()
 
 
 def _rules(mask: Mask | None, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

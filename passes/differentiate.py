@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from csc.kernels import scattered_rows as _operators  # noqa: F401  registers them
 from csc.passes.layouts import with_reshapes
 from csc.passes.provenance import Marking, tagging
 from torch import fx
@@ -200,6 +201,8 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
             continue
         copied = g.copy_node(tidy, node, mapping, name=_joint_name(node, last_of))
         origin = node.meta.get("custom", {}).get("csc", {})
+        if g.op_name(node) == "aten::masked_scatter_backward":
+            copied.target = torch.ops.csc.masked_scatter_backward.default
         copied.meta.update(source=origin.get("source", ""), module=origin.get("module", ""))
     finals = [mapping[r] if isinstance(r, fx.Node) else None for r in g.outputs(graph)]
     wanted = len(template.outputs)

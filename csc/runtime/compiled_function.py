@@ -7,7 +7,7 @@ layouts, and of all settings that Inductor looks at; of the machine and of csc t
     kept.read() -> CompiledFunction | None | MISSING        None: the function computes nothing
     kept.made(function, given, wait) -> (what `read` gives, was it there)    compiles it if it is not there
     CompiledFunction(tensors) -> what the function returns
-    settings(folder) -> Inductor's, for what is kept there
+    settings(folder, on_cpu) -> Inductor's, for what is kept there
 
 Of several processes that need a function the first one makes it, the others wait for it, or turn to another one first.
 """
@@ -113,7 +113,8 @@ class KeptFunction:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        return settings(self.folder)
+        on_cpu = any(device.startswith("cpu") for _, device, *_ in self.layouts) or not self.layouts
+        return settings(self.folder, on_cpu)
 
     @cached_property
     def _file(self) -> Path:
@@ -158,18 +159,18 @@ def write_whole(file: Path, text: str) -> None:
     beside.replace(file)
 
 
-def settings(folder: Path) -> dict[str, Any]:
-    """For Inductor, of what is kept in a folder."""
+def settings(folder: Path, on_cpu: bool = True) -> dict[str, Any]:
+    """For Inductor, of what is kept in a folder. on_cpu: whether some of it runs there."""
     with _kept_in(folder):
-        return _settings(folder)
+        return _settings(folder, on_cpu)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _settings(folder: Path, on_cpu: bool) -> dict[str, Any]:
     """What a text draws itself is what it draws as it is. Which vector instructions can be built for is
     found out once for a folder, which is of one CPU, compiler and torch: else each process asks.
     """
     drawn: dict[str, Any] = {"fallback_random": True}
-    if platform.machine() not in ("x86_64", "AMD64") or os.environ.get(SETS_BUILD):
+    if not on_cpu or platform.machine() not in ("x86_64", "AMD64") or os.environ.get(SETS_BUILD):
         return drawn
     file = folder / PROVEN
     if not file.exists():

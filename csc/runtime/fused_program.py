@@ -243,7 +243,9 @@ class FusedProgram:
 
     def _built(self) -> str:
         try:
-            return "" if self._without else json.dumps(settings(self._folder), sort_keys=True)
+            if self._without:
+                return ""
+            return json.dumps(settings(self._folder, self._device.type == "cpu"), sort_keys=True)
         except Exception:  # of a compiler that does not work: then nothing was taken, and each function says why
             return ""
 

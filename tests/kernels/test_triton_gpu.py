@@ -10,7 +10,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU: compiled kernels are compared with dense attention on one", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is for Linux")
 
+from csc.kernels import scattered_rows, triton_tiles  # noqa: F401  the first registers an operator
 from csc.kernels.attention import attention_with_lse
+from csc.kernels.tiles import tiles
 
 from tests.kernels import dense
 from tests.kernels import triton_cases as t
@@ -61,6 +63,27 @@ def test_cross_attention(queries: int, keys: int) -> None:
     t.check(*many, None)
     position = torch.arange(queries)
     t.check(*many, on_gpu(Mask(t.ranges(position % 7, (position + 200).clamp(max=keys)), None, None, keys)))
+
+
+@pytest.mark.parametrize("length", [57, 1000, 5000, 40000])
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "none"])
+def test_tile_lists(name: str, length: int) -> None:
+    """Those that are computed without the kernels."""
+    mask = MASKS[name](length)
+    found, wanted = triton_tiles.tiles(mask.to("cuda"), 128, 128), tiles(mask, 128, 128)
+    for one, other in ((found.of_queries, wanted.of_queries), (found.of_keys, wanted.of_keys)):
+        assert torch.equal(one.counts.cpu(), other.counts) and torch.equal(one.index.cpu(), other.index)
+
+
+@pytest.mark.parametrize("shape", [(2, 700, 1), (2, 700, 64), (2, 1, 1)])
+@pytest.mark.parametrize("more", [0, 5])
+def test_rows_that_masked_scatter_took(shape: tuple[int, ...], more: int) -> None:
+    """Bits of torch's, which waits for the device."""
+    torch.manual_seed(0)
+    d, mask = torch.randn(2, 700, 64, device="cuda"), torch.rand(shape, device="cuda") < 0.3
+    sizes = [int(mask.expand_as(d).sum()) + more]
+    wanted = torch.ops.aten.masked_scatter_backward.default(d, mask, sizes)
+    assert torch.equal(torch.ops.csc.masked_scatter_backward.default(d, mask, sizes), wanted)
 
 
 def test_strides_of_all_kinds() -> None:

@@ -6,10 +6,11 @@ float32 and float16 only: the interpreter computes bfloat16 wrongly and says not
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
-from csc.kernels import triton_launch
+from csc.kernels import triton_launch, triton_tiles
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import tiles
 from hypothesis import HealthCheck, given, settings
@@ -159,3 +160,15 @@ def test_what_is_refused() -> None:
             triton_launch.forward(*arguments)
     with pytest.raises(ValueError, match="not 300"):
         triton_launch.blocks(300, torch.float32, "cpu")
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(masks(most=70), st.sampled_from([4, 16]), st.sampled_from([8, 16]), st.sampled_from([4, 256]))
+def test_tile_lists(mask: Mask, block_q: int, block_k: int, chunk: int) -> None:
+    """Those of csc.kernels.tiles, whichever part of a row is listed at once."""
+    with mock.patch.object(triton_tiles, "CHUNK", chunk):
+        found = triton_tiles.tiles(mask, block_q, block_k)
+    wanted = tiles(mask, block_q, block_k)
+    for one, other in ((found.of_queries, wanted.of_queries), (found.of_keys, wanted.of_keys)):
+        assert torch.equal(one.counts, other.counts) and torch.equal(one.index, other.index)
+        assert (one.counts.dtype, one.index.dtype) == (other.counts.dtype, other.index.dtype)

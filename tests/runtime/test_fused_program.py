@@ -54,7 +54,7 @@ class Function:
 
 @pytest.fixture(autouse=True)
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_program, "settings", lambda folder: {})
+    monkeypatch.setattr(fused_program, "settings", lambda folder, on_cpu: {})
 
 
 class Order:

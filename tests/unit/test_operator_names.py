@@ -32,6 +32,7 @@ NAMES = {
     "csc.check.numbers": "draws by itself: what judges shares no code with what it judges",
     "csc.codegen.torch_calls": "how the call of one is written",
     "csc.kernels.cpu": "runs ATen's kernels",
+    "csc.kernels.scattered_rows": "runs ATen's kernels",
     "csc.kernels.vocabulary": "runs ATen's kernels",
     "csc.masks.mask_mod": "indexes while a mask_mod is traced",
     "csc.passes.attention": "writes masks as ranges and kinds",
