@@ -8,8 +8,9 @@ Terms
     architecture(device) -> str
     choose(architecture, head_dim, dtype) -> HeadDimConfigs
 
-Chosen from what compilers report without a GPU: no spills with Triton 3.6 to 3.9, shared memory within the device's
-limit, as few registers as the blocks allow (docs/attention-kernels.md has the table; tests/aot keeps it true).
+Chosen from what compilers report: no spills with Triton 3.6 to 3.9, shared memory within the device's limit, as few
+registers as the blocks allow (docs/attention-kernels.md has the table; tests/aot keeps it true). Those of sm_90 have
+run: docs/measurements.md has their times.
 """
 
 from __future__ import annotations

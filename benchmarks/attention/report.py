@@ -140,11 +140,12 @@ def _cpu_table(cpu: Sequence[CpuRow]) -> Table:
 
 def _tuned_table(tuned: Sequence[Tried]) -> Table:
     table = Table(title="Configurations, the fastest first; *: the default")
-    for column in ("kernel", "queries x keys", "warps", "stages", "milliseconds"):
+    for column in ("kernel", "queries x keys", "warps", "stages", "milliseconds", "difference"):
         table.add_column(column)
     for one in sorted(tuned, key=lambda one: (one.kernel, one.seconds or math.inf)):
         c = one.config
         told = f"{one.seconds * 1e3:.3f}" if one.seconds is not None else one.error or ""
         size = f"{c.block_q} x {c.block_k}{' *' if one.default else ''}"
-        table.add_row(one.kernel, size, str(c.warps), str(c.stages), told)
+        apart = "" if one.difference is None else f"{one.difference:.0e}"
+        table.add_row(one.kernel, size, str(c.warps), str(c.stages), told, apart)
     return table

@@ -3,7 +3,8 @@
     tune(head_dim, tokens, progress) -> list[Tried]      causal, bfloat16, every kernel alone
 
 A configuration that cannot be built or launched (registers, shared memory) is reported with its error, not hidden. They
-are built side by side beforehand, each in a process that leaves it in Triton's cache.
+are built side by side beforehand, each in a process that leaves it in Triton's cache. What each computes is compared
+with what the default does: a fast one that is wrong is none.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Tried:
     config: Config
     default: bool
     seconds: float | None  # dq and dkv: of the whole backward with the others at their default
+    difference: float | None  # of its results from the default's, the largest one, relative to the largest entry
     error: str | None
 
 
@@ -44,10 +46,10 @@ class Trial:
     """A causal attention, forward and backward, whose kernels are launched with one configuration or another."""
 
     default: HeadDimConfigs
-    forward: Callable[[HeadDimConfigs], object]
-    backward: Callable[[HeadDimConfigs], object]
+    forward: Callable[[HeadDimConfigs], tuple[torch.Tensor, ...]]
+    backward: Callable[[HeadDimConfigs], tuple[torch.Tensor, ...]]
 
-    def launch(self, kernel: str, choice: HeadDimConfigs) -> object:
+    def launch(self, kernel: str, choice: HeadDimConfigs) -> tuple[torch.Tensor, ...]:
         return self.forward(choice) if kernel == "forward" else self.backward(choice)
 
 
@@ -57,12 +59,14 @@ def tune(head_dim: int, tokens: int, progress: Callable[[str, int, int], None]) 
     _build(head_dim, len(listed))
     found: list[Tried] = []
     for kernel, config, choice in listed:
-        seconds, error = None, None
+        seconds, apart, error = None, None, None
         try:
+            wanted, own = trial.launch(kernel, trial.default), trial.launch(kernel, choice)
+            apart = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(own, wanted))
             seconds = seconds_on_gpu(partial(trial.launch, kernel, choice), 0.2)
         except Exception as problem:  # compilers and launchers raise errors of many kinds
             error = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
-        found.append(Tried(kernel, config, choice == trial.default, seconds, error))
+        found.append(Tried(kernel, config, choice == trial.default, seconds, apart, error))
         progress("tuning", len(found), len(listed))
     return found
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from csc.kernels import triton_launch
+from csc.kernels import triton_launch, triton_tiles
 from csc.kernels.mask import Mask
 from csc.kernels.tiles import tiles
 from csc.kernels.triton_configs import choose
@@ -64,6 +64,16 @@ def test_lengths_and_masks_compile_nothing_new(launches: list[str]) -> None:
         both(t.generation(length, 100), t.Sizes(2, 8, 2, length, length, 64), torch.bfloat16)
         seen.append(sorted(launches))
     assert [name.split()[0] for name in seen[0]] == ["dkv_kernel", "dq_kernel", "forward_kernel", "rows_kernel"]
+    assert all(keys == seen[0] for keys in seen)
+
+
+def test_tile_lists_of_other_lengths_compile_nothing_new(launches: list[str]) -> None:
+    seen = []
+    for length in (256, 257, 600, 1024):
+        launches.clear()
+        triton_tiles.tiles(t.generation(length, 100), 128, 128)
+        seen.append(list(launches))
+    assert [name.split()[0] for name in seen[0]] == ["count_kernel", "list_kernel"]
     assert all(keys == seen[0] for keys in seen)
 
 

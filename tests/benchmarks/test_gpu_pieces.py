@@ -167,5 +167,5 @@ def test_memory_of_the_other_rivals_is_not_a_rivals_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(step, "result_bytes", lambda found: 100)
     monkeypatch.setattr(step, "on_device", lambda case: (torch.nn.Linear(2, 2), {"input": torch.ones(1, 2)}))
     monkeypatch.setattr(step, "step_of", lambda name, model, batch: (lambda: torch.ones(()), None))
-    found = step.measure(step.cases(8, 1)[0], ("eager", "csc"), 1, torch.float32)
+    found = step.measure(step.cases(8, 1, 16)[0], ("eager", "csc"), 1, torch.float32)
     assert [round(one["peak_mb"] * 2**20) for one in found.values()] == [2**20 + 7900, 2**20 + 3900]
