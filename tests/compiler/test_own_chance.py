@@ -151,3 +151,47 @@ def test_dropout_in_a_layer_is_no_such_thing() -> None:
         return torch.nn.functional.dropout(x, 0.1) * layer.scale
 
     csc.compile(stack(dropped), example=batch(), cache=False)
+
+
+@pytest.mark.parametrize("below", [operator.lt, torch.lt, torch.Tensor.lt])
+def test_one_of_torch_that_decides_nothing_may_be_drawn(below: Callable[[Any, float], Any]) -> None:
+    """What a layer's chance of 0 to be skipped comes to: the loss of the layers as they are."""
+    model = stack(lambda x, layer: x * 0.0 if below(torch.rand([]), 0.0) else layer.scale * x)
+    found = csc.compile(model, example=batch(), cache=False).train_step(batch()).item()
+    assert found == model(**batch()).item() != 0.0
+
+
+def written() -> torch.Tensor:
+    return torch.rand([]).sub_(1.0)
+
+
+def rewritten(one: torch.Tensor) -> torch.Tensor:
+    return (one < 0.0).logical_not_()
+
+
+DECIDE: list[Callable[[], Any]] = [
+    lambda: torch.rand([]) < 0.5, lambda: torch.rand([]) - 1 < 0.0, lambda: written() < 0.0,
+    lambda: rewritten(torch.rand([])), lambda: torch.randn([]) < 0.0, lambda: torch.rand([]) <= 0.0,
+    lambda: torch.rand([]) > 0.0, lambda: torch.rand(2) < 0.0,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("decides", DECIDE)
+def test_one_of_torch_that_decides_may_not(decides: Callable[[], Any]) -> None:
+    model = stack(lambda x, layer: x * 0.0 if decides() else layer.scale * x, layers=1)
+    with pytest.raises((csc.InputError, RuntimeError)):
+        csc.compile(model, example=batch(), cache=False)
+
+
+def test_a_chance_that_changes_is_asked_again() -> None:
+    def dropped(x: torch.Tensor, layer: Any) -> torch.Tensor:
+        return x * 0.0 if torch.rand([]) < layer.chance else layer.scale * x
+
+    model = stack(dropped, layers=1)
+    layer: Any = model.layers[0]
+    layer.chance = 0.0
+    compiled = csc.compile(model, example=batch(), cache=False)
+    compiled.train_step(batch())
+    layer.chance = 1.0
+    with pytest.raises(csc.InputError):
+        compiled.train_step(batch())

@@ -4,6 +4,9 @@ csc draws for each region from a seed of the step (csc.kernels.dropout). So a fo
 has one of its own, to draw the same numbers each time would have others; and what Python's or NumPy's generator gave
 in the trace would stand in the program for good, if it was used for anything (csc.capture.trace.draws).
 
+`if torch.rand([]) < chance` is a decision by a number. With a chance of 0, as that of a layer to be skipped mostly is,
+the answer is known.
+
     with own_chance(): ...      while the model's forward is traced; InputError with the line, where it is known
 """
 
@@ -20,10 +23,29 @@ from torch.overrides import TorchFunctionMode
 
 from csc.capture.trace.draws import Drawn, hidden_draws
 from csc.errors import InputError, calling_line
-from csc.torch_private.traces import pytree
+from csc.torch_private.traces import pytree, unwatched
 
 SEED = 0x5EED_0F_C5C  # one that a model will not choose
+BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
 FIXED = "make the numbers in __init__ and keep them as a buffer, or let them come with the batch"
+
+
+class Unwritten:
+    """Tensors to which nothing has been written since they were added."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[torch.Tensor, int]] = []  # held, so that no other tensor is taken for one of them
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._added.append((tensor, _version(tensor)))
+
+    def __contains__(self, tensor: Any) -> bool:
+        return any(tensor is one and _version(tensor) == version for one, version in self._added)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    with unwatched():
+        return tensor._version
 
 
 class _Drawing(TorchFunctionMode):
@@ -33,6 +55,7 @@ class _Drawing(TorchFunctionMode):
         super().__init__()
         self._before = self._expected = _states()
         self._after, self._drawn, self._used = "", False, False
+        self._from_0_to_1, self._never = Unwritten(), Unwritten()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,7 +75,18 @@ class _Drawing(TorchFunctionMode):
                 calling_line() or "model",
                 FIXED,
             )
-        return func(*args, **kwargs)
+        if func is torch.Tensor.__bool__ and args[0] in self._never:
+            return False
+        result = func(*args, **kwargs)
+        if func is torch.rand and result.numel() == 1:
+            self._from_0_to_1.add(result)
+        elif func in BELOW and len(args) == 2 and self._is_known(*args):
+            self._never.add(result)
+        return result
+
+    def _is_known(self, one: Any, other: Any) -> bool:
+        """Whether it is asked of a number from 0 to 1 whether it is below another that it never is."""
+        return isinstance(other, (int, float)) and other <= 0 and one in self._from_0_to_1
 
     def draw(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A number that may remain without use. Of a generator from which nothing else came before, that is as well as
