@@ -6,7 +6,8 @@
     list_kernel[B * (query tiles + key tiles)]         one row of the lists of either side
 
 The blocks are powers of two. A tile that no rule's range touches costs a look at the ranges of its queries; any other
-is written out pair by pair in registers. Nothing waits for the device.
+is written out pair by pair in registers: once a batch what attention does in each layer and head. Nothing waits for
+the device.
 """
 
 import torch

@@ -21,6 +21,7 @@ from benchmarks.gpu.pieces import CSC, PIECES, PYTHON, Piece
 from benchmarks.gpu.report import report
 from benchmarks.gpu.running import ROOT, outcomes, run
 from csc.analysis.unfit_parts import unfit_in
+from csc.ir import graph as g
 from tests.compiler import small, test_opaque, test_recompute
 from tests.compiler.conftest import Models
 from tests.recording import recorded_on_cpus
@@ -123,6 +124,10 @@ def test_what_is_no_function_for_a_cuda_graph() -> None:
     models = Models()
     llava = models("llava").program
     assert all(unfit_in(one.forward) == "" for one in llava.variants.values())
+    called = {
+        g.op_name(node) for one in llava.variants.values() if one.backward_input for node in one.backward_input.nodes
+    }
+    assert "csc::masked_scatter_backward" in called and "aten::masked_scatter_backward" not in called, "it waits"
     spread = models("llava", mesh="cp=2").program
     layer = spread.variants[spread.region("model.language_model.layers.0").variant]
     assert "meets other ranks" in unfit_in(layer.forward) and "meets other ranks" in unfit_in(layer.backward_input)
