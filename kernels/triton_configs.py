@@ -9,8 +9,8 @@ Terms
     choose(architecture, head_dim, dtype) -> HeadDimConfigs
 
 Chosen from what compilers report: no spills with Triton 3.6 to 3.9, shared memory within the device's limit, as few
-registers as the blocks allow (docs/attention-kernels.md has the table; tests/aot keeps it true). Those of sm_90 have
-run: docs/measurements.md has their times.
+registers as the blocks allow (docs/attention-kernels.md has the table; tests/aot keeps it true). Those of sm_90 for 64
+and 128 are the fastest on an H100 with Triton 3.6, of which some spill a little: docs/measurements.md has their times.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class HeadDimConfigs:
 
     dkv: runs of the dK/dV kernel: (the gradients that it makes, of "k" and "v"; its configuration). There are two runs
     where one has no registers for both sums. dkv_capped: the same with a soft cap, which keeps one more block.
+    plain: of the forward where what is evaluated of a mask is one rule at most, without kinds and soft cap; None: as
+    others.
     """
 
     tile: tuple[int, int]
@@ -54,20 +56,30 @@ class HeadDimConfigs:
     dq: Config
     dkv: Passes
     dkv_capped: Passes
+    plain: Config | None = None
+
+    def of_forward(self, rules: int, kinds: bool, softcap: bool) -> Config:
+        """What the forward is launched with. rules: of the mask; 0 without one."""
+        return self.forward if self.plain is None or rules > 1 or kinds or softcap else self.plain
 
 
-def _choice(forward: Config, dq: Config, *dkv: Config, capped: Config | None = None) -> HeadDimConfigs:
+def _choice(
+    forward: Config, dq: Config, *dkv: Config, capped: Config | None = None, plain: Config | None = None
+) -> HeadDimConfigs:
     """Tiles of 128 x 128. dkv: one configuration for dK and dV, or those of dV and of dK."""
     passes = tuple(zip(("kv",) if len(dkv) == 1 else ("v", "k"), dkv))
-    return HeadDimConfigs((128, 128), forward, dq, passes, passes if capped is None else (("kv", capped),))
+    return HeadDimConfigs((128, 128), forward, dq, passes, passes if capped is None else (("kv", capped),), plain)
 
 
 # (architecture, padded head dim): forward, dQ and dK/dV for 16-bit types (True: descriptors).
 _HALF: dict[tuple[str, int], HeadDimConfigs] = {
-    ("sm_90", 64): _choice(Config(128, 128, 8, 3, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 3, True)),
+    ("sm_90", 64): _choice(
+        Config(128, 128, 8, 3, True), Config(64, 64, 4, 2, True), Config(64, 64, 4, 3, True),
+        plain=Config(64, 64, 4, 2, True),
+    ),
     ("sm_90", 128): _choice(
-        Config(128, 128, 8, 3, True), Config(128, 64, 8, 3, True), Config(64, 128, 8, 3, True),
-        capped=Config(32, 128, 8, 3, True),
+        Config(128, 128, 8, 2, True), Config(64, 64, 4, 2, True), Config(64, 64, 4, 2, True),
+        capped=Config(32, 128, 8, 3, True), plain=Config(128, 64, 4, 2, True),
     ),
     ("sm_90", 256): _choice(
         Config(128, 64, 8, 2, True), Config(128, 32, 8, 3, True),
@@ -101,11 +113,6 @@ _HALF: dict[tuple[str, int], HeadDimConfigs] = {
 # Triton 3.6 to 3.8, and the assemblers that come with them, need more registers and spill with the blocks above. Rows
 # of their own, since with 3.9 these would only cost: half the work for a load, or a stage less.
 _BEFORE_3_9: dict[tuple[str, int], HeadDimConfigs] = {
-    ("sm_90", 128): replace(
-        _HALF["sm_90", 128],
-        forward=Config(128, 128, 8, 2, True),
-        dkv=_HALF["sm_90", 128].dkv_capped,
-    ),
     ("sm_90", 256): replace(
         _HALF["sm_90", 256],
         forward=Config(128, 32, 8, 3, True),
@@ -131,10 +138,11 @@ _SINGLE: dict[int, HeadDimConfigs] = {
     256: _small(16, Config(16, 16, 8, 1), ("v", "k")),
 }
 
-# Few and small: the interpreter pays by the block. Parts, steps, descriptors and two runs for dK and dV are all in it.
+# Few and small: the interpreter pays by the block. Parts, steps, descriptors, a forward of its own for plain masks and
+# two runs for dK and dV are all in it.
 _TALL, _WIDE = Config(32, 16, 4, 1), Config(16, 32, 4, 1)
 _TALL_TMA, _WIDE_TMA = Config(32, 16, 4, 1, True), Config(16, 32, 4, 1, True)
-_INTERPRETED = HeadDimConfigs((32, 32), _TALL_TMA, _WIDE, (("kv", _WIDE_TMA),), (("kv", _TALL),))
+_INTERPRETED = HeadDimConfigs((32, 32), _TALL_TMA, _WIDE, (("kv", _WIDE_TMA),), (("kv", _TALL),), _WIDE)
 _INTERPRETED_WIDE = HeadDimConfigs((32, 32), _WIDE, _TALL_TMA, (("v", _WIDE), ("k", _TALL_TMA)), (("kv", _WIDE),))
 
 
@@ -178,8 +186,9 @@ def _pointers(found: HeadDimConfigs, head_dim: int, dtype: torch.dtype) -> HeadD
     if head_dim * dtype.itemsize % DESCRIBED_BYTES == 0:
         return found
 
-    def plain(config: Config) -> Config:
+    def without(config: Config) -> Config:
         return replace(config, descriptors=False)
 
-    dkv, capped = (tuple((which, plain(each)) for which, each in some) for some in (found.dkv, found.dkv_capped))
-    return HeadDimConfigs(found.tile, plain(found.forward), plain(found.dq), dkv, capped)
+    dkv, capped = (tuple((which, without(each)) for which, each in some) for some in (found.dkv, found.dkv_capped))
+    plain = None if found.plain is None else without(found.plain)
+    return HeadDimConfigs(found.tile, without(found.forward), without(found.dq), dkv, capped, plain)

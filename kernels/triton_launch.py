@@ -51,7 +51,8 @@ def forward(
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     if not out.numel() or not keys:
         return out.zero_(), lse.fill_(-float("inf"))
-    config = choice.forward
+    rules, kinds = (0, False) if mask is None else (mask.rules, mask.kinds is not None)
+    config = choice.of_forward(rules, kinds, softcap > 0)
     q, k, v = (_aligned(x, config) for x in (q, k, v))
     with _on(q):
         grid = (batch * heads * _programs(queries, choice.tile[0], config.block_q),)

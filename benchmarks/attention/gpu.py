@@ -86,7 +86,7 @@ def _row(name: str, tokens: int) -> Row:
     q, k, v = heads(HEADS), heads(KV_HEADS), heads(KV_HEADS)
     d_out = torch.randn_like(q)
     ours, theirs = _csc(given), Flex(given).forward
-    difference = float((ours(q, k, v) - theirs(q, k, v)).abs().max())
+    difference = float((ours(q, k, v) - theirs(q, k, v)).detach().abs().max())
     sdpa = flash = None
     if tokens <= DENSE_TOKENS:
         sdpa = _times(_sdpa(given.dense()[:, None]), q, _repeated(k), _repeated(v), d_out)

@@ -67,8 +67,10 @@ class Case:
 
     @property
     def config(self) -> Config:
-        if self.kernel in ("forward", "dq"):
-            return getattr(self.choice, self.kernel)
+        if self.kernel == "forward":
+            return self.choice.of_forward(self.rules, self.kinds, self.softcap)
+        if self.kernel == "dq":
+            return self.choice.dq
         return dict(self.choice.dkv_capped if self.softcap else self.choice.dkv)[self.kernel[1:]]
 
     def __str__(self) -> str:

@@ -1,4 +1,5 @@
-"""The default configurations, compiled ahead of time: no spills, shared memory within the limit, tensor cores at work.
+"""The default configurations, compiled ahead of time: no spills but where an H100 showed that they do not matter,
+shared memory within the limit, tensor cores at work.
 
 A few of each architecture are compiled always. For all head dims, rules and soft caps what was recorded counts as long
 as kernels, configurations and Triton are those of the record; else they are compiled, a second or two each.
@@ -47,8 +48,12 @@ ALL = [
 ]
 
 
+# Bytes that may be spilled where what is faster was measured, with more of them (Triton 3.6): docs/measurements.md
+SPILLED = {("forward", "sm_90", 128): 64, ("dkv", "sm_90", 128): 8}
+
+
 def check(case: Case, found: Resources) -> None:
-    assert found.spilled == 0, found
+    assert found.spilled <= SPILLED.get((case.kernel, case.architecture, case.head_dim), 0), found
     assert found.shared <= SHARED_BYTES[case.architecture], found
     assert found.tensor_cores > 0, found
     assert (found.tma > 0) == case.config.descriptors, found
