@@ -232,7 +232,8 @@ def peak_memory(device: torch.device) -> int:
     one = _accelerator(device)
     if one is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
-    return int(one.module.max_memory_allocated(device))
+    found = one.module.memory_stats_as_nested_dict(device)  # max_memory_allocated sorts all that is counted
+    return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
 
 
 def held_memory(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ class GraphWeights:
         self._places = {name: copies.setdefault(name, FixedPlaces([given[name]])) for name in self._moving}
         self.values = {name: given[name] for name in self._lasting}
         self.values |= {name: place.tensors[0] for name, place in self._places.items()}
+        self._memory = [_memory(given[name]) for name in self._lasting]
         self._step: weakref.ref[torch.Tensor] | None = None  # a tensor that each step has anew
 
     def take(self, given: Tensors) -> bool:
@@ -39,9 +41,11 @@ class GraphWeights:
         first = next((given.get(name) for name in (*self._moving, *self._lasting)), None)
         if first is not None and self._step is not None and self._step() is first:
             return True
-        if not all(name in given and _same_memory(given[name], self.values[name]) for name in self._lasting):
+        if not all(name in given for name in (*self._lasting, *self._moving)):
             return False
-        if not all(name in given and place.fits([given[name]]) for name, place in self._places.items()):
+        if [_memory(given[name]) for name in self._lasting] != self._memory:
+            return False
+        if not all(place.fits([given[name]]) for name, place in self._places.items()):
             return False
         for name, place in self._places.items():
             place.fill([given[name]])
@@ -49,8 +53,6 @@ class GraphWeights:
         return True
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
-        and one.dtype == other.dtype and one.device == other.device
-    )  # fmt: skip
+def _memory(one: torch.Tensor) -> tuple[Any, ...]:
+    """Equal where two lie in the same memory in the same way."""
+    return one.data_ptr(), one.stride(), one.shape, one.dtype, one.device

@@ -32,30 +32,32 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Losses:
-    """Weighted losses of all microbatches (replica after replica), the dtype in which the model computes them, and what
-    all replicas' microbatches are.
+    """Losses of all microbatches (replica after replica) with their weights, the dtype in which the model computes
+    them, and what all replicas' microbatches are. Those of a rank that is alone are still where it computes: what the
+    host has to do may be done before it waits for them.
     """
 
-    parts: tuple[float, ...]
+    parts: tuple[tuple[float | torch.Tensor, float], ...]
     dtype: torch.dtype
     counts: StepCounts = field(default_factory=StepCounts)
 
     def total(self, microbatches: int) -> torch.Tensor:
-        """The loss of the whole batch, a 0-d CPU tensor in the model's dtype. CscError if a part is not
-        finite.
+        """The loss of the whole batch, a 0-d CPU tensor in the model's dtype, once it is computed. CscError if a part
+        is not finite.
         """
-        bad = [place for place, part in enumerate(self.parts) if not math.isfinite(part)]
+        parts = [float(loss) * weight for loss, weight in self.parts]
+        bad = [place for place, part in enumerate(parts) if not math.isfinite(part)]
         if bad:
             several = len(self.parts) > microbatches
             names = [f"{i % microbatches} of replica {i // microbatches}" if several else str(i) for i in bad]
             raise CscError(
                 f"the loss of microbatch {', '.join(names)} is not finite "
-                f"({', '.join(sorted({str(self.parts[i]) for i in bad}))})",
+                f"({', '.join(sorted({str(parts[i]) for i in bad}))})",
                 "step",
                 "No gradient was touched. Look at that part of the batch (no label, no mean), "
                 "or lower the learning rate",
             )
-        return torch.tensor(sum(self.parts), dtype=torch.float64).to(self.dtype)
+        return torch.tensor(sum(parts), dtype=torch.float64).to(self.dtype)
 
 
 def weights(
@@ -115,6 +117,10 @@ def combine(
     """
     manifest = rank.program.manifest
     count, counts_once = manifest.microbatches, rank.group(Group.TENSOR)[0] == rank.rank
+    everyone = rank.group(Group.WORLD)
+    if len(everyone) == 1:
+        alone = tuple((losses[mb], weights[mb]) if weights[mb] != 0 else (0.0, 1.0) for mb in range(count))
+        return Losses(alone, losses[0].dtype, counts)
     dtype_at = manifest.mesh.dp * count
     row = [0.0] * (dtype_at + 1 + len(astuple(counts)))
     if rank.position == 0 and rank.cp_rank == 0 and counts_once:
@@ -124,10 +130,8 @@ def combine(
             row[rank.replica * count + mb] = float(loss) * weights[mb]
         if rank.group(Group.POSITION)[0] == rank.rank and mb == 0:
             row[dtype_at] = float(_DTYPES.index(loss.dtype))
-    everyone = rank.group(Group.WORLD)
-    if len(everyone) > 1:
-        whole = torch.tensor(row, dtype=torch.float64, device=rank.device)
-        yield from wait_sum(rank.endpoint, whole, everyone, "loss over all ranks")
-        row = whole.tolist()
+    whole = torch.tensor(row, dtype=torch.float64, device=rank.device)
+    yield from wait_sum(rank.endpoint, whole, everyone, "loss over all ranks")
+    row = whole.tolist()
     parts, dtype, found = row[:dtype_at], int(row[dtype_at]), row[dtype_at + 1 :]
-    return Losses(tuple(parts), _DTYPES[dtype], StepCounts(*found))
+    return Losses(tuple((part, 1.0) for part in parts), _DTYPES[dtype], StepCounts(*found))

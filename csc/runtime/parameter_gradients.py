@@ -1,6 +1,7 @@
 """What a step's sums become: the `.grad` of the parameters of this process.
 
-receive(sums, weights, shards, data, kept)      adds to what is there; takes the sums out of `sums`
+taken(sums, weights, shards, kept) -> [Taken]          takes the sums out of `sums`; sets nothing, and waits for nothing
+receive(taken, sums, specs, weights, shards, data)     adds to what is there
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,15 +28,75 @@ ALONE = 2  # what sys.getrefcount gives for an object of one variable: the varia
 Sums = Sequence[tuple[Rank, GradientSums]]
 
 
-def receive(
-    sums: Sums, specs: Iterable[ParameterSpec], weights: Mapping[str, nn.Parameter], shards: Shards,
-    data: DataShards | None, kept: Iterable[torch.Tensor],
-) -> None:  # fmt: skip
-    """Of each rank of this process, after REDUCE. specs, weights: of the parameters that the process holds. kept: other
-    tensors that outlive the step; a model's own backward may give such a tensor as a gradient.
+class Taken(NamedTuple):
+    """A gradient that every rank of a group has whole. box: what of a parameter it is, where ranks of this process have
+    shards of it. is_own: nothing else has its memory, so that it can be handed over as it is.
     """
+
+    name: str
+    gradient: torch.Tensor
+    box: Box
+    is_own: bool
+
+
+def taken(sums: Sums, weights: Mapping[str, nn.Parameter], shards: Shards, kept: Iterable[torch.Tensor]) -> list[Taken]:
+    """Of each rank of this process, after REDUCE. All holders have the same bits: the first one's will do. weights: of
+    the parameters that the process holds. kept: other tensors that outlive the step; a model's own backward may give
+    such a tensor as a gradient.
+    """
+    found: list[Taken] = []
+    done: set[tuple[str, Box]] = set()
+    there = [gradient for _, own in sums for gradient in own.buffers.values()]
+    memory = Counter([one.untyped_storage().data_ptr() for one in (*there, *weights.values(), *kept)])
+    del there
+    for rank, own in sums:
+        for name in list(own.buffers):
+            gradient = own.buffers.pop(name)
+            held = sys.getrefcount(gradient)  # here, not in a function: calls hold arguments once or twice
+            boxes = own.specs[name].boxes
+            box = boxes[rank.tp_rank] if shards.divides(boxes) else ()
+            if (name, box) not in done:
+                done.add((name, box))
+                is_own = name in own.own or (held <= ALONE and _is_free(gradient, memory))
+                found.append(Taken(name, gradient, box, is_own))
+    return found
+
+
+def receive(
+    given: Iterable[Taken], sums: Sums, specs: Iterable[ParameterSpec], weights: Mapping[str, nn.Parameter],
+    shards: Shards, data: DataShards | None,
+) -> None:  # fmt: skip
+    """given: of `taken`. specs: of the parameters that the process holds."""
     wholes: dict[str, torch.Tensor] = {}  # of shards that ranks of this process have
-    _take_sums(sums, weights, shards, data, kept, wholes)
+    for one in given:
+        _receive(one, weights, data, wholes)
+    if any(own.shards for _, own in sums):
+        _receive_shards(sums, specs, weights, data, wholes)
+    for name, gradient in wholes.items():
+        before = weights[name].grad
+        weights[name].grad = gradient if before is None else before.add_(gradient)
+
+
+def _receive(
+    one: Taken, weights: Mapping[str, nn.Parameter], data: DataShards | None, wholes: dict[str, torch.Tensor]
+) -> None:  # fmt: skip
+    parameter = weights[one.name]
+    if one.box:
+        put(wholes.setdefault(one.name, torch.empty_like(parameter)), one.box, one.gradient)
+    elif data is not None and data.of(one.name) is not None:
+        data.take(one.name, one.gradient)
+    elif parameter.grad is not None:
+        parameter.grad.add_(one.gradient)
+    elif one.is_own:
+        parameter.grad = one.gradient
+    else:  # shares memory with another gradient, or with what is read again
+        parameter.grad = one.gradient.clone(memory_format=torch.contiguous_format)
+
+
+def _receive_shards(
+    sums: Sums, specs: Iterable[ParameterSpec], weights: Mapping[str, nn.Parameter], data: DataShards | None,
+    wholes: dict[str, torch.Tensor],
+) -> None:  # fmt: skip
     of_name = {spec.name: spec for spec in specs}
     for rank, own in sums:
         for name, gradient in own.shards.items():
@@ -43,42 +105,6 @@ def receive(
             else:
                 whole = wholes.setdefault(name, torch.empty_like(weights[name]))
                 put(whole, _entries(rank, of_name[name]), gradient)
-    for name, gradient in wholes.items():
-        before = weights[name].grad
-        weights[name].grad = gradient if before is None else before.add_(gradient)
-
-
-def _take_sums(
-    sums: Sums, weights: Mapping[str, nn.Parameter], shards: Shards, data: DataShards | None,
-    kept: Iterable[torch.Tensor], wholes: dict[str, torch.Tensor],
-) -> None:  # fmt: skip
-    """Those that every rank of a group has whole. All holders have the same bits: the first one's will do."""
-    done: set[tuple[str, Box]] = set()
-    buffers = (tensor for _, own in sums for tensor in own.buffers.values())
-    memory = Counter(t.untyped_storage().data_ptr() for one in (buffers, weights.values(), kept) for t in one)
-    for rank, own in sums:
-        for name in list(own.buffers):
-            gradient = own.buffers.pop(name)
-            held = sys.getrefcount(gradient)  # here, not in a function: calls hold arguments once or twice
-            boxes = own.specs[name].boxes
-            divided = shards.divides(boxes)
-            what = name, boxes[rank.tp_rank] if divided else ()
-            if what in done:
-                continue
-            done.add(what)
-            if divided:
-                put(wholes.setdefault(name, torch.empty_like(weights[name])), boxes[rank.tp_rank], gradient)
-                continue
-            if data is not None and data.of(name) is not None:
-                data.take(name, gradient)
-                continue
-            parameter = weights[name]
-            if parameter.grad is not None:
-                parameter.grad.add_(gradient)
-            elif name in own.own or (held <= ALONE and _is_free(gradient, memory)):
-                parameter.grad = gradient
-            else:  # shares memory with another gradient, or with what is read again
-                parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
 
 
 def _entries(rank: Rank, spec: ParameterSpec) -> Box:

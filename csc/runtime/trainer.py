@@ -47,7 +47,7 @@ from csc.runtime.loaded_program import LoadedProgram, functions, visibility
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
 from csc.runtime.own_parameters import OwnParameters
-from csc.runtime.parameter_gradients import receive
+from csc.runtime.parameter_gradients import receive, taken
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
 from csc.runtime.shards import Kept, met_of
@@ -254,12 +254,12 @@ class Trainer:
             raise found from None
         if self.trace:
             self.timeline = {rank: result.trace for rank, result in results.items()}
-        losses = results[self._ranks[0].rank].losses
+        losses, own = results[self._ranks[0].rank].losses, self.own
+        sums = [(rank, results[rank.rank].gradients) for rank in self._ranks]
+        given = taken(sums, own.values, own.parts, self._read_again(dealt))
         loss = losses.total(self.program.manifest.microbatches)
         try:
-            own = self.own
-            sums = [(rank, results[rank.rank].gradients) for rank in self._ranks]
-            receive(sums, own.specs, own.values, own.parts, own.data, self._read_again(dealt))
+            receive(given, sums, own.specs, own.values, own.parts, own.data)
         except BaseException as error:
             self.transport.meeting.give_up(f"gradients were set in part ({type(error).__name__})")
             raise

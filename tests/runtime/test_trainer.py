@@ -17,9 +17,12 @@ from torch import nn
 from csc.errors import CscError, InputError
 from csc.ir.schedule import Action
 from csc.planning.schedules import SCHEDULES
+from csc.runtime import trainer as trainer_module
 from csc.runtime.loaded_program import load
-from csc.runtime.parameter_gradients import _is_free
+from csc.runtime.loss_terms import Losses
+from csc.runtime.parameter_gradients import _is_free, receive, taken
 from csc.runtime.trainer import Trainer
+from csc.torch_private.traces import TorchDispatchMode
 from tests.planning.in_flight import peak_in_flight
 
 ONE, THREE, V = (0, 0, 0), (0, 1, 2), (0, 1, 0)
@@ -295,6 +298,38 @@ def test_a_gradient_that_is_its_own_is_not_copied() -> None:
     assert not _is_free(transposed, Counter()), "laid out otherwise"
     assert not _is_free(part, Counter()), "more memory than it needs"
     assert not _is_free(own, Counter([own.untyped_storage().data_ptr()] * 2)), "another gradient's memory"
+
+
+def test_a_rank_that_is_alone_waits_for_its_loss_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number asked for before lets a device wait for the host; and of a loss that is none no gradient is touched."""
+    trainer, batch = make(tmp_path, placement=ONE, microbatches=2), handmade.batch(2)
+    seen: list[str] = []
+    real = Losses.total
+
+    def total(losses: Losses, microbatches: int) -> torch.Tensor:
+        seen.append("loss")
+        assert all(isinstance(loss, torch.Tensor) for loss, _ in losses.parts)
+        return real(losses, microbatches)
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if operator in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default):
+                seen.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(Losses, "total", total)
+    monkeypatch.setattr(trainer_module, "taken", lambda *given: seen.append("taken") or taken(*given))
+    monkeypatch.setattr(trainer_module, "receive", lambda *given: seen.append("received") or receive(*given))
+    with Asked():
+        trainer.train_step(batch)
+    assert seen[seen.index("taken") :][:2] == ["taken", "loss"] and "received" in seen
+    before = {name: gradient.clone() for name, gradient in gradients(trainer).items()}
+    with torch.no_grad():
+        next(iter(trainer.parameters())).fill_(float("nan"))
+    with pytest.raises(CscError, match="not finite"):
+        trainer.train_step(batch)
+    for name, gradient in gradients(trainer).items():
+        assert torch.equal(gradient, before[name])
 
 
 def test_a_gradient_that_is_kept_elsewhere_is_copied(tmp_path: Path) -> None:
