@@ -241,11 +241,13 @@ def compare(
 
 
 def others(module: Module, setting: Mapping[str, Any]) -> list[Values]:
-    """Eager's results that are as right as its own: of moved weights, and in bfloat16 if csc computes in that."""
+    """Eager's results that are as right as its own: of moved weights, and in bfloat16 if csc computes in that, where a
+    last bit decides which side of zero a relu sees.
+    """
     found = [eager(module, setting, moved) for moved in (1, 2, 3)]
     if setting["precision"]:
         with suppress(RuntimeError, TypeError):  # a model that mixes dtypes by itself may not run so
-            found.append(eager(module, setting, dtype=torch.bfloat16))
+            found += [eager(module, setting, moved, torch.bfloat16) for moved in (0, 1, 2)]
     return found
 
 
