@@ -6,6 +6,7 @@ compiled, nothing is started.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,24 @@ def test_tile_lists_of_other_lengths_compile_nothing_new(launches: list[str]) ->
         seen.append(list(launches))
     assert [name.split()[0] for name in seen[0]] == ["count_kernel", "list_kernel"]
     assert all(keys == seen[0] for keys in seen)
+
+
+def test_rules_that_take_registers_have_a_forward_of_their_own(launches: list[str]) -> None:
+    """Kinds, several rules and soft caps spill with the blocks that are the fastest for plain masks."""
+    sizes, choice = t.Sizes(1, 2, 1, 200, 200, 128), choose(ARCHITECTURE, 128, torch.bfloat16)
+    assert choice.plain is not None and choice.plain != choice.forward
+    q, k, v, _ = t.inputs(sizes, torch.bfloat16, "cpu")
+    seen = {}
+    for name, mask, softcap in (
+        ("no mask", None, 0.0), ("plain", t.causal(200), 0.0), ("capped", t.causal(200), 5.0),
+        ("kinds and two rules", t.generation(200, 30), 0.0),
+    ):  # fmt: skip
+        for what, given in (("chosen", choice), ("plain", replace(choice, forward=choice.plain))):
+            launches.clear()
+            triton_launch.forward(q, k, v, mask, mask and tiles(mask, *choice.tile), 0.1, softcap, given)
+            seen[name, what] = list(launches)
+    differing = [name for name, what in seen if what == "plain" and seen[name, "chosen"] != seen[name, what]]
+    assert differing == ["capped", "kinds and two rules"]
 
 
 @pytest.mark.parametrize("width", [36, long(72)])
