@@ -1,7 +1,7 @@
 """Selections of rows by a mask (`features[mask]`), whose size depends on values, in sizes that do not.
 
 Terms
-  selection  `x[mask]`: the rows of x where a mask is true, one after the other
+  selection  `x[mask]`, `x.masked_select(mask)`: the rows of x where a mask is true, one after the other
   in place   a selection of which all rows were kept, each where it is in x. What is computed from it row by row is in
              place too. Rows that the mask leaves out must not count in the end: where rows are written back through
              the mask, scattered to other places, or are the targets of a loss.
@@ -21,6 +21,9 @@ from csc.analysis.operators.pointwise import is_pointwise
 from csc.analysis.operators.reductions import NORMS
 from csc.analysis.operators.table import links
 from csc.analysis.tokens import mixes
+from csc.capture.lower.same_value import same_value
+from csc.capture.lower.selections import is_scattered, mask_of
+from csc.capture.lower.unselected_rows import is_only_moved, stays_finite
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.rewrite import add_call, replace_call, values_of
@@ -51,14 +54,19 @@ class _Rewriting:
         self.graph, self.mode = graph, mode
         self.in_place: dict[fx.Node, fx.Node] = {}  # to the mask of the rows that were selected
         self.numbers: set[fx.Node] = set()  # in place, too: 0 in the first row, 1 in the second
+        self.infinite: set[fx.Node] = set()  # in place: rows that were not selected may be
+        self.zeroed: set[fx.Node] = set()  # in place: those rows are zeros
 
     def run(self) -> None:
         for node in g.calls(self.graph):
-            mask = _mask_of(node)
+            self._zero_inputs(node)
+            mask = mask_of(node)
             if mask is not None and g.op_name(node) == "aten::index":
                 self._select(node, mask)
             elif mask is not None:
                 self._write(node, mask)
+            elif g.op_name(node) == "aten::masked_select":
+                self._select(node, self._mask_of_rows(node))
             elif g.op_name(node) == "aten::where" and len(node.args) == 1:
                 self._find(node)
             elif any(used in self.in_place for used in node.all_input_nodes):
@@ -66,14 +74,49 @@ class _Rewriting:
 
     def _select(self, node: fx.Node, mask: fx.Node) -> None:
         whole: Any = node.args[0]
-        # A call of its own: rows that were selected are one value, the whole another.
-        rows = self._made(node, aten.alias.default, (whole,), {}, whole.meta["val"])
+        if whole in self.in_place or mask in self.in_place:
+            whole, mask = self._among_selected(node, whole, mask)
+            mask = self._call(node, aten.logical_and.default, mask, self.in_place[whole])
+        if is_only_moved(node):  # a call of its own: rows that were selected are one value, the whole another
+            rows = self._made(node, aten.alias.default, (whole,), {}, whole.meta["val"])
+        else:
+            rows = self._zeroed(node, whole, mask)
         replace_call(node, rows)
         self.in_place[rows] = mask
+
+    def _among_selected(self, node: fx.Node, whole: fx.Node, mask: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Rows in place and a mask of them that is in place, too, both with one dimension for the rows."""
+        theirs, its_own = self.in_place.get(whole), self.in_place.get(mask)
+        alike = theirs is not None and its_own is not None and same_value(theirs, its_own, shaped=False)
+        if not alike or its_own is None or mask.meta["val"].dim() != its_own.meta["val"].dim():
+            raise _refused(node, "looks among rows that a mask has selected, by what is no mask of these")
+        return self._flat(node, whole), self._flat(node, mask)
+
+    def _mask_of_rows(self, node: fx.Node) -> fx.Node:
+        """Of a `masked_select`, whose mask is broadcast: that of its rows if it says the same of all that is in a row,
+        and what is selected is read in rows again; else that of its elements.
+        """
+        whole, mask = node.args
+        assert isinstance(whole, fx.Node) and isinstance(mask, fx.Node)
+        shape, given = list(whole.meta["val"].shape), list(mask.meta["val"].shape)
+        front = len(shape) - len(given)
+        if front < 0 or any(all_ == 1 and size != 1 for size, all_ in zip(given, shape[front:])):
+            raise _refused(node, "selects from what a mask makes larger")
+        rest = next((number for number, size in enumerate(reversed(given)) if size != 1), len(given))
+        in_rows = [list(one.meta["val"].shape[1:]) == shape[-rest:] for one in node.users if g.op_name(one) in RESHAPES]
+        if len(in_rows) < len(node.users) or not all(in_rows) or rest == len(shape):
+            rest = 0
+        for _ in range(rest):
+            mask = self._call(node, aten.squeeze.dim, mask, -1)
+        lead = [self._size(node, whole, dim) for dim in range(len(shape) - rest)]
+        wide = front or any(size == 1 and all_ != 1 for size, all_ in zip(given, lead))
+        return self._call(node, aten.expand.default, mask, lead) if wide else mask
 
     def _find(self, node: fx.Node) -> None:
         """`torch.where(mask)`: the places of all elements, along each dimension."""
         mask: Any = node.args[0]
+        if mask in self.in_place:
+            raise _refused(node, "counts places among rows that a mask has selected")
         if mask.meta["val"].dtype is not torch.bool:
             mask = self._call(node, aten.ne.Scalar, mask, 0)
         shape = [self._size(node, mask, dim) for dim in range(mask.meta["val"].dim())]
@@ -92,12 +135,15 @@ class _Rewriting:
         """`whole.index_add(0, places, rows)`: nothing is added for rows that were not selected."""
         whole, dim, places, rows, *_ = node.args
         masks = [self.in_place.get(one) for one in (places, rows)]  # type: ignore[arg-type]
-        if dim != 0 or whole in self.in_place or not isinstance(masks[0], fx.Node) or not _same(*masks):
+        if (
+            dim != 0
+            or whole in self.in_place
+            or not isinstance(masks[0], fx.Node)
+            or not same_value(masks[0], masks[1])
+        ):
             raise _refused(node, "adds rows, of which a mask has selected some")
         assert isinstance(rows, fx.Node)
-        others = self._call(node, aten.logical_not.default, masks[0])
-        others = self._column(node, others, rows.meta["val"].dim() - 1)
-        node.replace_input_with(rows, self._call(node, aten.masked_fill.Scalar, rows, others, 0))
+        node.replace_input_with(rows, self._zeroed(node, rows, masks[0]))
 
     def _write(self, node: fx.Node, mask: fx.Node) -> None:
         """`x[mask] = values`."""
@@ -105,15 +151,29 @@ class _Rewriting:
         if accumulate and accumulate[0]:
             raise _refused(node, "adds to the rows that a mask selects")
         assert isinstance(whole, fx.Node) and isinstance(values, fx.Node)
+        if whole in self.in_place or mask in self.in_place:
+            self._write_selected(node, whole, mask, values)
+            return
         rest = whole.meta["val"].dim() - mask.meta["val"].dim()
         chosen = self._column(node, mask, rest)
-        its_own = values in self.in_place and _same(self.in_place[values], mask)
+        its_own = values in self.in_place and same_value(self.in_place[values], mask)
         if its_own or (values.meta["val"].dim() <= rest and values not in self.in_place):
             new = self._made(node, aten.where.self, (chosen, values, whole), {}, whole.meta["val"])
         else:
             source = self._together(node, values) if values in self.in_place else values
             new = self._made(node, aten.masked_scatter.default, (whole, chosen, source), {}, whole.meta["val"])
         replace_call(node, new)
+
+    def _write_selected(self, node: fx.Node, whole: fx.Node, mask: fx.Node, values: fx.Node) -> None:
+        """`x[mask][others] = values`: one for all of these rows."""
+        whole, mask = self._among_selected(node, whole, mask)
+        rest = whole.meta["val"].dim() - 1
+        if values in self.in_place or values.meta["val"].dim() > rest:
+            raise _refused(node, "writes rows among those that a mask has selected")
+        chosen = self._column(node, mask, rest)
+        new = self._made(node, aten.where.self, (chosen, values, whole), {}, whole.meta["val"])
+        replace_call(node, new)
+        self.in_place[new] = self.in_place[whole]
 
     def _carry_on(self, node: fx.Node) -> None:
         """A call that reads rows in place."""
@@ -128,6 +188,8 @@ class _Rewriting:
         if name == "aten::index_add":
             self._add(node)
             return
+        if any(not same_value(self.in_place[one], self.in_place[given[0]], shaped=False) for one in given[1:]):
+            raise _refused(node, "takes rows that one mask has selected beside those of another")
         if name == "aten::cross_entropy_loss" and node.args[1] in self.in_place:
             self._leave_out(node)
             return
@@ -139,6 +201,24 @@ class _Rewriting:
             return
         self._check_rows(node, given)
         self._place(node, next(used for used in node.all_input_nodes if used in self.in_place))
+        if not stays_finite(node):
+            self.infinite.add(node)
+
+    def _zero_inputs(self, node: fx.Node) -> None:
+        """See csc.capture.lower.unselected_rows."""
+        for used in [one for one in node.all_input_nodes if one in self.in_place]:
+            finite = stays_finite(node) or used in self.zeroed or not used.meta["val"].is_floating_point()
+            if used in self.infinite or not finite:
+                node.replace_input_with(used, self._zeroed(node, used, self.in_place[used]))
+
+    def _zeroed(self, like: fx.Node, rows: fx.Node, mask: fx.Node) -> fx.Node:
+        """The same, with zeros in rows that the mask leaves out."""
+        others = self._call(like, aten.logical_not.default, mask)
+        others = self._column(like, others, rows.meta["val"].dim() - mask.meta["val"].dim())
+        found = self._call(like, aten.masked_fill.Scalar, rows, others, 0)
+        self.in_place[found] = mask
+        self.zeroed.add(found)
+        return found
 
     def _count(self, node: fx.Node, rows: fx.Node) -> None:
         """The number of selected rows: reshapes do without it; what it is the size of is made for all rows instead."""
@@ -169,7 +249,7 @@ class _Rewriting:
             by = [used for used in node.all_input_nodes if used in self.numbers]
             ranks = [one.meta["val"].dim() for one in index if isinstance(one, fx.Node)]
             theirs = by == [index[0]] and table not in by and ranks[0] == max(ranks)  # their dimension stays the first
-            if not theirs or not _same(self.in_place.get(table), self.in_place[by[0]]):  # type: ignore[arg-type]
+            if not theirs or not same_value(self.in_place.get(table), self.in_place[by[0]]):  # type: ignore[arg-type]
                 raise _refused(node, "computes with the numbers of rows that a mask selects")
         self._place(node, next(used for used in node.all_input_nodes if used in self.in_place))
 
@@ -178,6 +258,10 @@ class _Rewriting:
         brought in place.
         """
         pointwise = is_pointwise(node)
+        if pointwise and len({self.in_place[used].meta["val"].dim() for used in given}) > 1:
+            for used in given:
+                node.replace_input_with(used, self._flat(node, used))
+            given = [used for used in node.all_input_nodes if used in self.in_place]
         for used in node.all_input_nodes if pointwise else ():
             if self._has_their_number(used, node):
                 rows = self._spread(node, used, given[0])
@@ -210,7 +294,7 @@ class _Rewriting:
         shape: Any = node.args[1]
         one_row = list(before.meta["val"].shape[self.in_place[before].meta["val"].dim() :])
         new_row = list(node.meta["val"].shape[1:])
-        if new_row == one_row or _scattered(node):
+        if new_row == one_row or is_scattered(node):
             replace_call(node, before)
         elif torch.Size(one_row).numel() != torch.Size(new_row).numel():
             raise _refused(node, "joins or cuts rows that a mask has selected")
@@ -293,37 +377,6 @@ class _Rewriting:
     def _made(self, like: fx.Node, target: Any, arguments: Any, keywords: Any, value: Any) -> fx.Node:
         with self.graph.inserting_before(like):
             return add_call(self.graph, target, arguments, keywords, val=value, like=like)
-
-
-def _mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask of `x[mask]` or `x[mask] = ...`, if that is what a call does."""
-    if g.op_name(node) not in ("aten::index", "aten::index_put"):
-        return None
-    indices: Any = node.args[1]
-    first = indices[0] if indices else None
-    if not isinstance(first, fx.Node) or any(one is not None for one in indices[1:]):
-        return None
-    return first if first.meta["val"].dtype in (torch.bool, torch.uint8) else None
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are computed the same way."""
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-        return one == other
-    if one is other:
-        return True
-    if one.op != "call_function" or one.target != other.target or len(one.args) != len(other.args):
-        return False
-    return one.kwargs == other.kwargs and all(map(_same, one.args, other.args))
-
-
-def _scattered(node: fx.Node) -> bool:
-    """Whether only scatters read it, which take values in order whatever their shape, or copies for these."""
-    return all(
-        g.op_name(user) == "aten::masked_scatter"
-        or (g.op_name(user) in ("aten::clone", "aten::_to_copy") and _scattered(user))
-        for user in node.users
-    )
 
 
 def _refused(node: fx.Node, why: str) -> InputError:
