@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from benchmarks.coverage.models import smolvlm
 from csc.errors import InputError
 from csc.reports.verification import verify
 
@@ -120,6 +121,13 @@ def test_placeholders_of_the_images_that_are_there_are_counted() -> None:
     wrong["pixels"][0, 1] = 1.0
     with pytest.raises(InputError, match="6 placeholders for 8 rows of features"):
         compiled(listed).train_step(wrong)
+
+
+def test_smolvlm_trains() -> None:
+    """A size of what a mask selects that torch finds to be made of others afterwards has no number on the way."""
+    model, given = smolvlm()
+    result = verify(csc.compile(model, example=given, mesh={"pp": 2}, check=False, cache=False), given)
+    assert (result.loss_rel, result.grad_rel_max, result.params_missing) == (0, 0, ())
 
 
 @pytest.mark.slow

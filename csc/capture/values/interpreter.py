@@ -310,6 +310,8 @@ class Watching(TorchFunctionMode):
             return False
         if not all(symbols_of(leaf) <= self._sized_by.keys() for leaf in leaves):
             return False
+        if any(isinstance(leaf, torch.SymInt) and as_hinted(leaf) is None for leaf in leaves):
+            return False  # it was of what a mask selects, before torch found it to be of others
         if not tensors:
             return name in FACTORIES
         return all(self._value(tensor) is not None for tensor in tensors)
