@@ -216,6 +216,13 @@ def traced(*masks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list
     return found
 
 
+def deep(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Compared pair by pair without a memory this is 2^60 pairs."""
+    for _ in range(60):
+        a = a + a * 0.5
+    return a > 1
+
+
 class _Module(nn.Module):
     def __init__(self, run: Callable[..., list[torch.Tensor]]) -> None:
         super().__init__()
@@ -235,6 +242,8 @@ class _Module(nn.Module):
         (lambda a, b: a.view(2, 8).cumsum(1) > 1, lambda a, b: a.cumsum(1) > 1, False),
         (lambda a, b: b[:, None] > b[None, :], lambda a, b: b[None, :] > b[:, None], False),
         (lambda a, b: a > b[:, None], lambda a, b: a > b[None, :], False),
+        (lambda a, b: torch.rand_like(a) > 1, lambda a, b: torch.rand_like(a) > 1, False),
+        (deep, deep, True),
     ],
 )
 def test_masks_that_are_the_same_in_another_shape(one: object, other: object, same: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import fx
 
 from csc.analysis.operators.moves import CASTS, COPIES, SLICE, UNSQUEEZED
@@ -21,8 +22,13 @@ _ALL = {(start, end, step) for start in (0, None) for end in (END, None) for ste
 def same_value(one: Any, other: Any, shaped: bool = True) -> bool:
     """Whether they are made by the same calls of the same values. shaped: False: but for the shapes in which the same
     entries lie. What is made of several values is as their shapes have them broadcast, and what works along a dimension
-    as that has it: those are looked at with their shapes.
+    as that has it: those are looked at with their shapes. Two draws of random numbers are never the same.
     """
+    return _same(one, other, shaped, {})
+
+
+def _same(one: Any, other: Any, shaped: bool, known: dict[Any, bool]) -> bool:
+    """known: what was found of pairs before, which many values may be made of."""
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
         return bool(one == other)
     if not shaped:
@@ -31,8 +37,13 @@ def same_value(one: Any, other: Any, shaped: bool = True) -> bool:
         return True
     if one.op != "call_function" or one.target != other.target or len(one.args) != len(other.args):
         return False
-    shaped = shaped or len(one.all_input_nodes) > 1 or not is_pointwise(one)
-    return one.kwargs == other.kwargs and all(same_value(*pair, shaped) for pair in zip(one.args, other.args))
+    key = one, other, shaped
+    if key not in known:
+        draws = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
+        inner = shaped or len(one.all_input_nodes) > 1 or not is_pointwise(one)
+        alike = not draws and one.kwargs == other.kwargs
+        known[key] = alike and all(_same(*pair, inner, known) for pair in zip(one.args, other.args))
+    return known[key]
 
 
 def _unshaped(node: Any) -> fx.Node:

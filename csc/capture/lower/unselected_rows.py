@@ -13,11 +13,15 @@ from __future__ import annotations
 from torch import fx
 
 from csc.analysis.operators.moves import COPIES, RESHAPES
-from csc.analysis.operators.pointwise import COMPARISONS, is_pointwise
-from csc.analysis.operators.reductions import NORMS
+from csc.analysis.operators.pointwise import is_pointwise
 from csc.ir import graph as g
 
-READS_SELECTED = {"aten::cross_entropy_loss", "aten::index_put", "aten::masked_scatter", "aten::index_add"}
+READS_SELECTED = {  # as which arguments
+    "aten::cross_entropy_loss": (0, 1),
+    "aten::index_put": (2,),
+    "aten::masked_scatter": (2,),
+    "aten::index_add": (2, 3),
+}
 FINITE = {
     f"aten::{name}"
     for name in (
@@ -31,7 +35,8 @@ def is_only_moved(selection: fx.Node) -> bool:
     """See the module."""
     for user in selection.users:
         name = g.op_name(user)
-        if name in READS_SELECTED or name == "aten::sym_size":
+        at = [place for place, one in enumerate(user.args) if one is selection]
+        if name == "aten::sym_size" or (at and set(at) <= set(READS_SELECTED.get(name, ()))):
             continue
         if name not in RESHAPES | COPIES or not is_only_moved(user):
             return False
@@ -47,4 +52,4 @@ def stays_finite(call: fx.Node) -> bool:
     if name == "aten::pow":
         power = call.args[1]
         return isinstance(power, int) and power >= 1
-    return not is_pointwise(call) or name in FINITE | NORMS | COPIES | RESHAPES or name in COMPARISONS
+    return not is_pointwise(call) or name in FINITE | COPIES
