@@ -206,6 +206,24 @@ def test_rows_that_were_left_out_reach_nothing(name: str) -> None:
     trained(INFINITE[name], microbatches=1)
 
 
+def normalised(m: Selecting, x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> object:
+    rows = F.layer_norm(x[mask != 0], (WIDTH,), m.body.bias, m.body.bias, 0.0)
+    return m.head(rows), labels[mask != 0]
+
+
+def probabilities(m: Selecting, x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> object:
+    return y[mask != 0], F.one_hot(labels.clamp(min=0), WORDS).float()[mask != 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [(normalised, "a deviation that may be 0"), (probabilities, "probabilities|depends on the values")],
+)
+def test_what_rows_that_were_left_out_would_reach_is_refused(rows: Rows, what: str) -> None:
+    with pytest.raises(InputError, match=what):
+        trained(rows, microbatches=1)
+
+
 def traced(*masks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[fx.Node]:
     def run(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
         return [mask(a, b) for mask in masks]

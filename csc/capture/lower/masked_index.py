@@ -199,6 +199,10 @@ class _Rewriting:
         if name in RESHAPES:
             self._reshape(node)
             return
+        if name in NORMS and g.bind(node).get("eps") == 0:
+            raise _refused(
+                node, "divides rows, of which a mask has selected some, by a deviation that may be 0 (eps=0)"
+            )
         self._check_rows(node, given)
         self._place(node, next(used for used in node.all_input_nodes if used in self.in_place))
         if not stays_finite(node):
@@ -345,6 +349,8 @@ class _Rewriting:
         targets: fx.Node = bound["target"]
         if bound["reduction"] not in (1, 2) or bound["self"] not in self.in_place:
             raise _refused(loss, "gives one loss for each row that a mask selects")
+        if targets.meta["val"].is_floating_point():  # of which none can be ignored
+            raise _refused(loss, "compares rows that a mask selects with probabilities")
         none = self._call(loss, aten.full_like.default, targets, bound["ignore_index"])
         counted = self._call(loss, aten.where.self, self.in_place[targets], targets, none)
         self.in_place[counted] = self.in_place[targets]
