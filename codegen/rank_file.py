@@ -87,7 +87,7 @@ def _position(index: ProgramNames, position: int, stages: Sequence[Stage], mesh:
     return _Position(
         tuple(stage.index for stage in stages),
         tuple(functions),
-        (*docstring, *_order(index.program, position)),
+        (*docstring, *_order(index.program, position, mesh.sharers(position))),
         imports(writers),
         "\n\n".join(functions.values()),
     )
@@ -120,10 +120,12 @@ def _held(position: _Position, program: Program) -> str:
 def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> list[str]:
     """The first lines of a rank's docstring: what no other rank's says."""
     at = mesh.coordinates(rank)
+    first, *more = mesh.replicas_of(rank)
+    replicas = f"replicas {first} to {more[-1]}" if more else f"replica {first}"
     others = f", cp rank {at.cp} of {mesh.cp}" if mesh.cp > 1 else ""
     others += f", tp rank {at.tp} of {mesh.width(at.pp)}" if mesh.sizes(Group.TENSOR) != (1,) else ""
     return [
-        f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, replica {at.dp} of {mesh.dp}{others}, '
+        f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, {replicas} of {mesh.dp}{others}, '
         f"{comment(program.name)}.",
         "",
         *_copies(mesh, rank),
@@ -190,16 +192,19 @@ def _contents(index: ProgramNames, stage: Stage, parts: Sequence[Segment], mesh:
 
 def _counterparts(mesh: Mesh, program: Program, message: Message) -> str:
     """Who of the tp ranks sends, and to how many, where one end has fewer of them."""
-    here, there = (mesh.width(program.stages[one].rank) for one in (message.source, message.destination))
+    source, destination = (mesh.extent(program.stages[one].rank) for one in (message.source, message.destination))
+    several = f", {destination[0] // source[0]} replicas for each" if source[0] < destination[0] else ""
+    several = f", each from {source[0] // destination[0]} replicas" if source[0] > destination[0] else several
+    here, there = source[1], destination[1]
     if here < there:
-        return f", {there // here} ranks for each of {here}"
-    return f", by tp rank{f's 0 to {there - 1}' if there > 1 else ' 0'} alone" if here > there else ""
+        return f"{several}, {there // here} ranks for each of {here}"
+    return f"{several}, by tp rank{f's 0 to {there - 1}' if there > 1 else ' 0'} alone" if here > there else several
 
 
 ORDER_LINES = 6
 
 
-def _order(program: Program, position: int) -> list[str]:
+def _order(program: Program, position: int, replicas: int) -> list[str]:
     """The rank's actions as in schedule.txt, the first lines of them where there are many."""
     assert program.schedule is not None
     text = ""
@@ -210,4 +215,5 @@ def _order(program: Program, position: int) -> list[str]:
     rows = textwrap.wrap(text, WIDTH - 10)
     if len(rows) > ORDER_LINES:
         rows = [*rows[: ORDER_LINES - 1], f"... and so on: see 'rank {position}' in schedule.txt"]
+    rows += ["each action once for every replica, in turn"] if replicas > 1 else []
     return [f"{'Order' if not i else '':<9} {row}" for i, row in enumerate(rows)]

@@ -16,9 +16,9 @@ from csc.planning.pipeline_plan import PipelinePlan
 
 
 def encoded_ahead(program: Program, decided: PipelinePlan, options: Options) -> AheadPlan | None:
-    """None: nothing is left out of the step, or no stage reads what is."""
+    """None: nothing is left out of the step, no stage reads what is, or replicas share ranks."""
     apart = program.features
-    if apart is None:
+    if apart is None or options.mesh.own_replicas:
         return None
     readers = {stage.rank for stage in program.stages if set(apart.entries).intersection(stage.inputs)}
     if not readers:

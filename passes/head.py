@@ -25,6 +25,7 @@ from torch import fx
 from csc.analysis.operators.moves import RESHAPES
 from csc.analysis.samples.loss_rules import MEAN
 from csc.ir import graph as g
+from csc.ir.own_ranks import on_fewer, on_more
 from csc.ir.program import Options, Program
 from csc.ir.rewrite import Writer, replace_call
 
@@ -89,7 +90,9 @@ def _rows(found: _Head, options: Options) -> int:
         return options.loss_chunk
     weight, tokens, mesh = found.weight.meta["val"], found.labels.meta["val"].numel(), options.mesh
     classes, width = weight.shape
-    divided = classes % mesh.tp == 0 and not mesh.components and not mesh.own_ranks  # else by fewer ranks, or by none
+    divided = classes % mesh.tp == 0 and not (
+        mesh.components or on_fewer(mesh) or on_more(mesh)
+    )  # else by fewer, or by none
     ranks = mesh.tp if divided else 1
     logits = tokens * classes // ranks * wide(weight.dtype).itemsize
     large = logits > LARGE * room_on(weight.device)

@@ -17,6 +17,7 @@ from csc.analysis.hardware import Hardware
 from csc.errors import InputError, ScheduleError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
+from csc.ir.own_replicas import in_front
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.ir.schedule import Schedule, part
 from csc.planning.coarse import together
@@ -93,21 +94,24 @@ def _refuse_uneven(program: Program, stages: Sequence[Stage], mesh: Mesh) -> Non
     """InputError for a component at a position with another number of ranks than the mesh gives it, and for a parameter
     of stages with different numbers of ranks, which no two of these hold alike.
     """
-    held: dict[str, int] = {}
-    component = {region.name: region.component for region in program.regions} if mesh.own_ranks else {}
+    extents = in_front(mesh)
+    if not extents:
+        return
+    held: dict[str, tuple[int, int]] = {}
+    component = {region.name: region.component for region in program.regions}
     for stage in stages:
-        away = next((name for name in stage.regions if name in component
-                     and mesh.tp_ranks(component[name]) != mesh.width(stage.rank)), None)  # fmt: skip
-        if away is not None:
-            own, there = mesh.tp_ranks(component[away]), mesh.width(stage.rank)
-            raise InputError(
-                f"{away} of {component[away]}, which the mesh puts on {own} tp ranks, is at position {stage.rank}, "
-                f"which has {there}", "schedule",
-                "leave the schedule out, or give it the stages of components on another number of ranks at the first "
-                "positions",
-            )  # fmt: skip
-        for name in stage.parameters if mesh.own_ranks else ():
-            if held.setdefault(name, mesh.width(stage.rank)) != mesh.width(stage.rank):
+        there = mesh.extent(stage.rank)
+        for name in stage.regions:
+            own = extents.get(component.get(name, ""), (mesh.dp, mesh.tp))
+            if name in component and own != there:
+                raise InputError(
+                    f"{name} of {component[name]}, which the mesh puts on {_ranks(own)}, is at position {stage.rank}, "
+                    f"which has {_ranks(there)}", "schedule",
+                    "leave the schedule out, or give it the stages of components on another number of ranks at the "
+                    "first positions",
+                )  # fmt: skip
+        for name in stage.parameters:
+            if held.setdefault(name, there) != there:
                 components = " and ".join(
                     sorted({region.component for region in program.regions if name in region.parameters})
                 )
@@ -115,6 +119,11 @@ def _refuse_uneven(program: Program, stages: Sequence[Stage], mesh: Mesh) -> Non
                     f"{name} is a parameter of {components}, which are on different numbers of ranks", "mesh",
                     "put both on as many: leave dp of the one on another number out of the mesh",
                 )  # fmt: skip
+
+
+def _ranks(extent: tuple[int, int]) -> str:
+    replicas, tp = extent
+    return f"{tp} tp ranks for each of {replicas} replicas" if replicas > 1 else f"{tp} tp ranks"
 
 
 def _basis(program: Program, profiles: Sequence[Hardware], fuse: bool) -> str:
@@ -148,8 +157,8 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
         )  # fmt: skip
     given = _given(program, options)
     if given is None and options.mesh.own_stages:
-        given = own_stages(problem, options.mesh.own_stages, options.mesh.own_ranks)
-    placement = tuple(range(options.mesh.pp)) if options.mesh.own_ranks else options.placement
+        given = own_stages(problem, options.mesh.own_stages, tuple(in_front(options.mesh).items()))
+    placement = tuple(range(options.mesh.pp)) if in_front(options.mesh) else options.placement
     written = given_schedule(options)
     if written is not None:
         placement = tuple(written.placement.values())

@@ -20,6 +20,7 @@ from csc.analysis.recorded_memory import recorded_bytes
 from csc.analysis.working import working
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
+from csc.ir.own_replicas import in_front
 from csc.ir.program import Options, Program
 from csc.planning.problem import Problem, RankKind, Unit, Value, unequal
 from csc.simulation.pipeline import Link, Network, RankNodes
@@ -146,7 +147,7 @@ def links(own: Sequence[Hardware], mesh: Mesh) -> Network:
             node, free, before = node + 1, own[position].ranks_per_node, own[position]
         free -= 1
         of_device.append(node)
-    most = max(range(mesh.pp), key=mesh.width)
+    most = max(range(mesh.pp), key=lambda position: math.prod(mesh.extent(position)))
     widest = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pp == most]
     nodes = [[of_device[mesh.sender(rank, position)] for rank in widest] for position in range(mesh.pp)]
     found = network(own[0])
@@ -185,13 +186,17 @@ def values(program: Program, mesh: Mesh | None = None) -> tuple[Value, ...]:
 
 
 def _receivers(mesh: Mesh | None, components: Sequence[str], maker: int, readers: Collection[int]) -> tuple[int, int]:
-    """To how many ranks each rank of what makes a value sends it, and each that reads it the gradient."""
-    own = components[maker]
-    others = [components[reader] for reader in readers if components[reader] != own]
-    if mesh is None or not others:
+    """To how many ranks each rank of what makes a value sends it, and each that reads it the gradient. Or from how many
+    it comes, if that is more: a rank works for several replicas.
+    """
+    if mesh is None:
         return 1, 1
-    here, there = mesh.tp_ranks(own), max(map(mesh.tp_ranks, others))
-    return max(1, there // here), max(1, here // there)
+    extents, whole = in_front(mesh), (mesh.dp, mesh.tp)
+    replicas, here = extents.get(components[maker], whole)
+    others = [extents.get(components[reader], whole) for reader in readers if components[reader] != components[maker]]
+    several = mesh.dp // min([replicas, *(other for other, _ in others)])
+    there = max((tp for _, tp in others), default=here)
+    return several * max(1, there // here), several * max(1, here // there)
 
 
 def names(program: Program) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,7 +60,7 @@ def prune(program: Program, options: Options) -> Program:
             pruned = specialise(template, region.dx, region.dw, tangents)
             variants[by_need[key]] = Variant(by_need[key], template.name, region.dx, region.dw, tangents, pruned)
         final.append(replace(region, variant=by_need[key]))
-    if options.microbatches * len(options.mesh.group(Group.DATA, 0)) > 1:
+    if options.microbatches * math.prod(options.mesh.sizes(Group.DATA)) > 1:
         for variant in variants.values():
             _check_counts(variant.pruned)
     return replace(program, regions=tuple(final), variants=variants)

@@ -14,6 +14,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
 from csc.ir.naming import unique
+from csc.ir.own_ranks import on_fewer, on_more
 from csc.ir.program import LOSS, DividedAxis, Options, Program, Region, Template
 
 
@@ -41,7 +42,7 @@ def sequence(program: Program, options: Options) -> Program:
     groups = {name: node.meta["val"] for node, name in named if node.meta.get("role") == GROUP}
     if not groups:
         return program
-    fewer = (*options.mesh.held_in_copies, *dict(options.mesh.own_ranks))
+    fewer = (*options.mesh.held_in_copies, *on_fewer(options.mesh), *on_more(options.mesh))
     return _Handing(program, options.mesh.tp, [*groups.values()][-1], tuple(groups), fewer).program()
 
 

@@ -15,6 +15,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.naming import unique
+from csc.ir.own_ranks import on_fewer, on_more
 from csc.ir.program import Box, Options, Parameter, Program, Region, Template
 from csc.ir.rank_entries import CONTEXT_GROUP
 
@@ -48,8 +49,7 @@ def tensor(program: Program, options: Options) -> Program:
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
     fewer = dict.fromkeys(mesh.held_in_copies, mesh.division)
-    own = {component: ranks if ranks < mesh.tp else 1 for component, ranks in mesh.own_ranks}  # more have whole ones
-    fewer = own | fewer
+    fewer = on_fewer(mesh) | dict.fromkeys(on_more(mesh), 1) | fewer  # more have whole ones
     program = _templates_apart(program, fewer)
     ranks = {region.template: fewer.get(region.component, mesh.tp) for region in program.regions}
     whole = _of_shards(program) | _uses(program, lambda region, _: fewer.get(region.component) == 1)

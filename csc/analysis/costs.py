@@ -135,7 +135,8 @@ def region_costs(
 
     Those that `hardware.measured` has go before the model. zero, ranks: see `RegionCost.state_of`; with zero=3
     `gathered` is what they make whole where the region computes. fuse: seconds are those of functions that Inductor
-    compiled. mesh: over which collectives within a stage meet; None: those take no time.
+    compiled. mesh: over which collectives within a stage meet, and which components' ranks work for several replicas:
+    theirs are seconds and activations of a microbatch of each; None: collectives take no time.
     """
     stored = stored_dtypes(program)
     of_variant = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
@@ -145,6 +146,7 @@ def region_costs(
     if mesh is not None:
         others |= {one: exchanges.wires(mesh, hardware, one) for one, _ in mesh.own_ranks}
         others |= {one: exchanges.within(others.get(one, wires)) for one in mesh.held_in_copies}
+    sharers = {} if mesh is None else {one: mesh.dp // replicas for one, replicas in mesh.own_replicas}
     timed: dict[tuple[str, tuple[str, ...], str], Seconds] = {}
     found = []
     for region in program.regions:
@@ -155,15 +157,21 @@ def region_costs(
             works = works_of(variant, fuse)
             measured = hardware.measured.get(variant_key(variant, fuse)) if hardware.measured else None
             timed[key] = measured or _seconds(works, hardware, visible, others.get(region.component, wires))
-        times = timed[key]
+        several, (forward, backward_input, backward_weight) = sharers.get(region.component, 1), timed[key]
         found.append(
             RegionTimes(
-                region.name,
-                region.component,
-                *times,
-                **{name: getattr(cost, name) for name in ("has_b", "has_w", "saved", "stashed", "rematerialised")},
-                state=cost.state_of(zero, ranks),
-                gathered=cost.computed if zero >= 3 and ranks > 1 else 0,
+                name=region.name,
+                component=region.component,
+                forward=several * forward,
+                backward_input=several * backward_input,
+                backward_weight=several * backward_weight,
+                has_b=cost.has_b,
+                has_w=cost.has_w,
+                saved=cost.saved * several,
+                stashed=cost.stashed * several,
+                rematerialised=cost.rematerialised,
+                state=cost.state_of(zero, ranks // several),
+                gathered=cost.computed if zero >= 3 and ranks > several else 0,
             )
         )
     return found

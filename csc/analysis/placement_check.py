@@ -19,6 +19,7 @@ from torch import fx
 from csc.analysis.placements import ELSEWHERE, EQUAL, PART, UNKNOWN, Followed, Placement, said
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
+from csc.ir.own_ranks import on_fewer, on_more
 from csc.ir.program import Box, Parameter, Program, Region, Template, Variant
 from csc.ir.rank_entries import CONTEXT_GROUP
 from csc.ir.verifier import VerificationError
@@ -73,11 +74,10 @@ ALL = Over()
 
 def verify_on(mesh: Mesh, program: Program, after: str, checked: dict[str, CheckedGraphs]) -> None:
     """checked: by axis; grows."""
-    narrow = {component for component, ranks in mesh.own_ranks if ranks < mesh.tp}
-    wide = {component for component, _ in mesh.own_ranks} - narrow
-    whole = {component for component, tp in mesh.components if tp == 1} | wide
-    apart = {component for component, tp in mesh.components if tp < mesh.tp_ranks(component)} - narrow | wide
-    single = narrow
+    fewer, more = set(on_fewer(mesh)), set(on_more(mesh))
+    whole = {component for component, tp in mesh.components if tp == 1} | more
+    apart = {component for component, tp in mesh.components if tp < mesh.tp_ranks(component)} - fewer | more
+    single = fewer
     if mesh.division == mesh.tp:  # of which there are several at positions with more ranks alone
         single = {region.component for region in program.regions} - set(mesh.held_in_copies)
     asked = {ALL: apart} if mesh.copies == 1 else {

@@ -49,9 +49,10 @@ def check_by_layer(
     start = time.perf_counter()
     model = compiler.model
     staged = tuple((component, 1) for component, _ in options.mesh.own_ranks)  # they need stages of their own
+    mesh = replace(options.mesh, dp=1, pp=1 + len(staged), own_stages=staged, own_replicas=())
     alone = replace(
-        options, mesh=replace(options.mesh, dp=1, pp=1 + len(staged), own_stages=staged), cuts=None, stages=None,
-        placement=None, chunks=None, schedule="auto", memory=None, features=False,
+        options, mesh=mesh, cuts=None, stages=None, placement=None, chunks=None, schedule="auto", memory=None,
+        features=False,
     )  # fmt: skip
     whole = compiler.finished(ready[0], alone)
     left_out = kinds(whole)

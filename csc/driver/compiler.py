@@ -181,7 +181,7 @@ class Compiler:
                 return match, known
         match, captured = self._captured(microbatch, progress, whole)
         from_cache = any(captured is one for one in self.restored.values())
-        alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1))
+        alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1, own_replicas=()))
         begins = with_sizes_of(captured, split_batch(match.batch)[0])
         history = self.shared.history((from_cache, _key(match, undivided(alone))), begins, alone, progress)
         places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.runtime import own_samples
 from csc.runtime.batches import sizes
@@ -52,12 +53,25 @@ def place(mesh: Mesh) -> tuple[int, int]:
     """(dp_rank, dp_size): under torchrun the replica of this process' rank; one process alone runs all of them."""
     if not several_processes():
         return 0, 1
+    _refuse_own(mesh)
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
-    return mesh.replica(rank), mesh.dp
+    return mesh.replicas_of(rank)[0], mesh.dp
+
+
+def _refuse_own(mesh: Mesh) -> None:
+    """InputError if a rank works for several replicas: no process of its own has the samples of one."""
+    if mesh.own_replicas:
+        component, dp = mesh.own_replicas[0]
+        raise InputError(
+            f"{component} has dp={dp} in a mesh of {mesh.dp} replicas: its ranks work for several of them, and "
+            "none has a share of the samples of its own", "local",
+            "give every process the same global batch, without local=True, csc.balanced or dp_rank; or give "
+            f"{component} as many replicas",
+        )  # fmt: skip
 
 
 class Share:
-    """Of one step."""
+    """Of one step. InputError for samples of a replica's own where replicas share ranks."""
 
     def __init__(
         self, mesh: Mesh, microbatches: int, meeting: Meeting, local: bool, said: tuple[str, ...] = ()
@@ -65,7 +79,9 @@ class Share:
         self._meeting = meeting
         self._said = said
         self.own = local and meeting.group is not None
-        self._replicas = list(map(mesh.replica, range(mesh.size)))
+        if self.own:
+            _refuse_own(mesh)
+        self._replicas = [mesh.replicas_of(rank)[0] for rank in range(mesh.size)]
         self.parts = microbatches * (1 if self.own else mesh.dp)
 
     @property

@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from csc.errors import InputError
-from csc.ir.own_ranks import tp_ranks
+from csc.ir.own_ranks import check_dp, tp_ranks
+from csc.ir.own_replicas import fewer
 
 AXES = ("dp", "pp", "cp", "tp")
 OWN = (".tp", ".pp", ".dp", ".cp")  # behind the name of a component, its own
@@ -48,8 +49,9 @@ def check_own_tp(mesh: Any) -> None:
 
 def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Sizes of axes out of sizes by component: the mesh's are those of the component with the largest tp, of these the
-    one with the fewest replicas; others may have more replicas and fewer parts. Where several name pp, each has so many
-    stages of its own, which may have another number of ranks; else all are on the same ranks. make: a mesh of sizes.
+    one that is named last, as its stages are the last; others may have more replicas and fewer parts. Where several
+    name pp, each has so many stages of its own, which may have another number of ranks; else all are on the same ranks.
+    make: a mesh of sizes.
     """
     for name, sizes in meshes.items():
         if not isinstance(sizes, Mapping) or set(sizes) - set(AXES):
@@ -59,9 +61,7 @@ def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[s
             )  # fmt: skip
         for axis, size in sizes.items():
             check_size(f"axis {axis} of {name}", size)
-    largest = max(
-        meshes, key=lambda name: [meshes[name].get("tp", 1), meshes[name].get("cp", 1), -meshes[name].get("dp", 1)]
-    )
+    largest = max(reversed(list(meshes)), key=lambda name: [meshes[name].get("tp", 1), meshes[name].get("cp", 1)])
     staged = {name: sizes["pp"] for name, sizes in meshes.items() if "pp" in sizes}
     if largest not in staged and staged:  # the largest has what the others leave, which nobody has said
         name = next(iter(staged))
@@ -105,7 +105,7 @@ def own_words(mesh: Any) -> dict[str, int]:
     for name, ranks in mesh.own_ranks:
         replicas = mesh.dp * (mesh.cp if name in mesh.whole_sequences else 1)
         found[f"{name}.dp"] = replicas * ranks // tp.get(name, mesh.tp)
-    return found
+    return found | {f"{name}.dp": dp for name, dp in mesh.own_replicas}
 
 
 def own_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,11 +118,17 @@ def own_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
         check_own_cp(name, size, whole["cp"])
     apart = tuple(name for name, size in cp.items() if size < whole["cp"])
     replicas = {name: whole["dp"] * (whole["cp"] if name in apart else 1) for name in dp}
-    ranks = {name: tp_ranks(name, size, tp.get(name, whole["tp"]), replicas[name], whole["tp"])
-             for name, size in dp.items()}  # fmt: skip
+    ranks, shared = {}, {}
+    for name, size in dp.items():
+        own = tp.get(name, whole["tp"])
+        check_dp(name, size, own, replicas[name], whole["tp"])
+        if name not in apart and fewer(name, size, replicas[name]):
+            shared[name], ranks[name] = size, own
+        else:
+            ranks[name] = tp_ranks(name, size, own, replicas[name], whole["tp"])
     return {
         "components": tuple(tp.items()), "own_stages": tuple(pp.items()), "own_ranks": tuple(ranks.items()),
-        "whole_sequences": apart,
+        "own_replicas": tuple(shared.items()), "whole_sequences": apart,
     }  # fmt: skip
 
 

@@ -4,7 +4,8 @@ Terms: *dp* replicas of the data, *pp* pipeline stages, *cp* shards of a sequenc
 Ranks count through the axes in the order dp, pp, cp, tp, the last one fastest: with cp = tp = 1, rank =
 dp_index * pp + stage. Devices fill nodes in the order of ranks, so the last axes stand within a node. `order` puts pp
 elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, and stages on other nodes. A *narrow*
-position has fewer tp ranks than the mesh's tp, a *wide* one more; all of these stand in front.
+position has fewer tp ranks than the mesh's tp, a *wide* one more, the ranks of a *shared* one work for several replicas
+each; all of these stand in front.
 
     Mesh(dp=1, pp=1, cp=1, tp=1, order=AXES)    .size    .rank_of(dp, pp, cp, tp)    .coordinates(rank)
     .group(Group.DATA, rank)  .groups(Group.DATA)      lists of ranks: see csc.ir.groups
@@ -15,7 +16,9 @@ position has fewer tp ranks than the mesh's tp, a *wide* one more; all of these 
     .own_stages                                        and those with pipeline stages of their own, out of pp
     .whole_sequences                                   those with a cp of 1 beside the mesh's: ("vision_tower",)
     .own_ranks                                         of these those on fewer ranks, or more: (("vision_tower", 2),)
-    .width(position)  .receivers(rank, position)  .sender(rank, position)      what that makes of tp, and of messages
+    .own_replicas                                      and how many replicas, if fewer: (("vision_tower", 2),)
+    .width(position)  .sharers(position)  .receivers(rank, position)  .sender(rank, position)     what that makes of it
+    .served(rank, number) -> (replica, microbatch)     whose, of the microbatches of a rank's step
     Mesh.parse("pp=3,dp=2") -> Mesh
     Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
 """
@@ -29,10 +32,12 @@ from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 from csc.errors import InputError
-from csc.ir.component_meshes import AXES, OWN, check_own_tp, check_size, own_of, own_words, sizes_by_axis
+from csc.ir.component_meshes import AXES, OWN, own_of, own_words, sizes_by_axis
 from csc.ir.groups import Group
+from csc.ir.mesh_checks import check_mesh, plain_order
 from csc.ir.mesh_words import order_of, sizes_of_device_mesh, sizes_of_text
-from csc.ir.own_ranks import check_own_ranks, in_front
+from csc.ir.own_ranks import check_own_ranks, in_order
+from csc.ir.own_replicas import check_order, check_own_replicas, in_front
 from csc.ir.rank_numbers import RankNumbers
 
 
@@ -60,7 +65,9 @@ class Mesh:
         own_stages: Components with pipeline stages of their own, and how many of the pp; the others share the rest, or
             if nothing is left those of the last one.
         own_ranks: Of these, components on fewer ranks or more, and how many tp ranks each replica has at their stages.
-            They stand in this order, which matters only where these numbers differ.
+            They stand in this order, which matters only where their ranks differ.
+        own_replicas: Of these, components with fewer replicas than the mesh, and how many: each of their ranks works
+            for as many of the mesh's, one after the other.
         whole_sequences: Components with a cp of 1, and this: the ranks of cp share out its samples.
         ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
@@ -78,53 +85,21 @@ class Mesh:
     components: tuple[tuple[str, int], ...] = ()
     own_stages: tuple[tuple[str, int], ...] = ()
     own_ranks: tuple[tuple[str, int], ...] = ()
+    own_replicas: tuple[tuple[str, int], ...] = ()
     whole_sequences: tuple[str, ...] = ()
 
     AXES: ClassVar[tuple[str, ...]] = AXES
 
     def __post_init__(self) -> None:
-        for axis in self.AXES:
-            check_size(f"axis {axis}", getattr(self, axis))
-        if self.ranks is not None:
-            check_size("ranks", self.ranks)
-            if any(getattr(self, axis) > 1 for axis in self.AXES):
-                given = replace(self, ranks=None)
-                raise InputError(
-                    f"the mesh has ranks={self.ranks}, for csc to choose the axes, and {given} too", "mesh",
-                    "Give either: csc.Mesh(ranks=...) alone, or the sizes of the axes",
-                )  # fmt: skip
-        if sorted(self.order) != sorted(self.AXES) or [a for a in self.order if a != "pp"] != ["dp", "cp", "tp"]:
-            raise InputError(
-                f"the order of ranks is {'-'.join(map(str, self.order))}", "mesh",
-                "Name dp, cp and tp in this order, and pp where it should be: pp-dp-cp-tp",
-            )  # fmt: skip
-        for component, tp in self.components:
-            check_size(f"axis tp of {component}", tp)
-        check_own_tp(self)
-        for component, pp in self.own_stages:
-            check_size(f"axis pp of {component}", pp)
-        told = sum(pp for _, pp in self.own_stages)
-        if told > self.pp or (told == self.pp and len(self.own_stages) == 1):
-            named = ", ".join(f"{component}.pp={pp}" for component, pp in self.own_stages)
-            raise InputError(
-                f"{named} leaves none of pp={self.pp} for the other components", "mesh",
-                "pp counts all stages: name each component that has some, or leave at least one for the others",
-            )  # fmt: skip
-        object.__setattr__(self, "order", self._plain_order())
+        check_mesh(self)
+        object.__setattr__(self, "own_replicas", tuple(sorted(one for one in self.own_replicas if one[1] != self.dp)))
+        object.__setattr__(self, "order", plain_order(self))
         object.__setattr__(self, "components", tuple(sorted(self.components)))
         object.__setattr__(self, "own_stages", tuple(sorted(self.own_stages)))
-        object.__setattr__(self, "own_ranks", in_front([one for one in self.own_ranks if one[1] != self.tp]))
+        object.__setattr__(self, "own_ranks", in_order(self))
         object.__setattr__(self, "whole_sequences", tuple(sorted(self.whole_sequences)) if self.cp > 1 else ())
+        check_own_replicas(self)
         check_own_ranks(self)
-
-    def _plain_order(self) -> tuple[str, ...]:
-        """The order, with axes of size 1 where they stand by default."""
-        ahead = [axis for axis in self.order[: self.order.index("pp")] if getattr(self, axis) > 1]
-        if self.pp == 1 or ahead == ["dp"] or not (ahead or self.dp > 1):
-            return self.AXES
-        rest = ("dp", "cp", "tp")
-        place = rest.index(ahead[-1]) + 1 if ahead else 0
-        return (*rest[:place], "pp", *rest[place:])
 
     @property
     def is_open(self) -> bool:
@@ -134,29 +109,36 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        of, stages = dict(self.own_ranks), dict(self.own_stages)
-        more = sum((width - self.tp) * stages[name] for name, width in of.items())
-        return self.ranks or self.dp * self.cp * (self.pp * self.tp + more)
+        return self.ranks or self.cp * sum(replicas * width for replicas, width in self._extents)
 
     @cached_property
-    def _widths(self) -> tuple[int, ...]:
-        of, stages = dict(self.own_ranks), dict(self.own_stages)
-        in_front = [width for name, width in of.items() for _ in range(stages[name])]
-        return (*in_front, *[self.tp] * (self.pp - len(in_front)))
+    def _extents(self) -> tuple[tuple[int, int], ...]:
+        """By position: replicas, and tp ranks of each."""
+        stages = dict(self.own_stages)
+        ahead = [extent for name, extent in in_front(self).items() for _ in range(stages[name])]
+        return (*ahead, *[(self.dp, self.tp)] * (self.pp - len(ahead)))
 
     @cached_property
     def _numbers(self) -> RankNumbers:
-        return RankNumbers({axis: getattr(self, axis) for axis in self.AXES}, self.order, self._widths)
+        return RankNumbers(self.order, [{"dp": dp, "cp": self.cp, "tp": tp} for dp, tp in self._extents])
 
     def width(self, position: int) -> int:
-        """How many tp ranks there are at an index on the pp axis.
+        """How many tp ranks of a replica there are at an index on the pp axis. IndexError: there is none."""
+        return self.extent(position)[1]
+
+    def sharers(self, position: int) -> int:
+        """How many replicas each rank at an index on the pp axis works for. IndexError: there is none."""
+        return self.dp // self.extent(position)[0]
+
+    def extent(self, position: int) -> tuple[int, int]:
+        """How many replicas there are at an index on the pp axis, and tp ranks of each.
 
         Raises:
             IndexError: There is no such position.
         """
         if not 0 <= position < self.pp:
             raise IndexError(f"pp index {position} is outside 0..{self.pp - 1} of {self}")
-        return self._widths[position]
+        return self._extents[position]
 
     def rank_of(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Rank at these coordinates.
@@ -165,8 +147,9 @@ class Mesh:
             IndexError: They lie outside the mesh.
         """
         at = Coordinates(dp, pp, cp, tp)
-        for axis in self.AXES:
-            index, size = getattr(at, axis), self.width(pp) if axis == "tp" else getattr(self, axis)
+        replicas, width = self.extent(pp)
+        for axis, size in zip(self.AXES, (replicas, self.pp, self.cp, width), strict=True):
+            index = getattr(at, axis)
             if not 0 <= index < size:
                 raise IndexError(f"{axis} index {index} is outside 0..{size - 1} of {self}")
         return self._numbers.number(dp, pp, cp, tp)
@@ -187,18 +170,30 @@ class Mesh:
             raise IndexError(f"rank {rank} is outside 0..{self.size - 1} of {self}")
         return Coordinates(**self._numbers.place(rank))
 
-    def receivers(self, rank: int, position: int) -> tuple[int, ...]:
-        """The ranks at a position to which a rank sends what it has made for the stages there: its counterpart; to a
-        position with more ranks all whose counterpart it is; to one with fewer nobody, where another has the same to
-        send.
+    def served(self, rank: int, number: int) -> tuple[int, int]:
+        """The replica, and its microbatch, of a microbatch of a rank's step: those of the replicas that it works for
+        are numbered in turns.
         """
-        at, there = self.coordinates(rank), self.width(position)
-        return tuple(self.rank_of(at.dp, position, at.cp, tp) for tp in range(at.tp, there, self.width(at.pp)))
-
-    def sender(self, rank: int, position: int) -> int:
-        """The rank at a position from which a rank receives."""
         at = self.coordinates(rank)
-        return self.rank_of(at.dp, position, at.cp, at.tp % self.width(position))
+        microbatch, place = divmod(number, self.sharers(at.pp))
+        return at.dp * self.sharers(at.pp) + place, microbatch
+
+    def receivers(self, rank: int, position: int, replica: int | None = None) -> tuple[int, ...]:
+        """The ranks of a replica at a position to which a rank sends what it has made for the stages there: its
+        counterpart; to a position with more ranks all whose counterpart it is; to one with fewer nobody, where another
+        has the same to send. replica: None: the first that it works for.
+        """
+        at, there, dp = self.coordinates(rank), self.width(position), self._at(rank, position, replica)
+        return tuple(self.rank_of(dp, position, at.cp, tp) for tp in range(at.tp, there, self.width(at.pp)))
+
+    def sender(self, rank: int, position: int, replica: int | None = None) -> int:
+        """The rank at a position from which a rank receives what is of a replica; None: the first."""
+        at = self.coordinates(rank)
+        return self.rank_of(self._at(rank, position, replica), position, at.cp, at.tp % self.width(position))
+
+    def _at(self, rank: int, position: int, replica: int | None) -> int:
+        """The index on the dp axis of the ranks at a position that work for a replica."""
+        return (self.replicas_of(rank)[0] if replica is None else replica) // self.sharers(position)
 
     def group(self, what: Group, rank: int, positions: Sequence[int] | None = None) -> tuple[int, ...]:
         """The ranks of the group of this kind that `rank` is in, ascending.
@@ -212,16 +207,17 @@ class Mesh:
         Raises:
             IndexError: The mesh has no such rank.
         """
-        return self._group(what, self.coordinates(rank), positions)
+        return self._group(what, self.coordinates(rank)._replace(dp=self.replicas_of(rank)[0]), positions)
 
     def _group(self, what: Group, at: Coordinates, positions: Sequence[int] | None) -> tuple[int, ...]:
-        """at: of a rank, or of one that would be there if its position had as many as any."""
-        dp, cp = (range(getattr(self, axis)) if axis in what.along else (getattr(at, axis),) for axis in ("dp", "cp"))
+        """at: of a rank, or of one that would be there if its position had as many as any; its dp is a replica."""
+        cp = range(self.cp) if "cp" in what.along else (at.cp,)
         everywhere, number = range(self.pp) if "pp" in what.along else (at.pp,), self._numbers.number
         found = tuple(
             number(d, p, c, t)
             for p in (everywhere if positions is None else positions)
-            for d, c, t in product(dp, cp, self._parts_of_layers(what, at.tp, p))
+            for d in (range(self.extent(p)[0]) if "dp" in what.along else (at.dp // self.sharers(p),))
+            for c, t in product(cp, self._parts_of_layers(what, at.tp, p))
         )  # fmt: skip
         return tuple(sorted(found)) if positions is None else found
 
@@ -230,7 +226,9 @@ class Mesh:
         rank there) is in one of them.
         """
         inside = (*what.along, *(["pp"] if positions is not None else []))
-        dp, pp, cp = (range(1 if axis in inside else getattr(self, axis)) for axis in self.AXES[:-1])
+        pp, cp = (range(1 if axis in inside else getattr(self, axis)) for axis in ("pp", "cp"))
+        each = [1 if "pp" in inside else self.sharers(p) for p in pp]  # replicas that have a group in common
+        replicas = self.dp if "dp" not in inside else 1
         firsts = []
         for p in pp:
             widest = max(positions or (range(self.pp) if "pp" in inside else [p]), key=self.width)
@@ -238,7 +236,8 @@ class Mesh:
             firsts.append(sorted({self._parts_of_layers(what, part, widest)[0] for part in parts}))
         return tuple(
             self._group(what, Coordinates(d, p, c, part), positions)
-            for d, p, c in product(dp, pp, cp)
+            for d, p, c in product(range(replicas), pp, cp)
+            if d % each[p] == 0
             for part in firsts[p]
         )
 
@@ -290,13 +289,15 @@ class Mesh:
         """Of the samples of a step each of these has its share."""
         return tuple(range(self.dp))
 
-    def replica(self, rank: int) -> int:
-        """Whose samples a rank is given.
+    def replicas_of(self, rank: int) -> range:
+        """Whose samples a rank works on.
 
         Raises:
             IndexError: The mesh has no such rank.
         """
-        return self.coordinates(rank).dp
+        at = self.coordinates(rank)
+        several = self.sharers(at.pp)
+        return range(at.dp * several, (at.dp + 1) * several)
 
     def shard(self, rank: int) -> int:
         """Which of the tensor-parallel parts of its layers a rank has.
@@ -308,7 +309,8 @@ class Mesh:
 
     def sizes(self, what: Group) -> tuple[int, ...]:
         """Of the axes along which groups of this kind run; of tp the most that a position has."""
-        return tuple(max(self._widths) if axis == "tp" else getattr(self, axis) for axis in what.along)
+        sizes = {axis: getattr(self, axis) for axis in what.along if axis != "tp"}
+        return tuple(max(width for _, width in self._extents) if a == "tp" else sizes[a] for a in what.along)
 
     def orders(self) -> list[Mesh]:
         """This mesh, and those of its sizes whose ranks count in another order; tp stays the fastest."""
@@ -376,4 +378,4 @@ class Mesh:
         if "order" not in sizes:
             return found
         larger = [axis for axis in cls.AXES if getattr(found, axis) > 1]
-        return replace(found, order=order_of(str(sizes["order"]), larger))
+        return replace(found, order=check_order(found, order_of(str(sizes["order"]), larger)))

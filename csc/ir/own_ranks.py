@@ -4,25 +4,30 @@ Terms: of a component with pipeline stages of its own `dp * tp` may be less than
 positions of its stages are *narrow*, or *wide*. There each replica of the mesh has so many tp ranks as divide those
 that it has elsewhere, or are a multiple of them.
 
+    check_dp(component, dp, own)                         InputError for what is no size
     tp_ranks(component, dp, own, replicas, tp) -> int    of each replica, for a component's own dp and tp
     check_own_ranks(mesh)                                InputError for ranks that cannot be
-    in_front(own_ranks)                                  in the order of their stages: as given, where numbers differ
+    in_order(mesh) -> own_ranks                          in the order of their stages: as given, where these differ
+    on_fewer(mesh), on_more(mesh) -> {component: ranks}       those with fewer tp ranks than the mesh, with more
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from csc.errors import InputError
 
 
-def tp_ranks(component: str, dp: Any, own: Any, replicas: int, tp: int) -> int:
-    """InputError if the replicas do not have as many each. What is no size is left to who checks sizes."""
-    if not all(isinstance(size, int) and size > 0 for size in (dp, own, replicas, tp)):
+def check_dp(component: str, dp: Any, own: Any, *whole: Any) -> None:
+    """InputError for what is no size."""
+    if not all(isinstance(size, int) and size > 0 for size in (dp, own, *whole)):
         raise InputError(
             f"{component} has dp={dp!r} and tp={own!r}", "mesh", "Every axis needs a whole number of at least 1"
         )
+
+
+def tp_ranks(component: str, dp: int, own: int, replicas: int, tp: int) -> int:
+    """InputError if the replicas do not have as many each."""
     if dp * own % replicas:
         raise InputError(
             f"{component} has dp * tp = {dp * own} ranks in a mesh of {replicas} replicas", "mesh",
@@ -31,10 +36,23 @@ def tp_ranks(component: str, dp: Any, own: Any, replicas: int, tp: int) -> int:
     return dp * own // replicas
 
 
-def in_front(own_ranks: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+def in_order(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """See the module. Those with fewer replicas are among them, though they have as many tp ranks as the mesh."""
+    dp, given = dict(mesh.own_replicas), dict(mesh.own_ranks)
+    given |= {name: mesh.tp for name in dp if name not in given}
+    found = [(name, ranks) for name, ranks in given.items() if ranks != mesh.tp or name in dp]
+    alike = len({(ranks, dp.get(name, mesh.dp)) for name, ranks in found}) < 2
+    return tuple(sorted(found) if alike else found)
+
+
+def on_fewer(mesh: Any) -> dict[str, int]:
     """See the module."""
-    alike = len({ranks for _, ranks in own_ranks}) < 2
-    return tuple(sorted(own_ranks) if alike else own_ranks)
+    return {component: ranks for component, ranks in mesh.own_ranks if ranks < mesh.tp}
+
+
+def on_more(mesh: Any) -> dict[str, int]:
+    """See the module."""
+    return {component: ranks for component, ranks in mesh.own_ranks if ranks > mesh.tp}
 
 
 def check_own_ranks(mesh: Any) -> None:

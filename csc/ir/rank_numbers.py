@@ -1,6 +1,6 @@
-"""How ranks are numbered on a mesh, some positions of which may have fewer tp ranks than others.
+"""How ranks are numbered on a mesh, some positions of which may have fewer ranks than others.
 
-numbers = RankNumbers(sizes, order, widths)      sizes by axis; widths: of tp, by position on the pp axis
+numbers = RankNumbers(order, sizes)      sizes by axis, for each position on the pp axis
 .count                          of all ranks
 .number(dp, pp, cp, tp) -> rank           .place(rank) -> {axis: index}        unchecked
 """
@@ -14,12 +14,12 @@ from itertools import accumulate
 
 
 class RankNumbers:
-    """Ranks count through the axes in their order, the last one fastest. With different widths tp comes behind pp."""
+    """Ranks count through the axes in their order, the last one fastest. An axis whose sizes differ comes behind pp."""
 
-    def __init__(self, sizes: Mapping[str, int], order: Sequence[str], widths: Sequence[int]) -> None:
+    def __init__(self, order: Sequence[str], sizes: Sequence[Mapping[str, int]]) -> None:
         place = order.index("pp")
         self._slower, self._faster = order[:place], order[place + 1 :]  # than pp
-        self._sizes = [{**sizes, "tp": width} for width in widths]
+        self._sizes = sizes
         each = (math.prod(of[axis] for axis in self._faster) for of in self._sizes)
         self._starts = (0, *accumulate(each))  # of positions, for one index of the slower axes
         self._strides = [self._apart(of) for of in self._sizes]

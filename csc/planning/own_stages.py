@@ -1,6 +1,6 @@
 """Stages of which some belong to one component alone.
 
-own_stages(problem, own, first) -> [units of each stage]      own: (component, stages) pairs; first: (component, ranks)
+own_stages(problem, own, first) -> [units of each stage]      own: (component, stages) pairs; first: (component, extent)
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ NANOSECOND = 1e-9
 
 
 def own_stages(
-    problem: Problem, own: Sequence[tuple[str, int]], first: Sequence[tuple[str, int]] = ()
+    problem: Problem, own: Sequence[tuple[str, int]], first: Sequence[tuple[str, object]] = ()
 ) -> list[list[int]]:  # fmt: skip
     """The units of each of `problem.ranks` stages: those of a named component in as many stages of its own, in front of
     the stages of all others. If no stage is left for the others, they share those of the last component. Within both
     the largest sum of F, B and W is as small as it can be. first: components whose stages stand in front of those of
-    the others, with their numbers of ranks; in this order, if these differ.
+    the others, with how many ranks each has; in this order, if these differ.
 
     InputError for a component that is not there, has fewer units than stages, or reads what stages behind make.
     """
@@ -61,7 +61,7 @@ def _refuse_readers(problem: Problem, name: str, in_front: Collection[int], ahea
             if name in ahead:
                 remedy = (
                     f"components on another number of ranks than the mesh's stand in front: let the mesh's be those of "
-                    f"{name}, and give what it reads more ranks or fewer, with tp=1"
+                    f"{name} (of a dict those of the component named last), or put what it reads on another number too"
                 )
             if maker.component in ahead:
                 remedy = f"name dp of {maker.component} in front of that of {name}: so do their stages stand"

@@ -64,7 +64,10 @@ def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
     for rank in range(options.mesh.pp):
         stages = [stage for stage in program.stages if stage.rank == rank]
         own = [costs[variant[name]] for stage in stages for name in stage.regions]
-        parameters, gradients, optimizer = (sum(size) for size in zip(*(one.held(options.zero, ranks) for one in own)))
+        replicas = ranks // options.mesh.sharers(rank)
+        parameters, gradients, optimizer = (
+            sum(size) for size in zip(*(one.held(options.zero, replicas) for one in own))
+        )
         here = {stage.index for stage in stages}
         found.append(
             RankMemory(

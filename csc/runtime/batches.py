@@ -26,6 +26,7 @@ import torch
 
 from csc.errors import InputError
 from csc.runtime.loaded_program import LoadedProgram, read_tensors
+from csc.runtime.rank import Rank
 from csc.runtime.saving import digest as tensor_digest
 from csc.runtime.specs import InputSpec, Manifest
 from csc.runtime.words import Said
@@ -48,6 +49,11 @@ class Microbatches:
 
     of: Mapping[int, Sequence[Microbatch]]
     whole: bool
+
+    def of_rank(self, rank: Rank) -> list[Microbatch]:
+        """Those of a rank's step, as it numbers them."""
+        count = rank.program.manifest.microbatches * len(rank.replicas)
+        return [self.of[replica][mb] for replica, mb in map(rank.served, range(count))]
 
     @property
     def all(self) -> list[Microbatch]:

@@ -144,7 +144,7 @@ class Distributed:
     # messages
 
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
-        peers = self._receivers(message.destination)
+        peers = self._receivers(message.destination, microbatch)
         if not peers:
             return
         what = str(Action.send(message.channel, microbatch))
@@ -163,7 +163,7 @@ class Distributed:
         queue.append(sending)
 
     def post(self, message: MessageSpec, microbatch: int) -> None:
-        peer = self._sender(message.source)
+        peer = self._sender(message.source, microbatch)
         what = str(Action.recv(message.channel, microbatch))
         receipts: list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]] = []
         for spec in message.values:
@@ -181,7 +181,7 @@ class Distributed:
     def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor]:
         if (message.channel, microbatch) not in self._posted:
             self.post(message, microbatch)
-        peer = self._sender(message.source)
+        peer = self._sender(message.source, microbatch)
         what = str(Action.recv(message.channel, microbatch))
         waits = ", ".join(spec.name for spec in message.values)
         values = {}
@@ -201,11 +201,13 @@ class Distributed:
         while self._left:
             self._await_sends(self._left.pop(0))
         for channel, queue in self._sending.items():
-            self._release(channel, max((one.microbatch for one in queue), default=0))
+            while queue:
+                self._release(channel, queue[-1].microbatch)
 
     def _release(self, channel: Message, microbatch: int) -> None:
-        queue = self._sending.get(channel, [])
-        for sending in [s for s in queue if s.microbatch <= microbatch]:
+        """Wait for the sends of a replica's microbatches up to this one, which its rank has taken by now."""
+        queue, replica = self._sending.get(channel, []), self._replica(microbatch)
+        for sending in [s for s in queue if s.microbatch <= microbatch and self._replica(s.microbatch) == replica]:
             for peer, work in sending.works:
                 self._guard(work.wait, str(Action.send(channel, sending.microbatch)), peer)
             queue.remove(sending)
@@ -325,11 +327,15 @@ class Distributed:
 
     # peers
 
-    def _receivers(self, stage: int) -> tuple[int, ...]:
-        return self._manifest.mesh.receivers(self.rank, self._manifest.stages[stage].rank)
+    def _receivers(self, stage: int, microbatch: int) -> tuple[int, ...]:
+        return self._manifest.mesh.receivers(self.rank, self._manifest.stages[stage].rank, self._replica(microbatch))
 
-    def _sender(self, stage: int) -> int:
-        return self._manifest.mesh.sender(self.rank, self._manifest.stages[stage].rank)
+    def _sender(self, stage: int, microbatch: int) -> int:
+        return self._manifest.mesh.sender(self.rank, self._manifest.stages[stage].rank, self._replica(microbatch))
+
+    def _replica(self, microbatch: int) -> int:
+        """Whose a microbatch of this rank's step is."""
+        return self._manifest.mesh.served(self.rank, microbatch)[0]
 
     def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None, waits: str = "") -> Any:
         """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost. waits: what for, in words;

@@ -62,8 +62,9 @@ class RankEncoding:
 
     def run(self, computes: int) -> None:
         """What it encodes after so many F, B and W of its own."""
+        (replica,) = self.rank.replicas  # programs whose replicas share ranks encode nothing ahead
         for mb in self.whole.orders[self.rank.position].get(computes, ()):
-            place = (self.rank.replica, mb)
+            place = (replica, mb)
             if place in self.whole.values:
                 self.made[place] = self.whole.make(place)
 
@@ -80,10 +81,11 @@ class RankEncoding:
         if here not in readers:
             return
         self.whole.arrived.update(self.made)
+        (replica,) = self.rank.replicas
         coming = [
-            ((self.rank.replica, mb), self._message((self.rank.replica, mb), maker, here))
+            ((replica, mb), self._message((replica, mb), maker, here))
             for mb, maker in sorted(_makers(self.whole.orders).items())
-            if maker != here and (self.rank.replica, mb) in self.whole.values
+            if maker != here and (replica, mb) in self.whole.values
         ]
         for place, message in coming:
             endpoint.post(message, manifest.microbatches + place[1])

@@ -229,7 +229,7 @@ def step(
     within: Within = nullcontext,
     encoding: RankEncoding | None = None,
 ) -> Generator[str, None, StepResult]:
-    """One step of one rank: all its actions on its replica's microbatches. `weights` are detached tensors by
+    """One step of one rank: all its actions on its replicas' microbatches. `weights` are detached tensors by
     name, with zero=3 this rank's shards; `drawn`: see csc.runtime.seeds.
 
     whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
@@ -240,7 +240,7 @@ def step(
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
     rank, manifest = whole, whole.program.manifest
-    actions = rank.program.schedule.ranks[rank.position]
+    actions = rank.actions
     microbatches = [context_group.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
     if rank.met:
         numbers = {name: met.number for name, met in rank.met.items()}

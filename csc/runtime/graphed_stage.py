@@ -68,7 +68,7 @@ class GraphedStage:
         self._plain = rank.functions[spec.stage]
         self._rank, self._stage, self._room = rank.rank, spec.stage, room
         self._specs = [one.local for one in rank.program.manifest.parameters if spec.stage in one.stages]
-        self._most = in_flight(rank.program.schedule.ranks[rank.position], spec.stage)
+        self._most = in_flight(rank.actions, spec.stage)
         self.refused: dict[str, str] = {}
         self._work = RecordedWork(
             self._plain, room.recorder, room.shared, rank.device, self._refuse, self.refused, room.places

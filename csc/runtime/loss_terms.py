@@ -63,7 +63,7 @@ class Losses:
 def weights(
     ranks: Sequence[Rank], microbatches: Sequence[Mapping[str, torch.Tensor]]
 ) -> Generator[str, None, dict[int, float]]:
-    """The weight of each of this replica's microbatches. With one microbatch and dp = 1 it is exactly 1.0, and nothing
+    """The weight of each of a rank's microbatches. With one microbatch and dp = 1 it is exactly 1.0, and nothing
     is counted.
 
     ranks: this rank in the program of each microbatch.
@@ -113,7 +113,7 @@ def combine(
     rank: Rank, losses: Mapping[int, torch.Tensor], weights: Mapping[int, float], counts: StepCounts
 ) -> Generator[str, None, Losses]:
     """Give every rank every microbatch's weighted loss. A microbatch of weight 0 counts 0, though its own
-    mean is NaN. counts: of the rank's own replica.
+    mean is NaN. counts: of the rank's own replicas.
     """
     manifest = rank.program.manifest
     count, counts_once = manifest.microbatches, rank.group(Group.TENSOR)[0] == rank.rank
@@ -127,7 +127,8 @@ def combine(
         row[dtype_at + 1 :] = map(float, astuple(counts))
     for mb, loss in losses.items():
         if weights[mb] != 0 and counts_once:
-            row[rank.replica * count + mb] = float(loss) * weights[mb]
+            replica, own = rank.served(mb)
+            row[replica * count + own] = float(loss) * weights[mb]
         if rank.group(Group.POSITION)[0] == rank.rank and mb == 0:
             row[dtype_at] = float(_DTYPES.index(loss.dtype))
     whole = torch.tensor(row, dtype=torch.float64, device=rank.device)

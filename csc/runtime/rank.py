@@ -1,7 +1,8 @@
 """A rank: one position of the mesh with what it needs to run its part of a program.
 
-Terms: a rank's *replica* is its index on the dp axis, its *position* the one on the pp axis, its *cp rank* and
-*tp rank* those on the cp and the tp axis.
+Terms: a rank's *position* is its index on the pp axis, its *cp rank* and *tp rank* those on the cp and the tp axis, its
+*replicas* those whose samples it works on. They are one, but at a position that replicas share: there the rank does
+each action of the schedule for all of them, and numbers their microbatches in turns.
 
     Rank(program, rank, functions, endpoint, constants, device, visibility, met)
 """
@@ -17,8 +18,10 @@ import torch
 
 from csc.ir.groups import Group
 from csc.ir.mesh import Coordinates
+from csc.ir.schedule import Action
 from csc.runtime.loaded_program import LoadedProgram, StageFunctions, Visibility
 from csc.runtime.made_once import Constants
+from csc.runtime.shared_actions import repeated
 from csc.runtime.specs import ContextSpec, StageSpec
 from csc.runtime.tensor_group import Met
 from csc.runtime.transport import Endpoint
@@ -52,10 +55,19 @@ class Rank:
         """The stages that it runs, in order."""
         return self.program.manifest.stages_of(self.position)
 
-    @property
-    def replica(self) -> int:
-        """Index on the dp axis."""
-        return self._at.dp
+    @cached_property
+    def replicas(self) -> range:
+        """Whose samples it works on."""
+        return self.program.manifest.mesh.replicas_of(self.rank)
+
+    def served(self, number: int) -> tuple[int, int]:
+        """The replica, and its microbatch, of a microbatch of this rank's step."""
+        return self.program.manifest.mesh.served(self.rank, number)
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """What it does in a step."""
+        return repeated(self.program.schedule.ranks[self.position], len(self.replicas))
 
     @property
     def cp_rank(self) -> int:

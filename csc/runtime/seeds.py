@@ -37,14 +37,14 @@ def draw() -> int:
 
 
 def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Generator[str, None, list[Batch]]:
-    """The microbatches of this rank's replica, each with its seed; as they are if the program draws nothing."""
+    """The microbatches of a rank's step, each with its seed; as they are if the program draws nothing."""
     manifest = rank.program.manifest
     if not manifest.random:
         return list(microbatches)
     step = torch.tensor([drawn if rank.rank == 0 else 0], dtype=torch.int64, device=rank.device)
     yield from wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers")
-    first = rank.replica * len(microbatches)
-    return [{**batch, RANDOM: of_microbatch(int(step), first + i)} for i, batch in enumerate(microbatches)]
+    places = [replica * manifest.microbatches + mb for replica, mb in map(rank.served, range(len(microbatches)))]
+    return [{**batch, RANDOM: of_microbatch(int(step), place)} for place, batch in zip(places, microbatches)]
 
 
 def of_microbatch(drawn: int, index: int) -> torch.Tensor:

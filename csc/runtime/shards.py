@@ -84,9 +84,8 @@ class Shards:
         self._mesh, self._device, self._transport = mesh, device, transport
         self._alone = len(transport.ranks) == mesh.size
         self._shard = mesh.shard(transport.ranks[0])
-        data = mesh.group(Group.DATA, transport.ranks[0])
-        self._ranks, self._index = len(data), data.index(transport.ranks[0])
-        self._shards = zero >= 3 and self._ranks > 1
+        self._index = mesh.group(Group.DATA, transport.ranks[0]).index(transport.ranks[0])
+        self._zero = zero
         self._sources: dict[str, Source] = {}
 
     def box(self, spec: ParameterSpec) -> Box | None:
@@ -102,13 +101,18 @@ class Shards:
 
     def in_shards(self, spec: ParameterSpec) -> bool:
         """With zero=3, but for numbers without dimensions."""
-        return self._shards and bool(spec.shape)
+        return self._ranks(spec) > 1 and bool(spec.shape)
+
+    def _ranks(self, spec: ParameterSpec) -> int:
+        """How many data-parallel ranks have a shard of it."""
+        return self._mesh.extent(spec.owner)[0] * self._mesh.cp if self._zero >= 3 else 1
 
     def _boxes(self, spec: ParameterSpec, box: Box) -> list[Box]:
         """What the data-parallel ranks hold of a box, in their order."""
         if not self.in_shards(spec):
             return [box]
-        return [part(box, *shard_of(spec.local.shape, self._ranks, place)) for place in range(self._ranks)]
+        ranks = self._ranks(spec)
+        return [part(box, *shard_of(spec.local.shape, ranks, place)) for place in range(ranks)]
 
     def divides(self, boxes: Sequence[Box]) -> bool:
         """Whether ranks of this process hold different parts of a parameter that it keeps whole."""
@@ -121,7 +125,7 @@ class Shards:
         if not self._alone or not self.in_shards(spec):
             return tensor
         place = rank.group(Group.DATA).index(rank.rank)
-        return seen(tensor, shard_of(spec.local.shape, self._ranks, place))
+        return seen(tensor, shard_of(spec.local.shape, self._ranks(spec), place))
 
     def parameters(
         self, program: LoadedProgram, specs: Sequence[ParameterSpec], given: Given, kept: Mapping[str, Kept]

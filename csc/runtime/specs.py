@@ -240,10 +240,10 @@ class Manifest:
     @property
     def divided(self) -> list[bool]:
         """Of which stages data-parallel ranks divide the parameters, so that GATHER makes them whole."""
-        if self.zero < 3 or math.prod(self.mesh.sizes(Group.DATA)) == 1:
+        if self.zero < 3:
             return [False] * len(self.stages)
-        having = {stage for one in self.parameters if one.shape for stage in one.stages}
-        return [stage.stage in having for stage in self.stages]
+        having, mesh = {stage for one in self.parameters if one.shape for stage in one.stages}, self.mesh
+        return [mesh.extent(stage.rank)[0] * mesh.cp > 1 and stage.stage in having for stage in self.stages]
 
     @cached_property
     def flops(self) -> float:

@@ -14,12 +14,13 @@ import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from csc.ir.groups import Group
-from csc.ir.schedule import parse
+from csc.ir.schedule import Action, parse
 from csc.runtime.executor import Timed
 from csc.runtime.specs import Manifest
 from csc.runtime.texts import gathered_texts
@@ -54,12 +55,34 @@ def gathered(traces: Traces) -> dict[int, list[Timed]]:
 def timeline(traces: Traces, manifest: Manifest, name: str = "measured") -> Timeline:
     """The timeline of replica 0: traces by rank of the mesh. What memory was in use is not recorded."""
     mesh = manifest.mesh
-    rows = [traces[rank] for rank in mesh.group(Group.PIPELINE, 0)]
+    rows = [_of_first(traces[rank], mesh.sharers(position))
+            for position, rank in enumerate(mesh.group(Group.PIPELINE, 0))]  # fmt: skip
     zero = min((timed.start for row in rows for timed in row), default=0.0)
     ranks = tuple(
         tuple(Event(position, t.action, t.start - zero, t.end - zero) for t in row) for position, row in enumerate(rows)
     )
     return Timeline(name, ranks, _transfers(ranks, manifest), ((),) * mesh.pp, (0.0,) * mesh.pp)
+
+
+def _of_first(trace: Sequence[Timed], replicas: int) -> list[Timed]:
+    """What a rank did for replica 0, in the numbers of its schedule. Where several share the rank, a compute lasts
+    until it is done for all of them.
+    """
+    if replicas == 1:
+        return list(trace)
+    found: list[Timed] = []
+    ends: dict[Action, int] = {}  # where the compute of a microbatch stands
+    for timed in trace:
+        action, place = timed.action, timed.action.microbatch % replicas
+        if action.microbatch >= 0:
+            action = action._replace(microbatch=action.microbatch // replicas)
+        if action in ends:
+            found[ends[action]] = replace(found[ends[action]], end=timed.end)
+        elif action.computes or place == 0 or action.microbatch < 0:
+            if action.computes:
+                ends[action] = len(found)
+            found.append(replace(timed, action=action))
+    return found
 
 
 def record(path: Path, traces: Traces, manifest: Manifest, name: str) -> None:

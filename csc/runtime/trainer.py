@@ -138,7 +138,7 @@ class Trainer:
     @property
     def replicas(self) -> frozenset[int]:
         """Of this process' ranks."""
-        return frozenset(rank.replica for rank in self._ranks)
+        return frozenset(replica for rank in self._ranks for replica in rank.replicas)
 
     @property
     def reads_features(self) -> bool:
@@ -216,10 +216,10 @@ class Trainer:
             )
         self.own.check_step("train_step")
         alone = isinstance(self.transport, InProcess)
-        replica = self._ranks[0].replica
+        replica = self._ranks[0].replicas[0]
         dealt = batches.split(self._manifests, batch, [replica] if local and not alone else None)
         for index, rank in enumerate(self._ranks):
-            for microbatch in dealt.of[rank.replica]:
+            for microbatch in dealt.of_rank(rank):
                 one = self._members[microbatch.program][index]
                 names = [*_read(one), *(() if dealt.whole else batches.shared(one.program.manifest))]
                 batches.check_present(one.program.manifest, microbatch.tensors, names, rank.rank)
@@ -277,7 +277,7 @@ class Trainer:
             drawn = seeds.draw() if self.program.manifest.random else 0
         runs, profiled, calls = {}, self._is_profiled(), []
         for index, rank in enumerate(self._ranks):
-            given = dealt.of[rank.replica]
+            given = dealt.of_rank(rank)
             ranks = [self._members[microbatch.program][index] for microbatch in given]
             own = [
                 self._on_device(microbatch.tensors, _read(one)) for one, microbatch in zip(ranks, given, strict=True)
@@ -303,11 +303,11 @@ class Trainer:
         if not most:
             return
         alone = isinstance(self.transport, InProcess)
-        dealt = batches.split(self._manifests, batch, [self._ranks[0].replica] if local and not alone else None)
+        dealt = batches.split(self._manifests, batch, [*self._ranks[0].replicas] if local and not alone else None)
         with devices.at(self.device):
             for index, first in enumerate(self._ranks):
                 first.endpoint.recent.keep(2 * (steps + 1) * most * len(dealt.all))
-                for microbatch in dealt.of[first.replica]:
+                for microbatch in dealt.of_rank(first):
                     rank = self._members[microbatch.program][index]
                     names = [name for spec in context_group.contexts(rank) for name in spec.inputs]
                     context_group.prepare(rank, self._on_device(microbatch.tensors, names))

@@ -191,7 +191,7 @@ class _Hub:
     """Mailboxes and open sums that the endpoints of one process share."""
 
     def __init__(self) -> None:
-        self.mail: dict[tuple[int, Message, int], dict[str, torch.Tensor]] = {}  # (pipeline's first rank, channel, mb)
+        self.mail: dict[tuple[int, Message, tuple[int, int]], dict[str, torch.Tensor]] = {}  # to whom, channel, whose
         self.parcels: dict[tuple[int, int, int], Sequence[torch.Tensor]] = {}  # by (from, to, how many before)
         self.parted: Counter[tuple[int, int]] = Counter()  # parcels that left, by (from, to)
         self.awaited: Counter[tuple[int, int]] = Counter()  # and those that were announced
@@ -274,16 +274,18 @@ class _Local:
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
         tensors = laid_out(message, values, self.rank)
         names = [spec.name for spec in message.values]
-        there = self._manifest.stages[message.destination].rank
-        for peer in self._manifest.mesh.receivers(self.rank, there):
-            self._hub.mail[peer, message.channel, microbatch] = dict(zip(names, tensors, strict=True))
+        mesh, there = self._manifest.mesh, self._manifest.stages[message.destination].rank
+        place = mesh.served(self.rank, microbatch)
+        for peer in mesh.receivers(self.rank, there, place[0]):
+            self._hub.mail[peer, message.channel, place] = dict(zip(names, tensors, strict=True))
         self._hub.changed()
 
     def post(self, message: MessageSpec, microbatch: int) -> None:
         """Nothing to announce: the sender's tensor itself will be the receiver's."""
 
     def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor] | None:
-        return self._hub.mail.pop((self.rank, message.channel, microbatch), None)
+        place = self._manifest.mesh.served(self.rank, microbatch)
+        return self._hub.mail.pop((self.rank, message.channel, place), None)
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str

@@ -25,6 +25,7 @@ from tests.tiers import long
 
 pytestmark = pytest.mark.usefixtures("traces")
 TOWER = "vision_tower.tp=2"
+SHARED = "vision_tower.dp=1,vision_tower.pp=1"  # by replicas: see test_shared_ranks
 APART = "vision_tower.tp=1,vision_tower.pp=1"  # on ranks of its own, fewer than others have or more: see test_narrow
 
 
@@ -133,6 +134,24 @@ CASES: dict[str, dict[str, Any]] = {
     "two ranks beside one, shards": {"mesh": f"dp=2,pp=2,{APART},vision_tower.dp=4", "options": {"zero": 3}},
     "two ranks beside one, summed": {"mesh": f"dp=2,pp=2,{APART},vision_tower.dp=4", "options": {"zero": 1}},
     "two ranks beside one, cp": {"mesh": f"cp=2,pp=2,{APART},vision_tower.cp=1,vision_tower.dp=4"},
+    "a rank that two replicas share": {"mesh": f"dp=2,pp=2,{SHARED}"},
+    "a rank that two replicas share, frozen": {"mesh": f"dp=2,pp=2,{SHARED}", "frozen": ["vision_tower"]},
+    "two ranks for four replicas, shards": {
+        "mesh": "dp=4,pp=2,vision_tower.dp=2,vision_tower.pp=1",
+        "options": {"zero": 3},
+    },
+    "two ranks for four replicas, summed": {
+        "mesh": "dp=4,pp=2,vision_tower.dp=2,vision_tower.pp=1",
+        "options": {"zero": 2},
+    },
+    "a shared rank beside tp": {"mesh": f"dp=2,tp=2,pp=2,{SHARED},vision_tower.tp=1"},
+    "shared ranks of tp": {"mesh": f"dp=2,tp=2,pp=2,{SHARED}", "options": {"zero": 1}},
+    "shared ranks of cp": {"mesh": f"dp=2,cp=2,pp=2,{SHARED}"},
+    "a shared rank, patches": {
+        "model": "patches",
+        "mesh": "dp=2,pp=2,visual.pp=1,visual.dp=1",
+        "microbatches": 1,
+    },
     "two ranks beside one, patches": {
         "model": "patches",
         "mesh": "pp=2,visual.pp=1,visual.dp=2",

@@ -1,4 +1,6 @@
-"""Meshes in which some positions of the pipeline have fewer ranks or more, against brute force over coordinates."""
+"""Meshes in which some positions of the pipeline have fewer ranks or more, or ranks that replicas share, against brute
+force over coordinates.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +91,75 @@ def test_messages_come_from_one_and_go_to_all_that_need_them(
             assert [at[mesh.sender(rank, 0)]["tp"] for rank in group] == list(range(width))
 
 
+@st.composite
+def shared(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, Any]]]:
+    """A mesh with a component whose ranks replicas share, and the coordinates of every rank with its replicas."""
+    several, dp, tp, cp = draw(st.integers(2, 3)), draw(small), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    in_front, rest = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    own = draw(st.sampled_from([1, tp]))
+    mesh = Mesh(
+        dp * several, in_front + rest, cp, tp, components=(("eye", own),), own_stages=(("eye", in_front),),
+        own_ranks=(("eye", own),), own_replicas=(("eye", dp),),
+    )  # fmt: skip
+    at: list[dict[str, Any]] = []
+    for position in range(in_front + rest):
+        replicas, width = (dp, own) if position < in_front else (dp * several, tp)
+        each = several if position < in_front else 1
+        at += [
+            {"pp": position, "dp": d, "cp": c, "tp": t, "of": set(range(d * each, (d + 1) * each))}
+            for d, c, t in product(range(replicas), range(cp), range(width))
+        ]
+    return mesh, at
+
+
+@given(shared())
+def test_ranks_that_replicas_share(given: tuple[Mesh, list[dict[str, Any]]]) -> None:
+    mesh, at = given
+    assert mesh.size == len(at) and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
+    for rank, own in enumerate(at):
+        assert mesh.coordinates(rank)._asdict() == {axis: own[axis] for axis in AXES}
+        assert mesh.rank_of(**{axis: own[axis] for axis in AXES}) == rank
+        assert set(mesh.replicas_of(rank)) == own["of"]
+        served = [mesh.served(rank, number) for number in range(5 * len(own["of"]))]
+        assert sorted(served) == sorted(product(own["of"], range(5))), "each of its replicas' microbatches once"
+        assert [mb for _, mb in served] == sorted(mb for _, mb in served)
+    for what in set(Group) - {Group.PIPELINE, Group.REPLICA}:
+        for rank, own in enumerate(at):
+            agree = [axis for axis in AGREE[what] if axis in AXES]
+            same = [other for other, its in enumerate(at) if all(its[axis] == own[axis] for axis in agree)]
+            if what not in (Group.COPIES, Group.DIVISION, Group.HOLDERS):
+                assert mesh.group(what, rank) == tuple(same)
+        assert sorted(rank for group in mesh.groups(what) for rank in group) == list(range(mesh.size))
+
+
+@given(shared())
+def test_messages_of_each_replica_where_replicas_share_ranks(given: tuple[Mesh, list[dict[str, Any]]]) -> None:
+    mesh, at = given
+    for source, destination, replica in product(range(mesh.pp), range(mesh.pp), range(mesh.dp)):
+        senders = [rank for rank, its in enumerate(at) if its["pp"] == source and replica in its["of"]]
+        receiving = [rank for rank, its in enumerate(at) if its["pp"] == destination and replica in its["of"]]
+        sent = [other for rank in senders for other in mesh.receivers(rank, destination, replica)]
+        assert sorted(sent) == receiving, "each rank that works for the replica receives once"
+        for rank in receiving:
+            assert rank in mesh.receivers(mesh.sender(rank, source, replica), destination, replica)
+
+
+def test_fewer_replicas_in_four_forms() -> None:
+    """The component named last has the mesh's."""
+    mesh = Mesh.of({"eye": {"dp": 2, "pp": 1}, "text": {"dp": 4, "pp": 2}})
+    assert (mesh.dp, mesh.size, mesh.own_replicas, mesh.order[0]) == (4, 10, (("eye", 2),), "pp")
+    assert mesh == Mesh.parse("dp=4,pp=3,eye.pp=1,eye.dp=2,text.pp=2,text.tp=1,eye.tp=1")
+    assert [mesh.sharers(place) for place in range(mesh.pp)] == [2, 1, 1] and mesh.orders() == [mesh]
+    alone = Mesh.of({"eye": {"pp": 1}, "text": {"dp": 3, "tp": 2, "pp": 1}})
+    assert (alone.size, alone.own_replicas, alone.own_ranks) == (7, (("eye", 1),), (("eye", 1),))
+    divided = Mesh.parse("dp=2,tp=4,pp=2,eye.pp=1,eye.tp=2,eye.dp=1")
+    assert (divided.size, divided.division, divided.width(0), divided.sharers(0)) == (10, 2, 2, 2)
+    whole = Mesh.parse("dp=2,tp=4,pp=2,eye.pp=1,eye.dp=1")
+    assert (whole.size, whole.width(0), whole.own_ranks) == (12, 4, (("eye", 4),))
+    both = Mesh.parse("dp=2,tp=2,pp=3,a.pp=1,a.dp=1,b.pp=1,b.tp=1,b.dp=2")
+    assert [both.extent(place) for place in range(3)] == [(1, 2), (2, 1), (2, 2)], "in the order of dp"
+
+
 def test_a_mesh_in_four_forms() -> None:
     mesh = Mesh.of({"vision_tower": {"tp": 1, "dp": 2, "pp": 1}, "language_model": {"tp": 4, "pp": 2}})
     assert (mesh.size, mesh.own_ranks, mesh.division) == (10, (("vision_tower", 2),), 2)
@@ -137,9 +208,27 @@ def test_more_ranks_in_four_forms() -> None:
         ("tp=2,pp=2,order=tp-pp,a.pp=1,a.tp=1,a.dp=4", "a is on another number of ranks.*Let tp ranks stand beside"),
         ("tp=4,pp=2,order=tp-pp,a.pp=1,a.tp=1,a.dp=2", "Let tp ranks stand beside each other"),
         ("tp=8,pp=3,a.pp=1,a.tp=1,a.dp=2,b.pp=1,b.tp=1,b.dp=4", "a is on groups of 2 tp ranks and b on groups of 4"),
+        ("dp=6,pp=2,a.dp=4,a.pp=1", "a has dp=4 in a mesh of 6 replicas.*do not share 4 ranks.*fits is a with dp=3"),
+        ("dp=2,pp=2,a.dp=1", "a has dp=1 in a mesh of 2 replicas, and no pipeline stages.*give a a pp"),
+        ("dp=2,pp=2,order=dp-pp,a.dp=1,a.pp=1", "order of ranks is dp-pp.*a has fewer replicas.*put pp in front"),
+        ("dp=2,cp=2,pp=2,a.dp=1,a.cp=1,a.pp=1", "a has dp . tp = 1 ranks in a mesh of 4 replicas"),
+        ("dp=2,pp=2,a.dp=0,a.pp=1", "a has dp=0"),
         ("tp=8,pp=2,a.pp=1,a.tp=1,a.dp=2,b.tp=4", "a is on groups of 2 tp ranks and b on groups of 4"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(mesh: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         Mesh.of(mesh)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"own_replicas": (("a", 3),)}, "a has dp=3 in a mesh of 4 replicas"),
+        ({"own_replicas": (("a", 8),)}, "a has dp=8 in a mesh of 4 replicas. Give it a divisor of 4"),
+        ({"own_replicas": (("a", 2),), "own_ranks": (("a", 1),)}, "shares out the samples of each among ranks"),
+    ],
+)
+def test_fields_that_do_not_fit(fields: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Mesh(dp=4, pp=2, tp=2, own_stages=(("a", 1),), **fields)
