@@ -4,7 +4,8 @@
 
 speedup_over_best_uniform_geomean   over the fastest mesh for all components, layers spread evenly, by brute force
 best_uniform_over_least_geomean     the most that any choice could win over the fastest uniform mesh on these layouts:
-                                    over the seconds of work alone, divided evenly, with memory and messages for free
+                                    over the seconds of work, divided evenly, and of the least step's end, with memory
+                                    and messages for free
 worst_speedup                       over any rival that csc could run: Megatron's and Cornstarch's, and the above
 worst_speedup_over_formulas         over DistTrain's and DFLOP's thetas, which have a mesh for each component
 by_component_speedup_geomean        csc's choice over the estimate of what meshes by component take

@@ -17,13 +17,14 @@ are not priced, which changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from csc.passes.pipeline_problem import problem
-from csc.passes.step_end import seconds_behind
+from csc.passes.step_end import least_behind, seconds_behind
 
 from benchmarks.pipeline.baselines import Split, balanced, equal_layers, templates
 from csc.driver.mesh_rows import DividedModel
@@ -146,9 +147,19 @@ def best_uniform(settings: Settings, layouts: Sequence[MeshLayout], memory: floa
 
 
 def least_seconds_of(settings: Settings, layouts: Sequence[MeshLayout]) -> float:
-    """Work divided as well as any stages divide it, messages and the step's end for nothing, nothing computed again."""
-    works = (settings.work(layout, "none") for layout in layouts)
-    return min(least_seconds(work) for work in works if work is not None)
+    """Work divided as well as any stages divide it, messages for nothing, nothing computed again; and behind it what
+    some rank at least has to add up and step.
+    """
+    found = math.inf
+    for layout in layouts:
+        work = settings.work(layout, "none")
+        if work is None or (seconds := least_seconds(work)) >= found:
+            continue
+        for zero in (1, 3):
+            setting = settings.of(layout, zero, "none")
+            if setting is not None:
+                found = min(found, seconds + least_behind(*setting[:2]))
+    return found
 
 
 def _priced(found: Any, layout: MeshLayout, recompute: str, equal: bool) -> Iterator[MeshRival]:

@@ -27,7 +27,7 @@ from csc.commands.progress import shown
 
 Opening = AbstractContextManager[Any]  # of a csc.CompiledModel, whose import takes seconds
 Command = Callable[..., Any]
-RanksOption = Annotated[int | None, typer.Option("--ranks", min=1, help="pipeline ranks, instead of the mesh's pp")]
+PipelineOption = Annotated[int | None, typer.Option("--pp", min=1, help="pipeline ranks, instead of the mesh's pp")]
 
 
 def _options(
@@ -135,11 +135,11 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         yield compiled
 
 
-def over(ranks: int | None, compiled: Any) -> Any:
+def over(pp: int | None, compiled: Any) -> Any:
     """The CompiledModel with so many pipeline ranks; None: as it is."""
-    if ranks is None:
+    if pp is None:
         return compiled
-    return compiled.with_options(mesh=replace(compiled.options.mesh, pp=ranks))
+    return compiled.with_options(mesh=replace(compiled.options.mesh, pp=pp))
 
 
 def _choices(given: list[str] | None) -> list[tuple[str, str]] | None:

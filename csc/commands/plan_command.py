@@ -15,11 +15,12 @@ from csc.commands.lengths_plan_table import show_lengths_plan
 from csc.commands.limits_table import show_limits
 from csc.commands.memory_table import memory_table
 from csc.commands.mesh_table import show_meshes
-from csc.commands.model_options import Opening, RanksOption, on_target, over
+from csc.commands.model_options import Opening, PipelineOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.rows import Rows
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.driver.search_clock import SECONDS
+from csc.errors import InputError
 from csc.simulation.look import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
 @on_target
 def plan(
     opening: Opening,
-    ranks: RanksOption = None,
-    devices: Annotated[
+    pp: PipelineOption = None,
+    ranks: Annotated[
         int | None,
-        typer.Option("--devices", min=1, help="choose the mesh of so many: tp, cp, pp, dp, ZeRO, microbatches"),
+        typer.Option(
+            "--ranks", "--devices", min=1, help="choose the mesh of so many: tp, cp, pp, dp, ZeRO, microbatches"
+        ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="with --devices: samples of a step; else the example's")
+        int | None, typer.Option("--samples", min=1, help="with --ranks: samples of a step; else the example's")
     ] = None,
     limit: Annotated[
         float, typer.Option("--limit", min=0, help="seconds for the choice, or for alternatives and changes")
@@ -56,9 +59,14 @@ def plan(
     --lengths: the mesh, microbatches and stages with the least mean step over random batches of such samples.
     """
     if lengths is not None:
+        if ranks is not None:
+            raise InputError(
+                "--lengths and --ranks are given", "plan",
+                "with --lengths a mesh of as many ranks as --mesh has is chosen: --mesh pp=N in place of --ranks N",
+            )  # fmt: skip
         asked = (batch_size, batches, multiple, packed, limit)
         with opening as compiled:
-            for_lengths = _for_lengths(over(ranks, compiled), lengths, *asked)
+            for_lengths = _for_lengths(over(pp, compiled), lengths, *asked)
         print_json(for_lengths.as_dict()) if json_output else show_lengths_plan(for_lengths, batch_size, batches)
         return
     from csc.driver.mesh_choice import choose
@@ -66,13 +74,13 @@ def plan(
     from csc.reports.forecast import forecast
     from csc.reports.memory_forecast import memory_forecast
 
-    if devices is not None:
+    if ranks is not None:
         with opening as compiled:
-            choice = choose(compiled, devices, samples, limit, compiled.inspected.progress)
+            choice = choose(compiled, ranks, samples, limit, compiled.inspected.progress)
         print_json(choice.as_dict()) if json_output else show_meshes(choice, limit)
         return
     with opening as compiled:
-        compiled = over(ranks, compiled)
+        compiled = over(pp, compiled)
         found = forecast(compiled, None)
         held = memory_forecast(compiled.program, compiled.options)
         advised = advice(compiled, limit, compiled.inspected.progress)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from csc.commands.forecast_table import bound_text, show_forecast, step_text
 from csc.commands.limits_table import show_limits
 from csc.commands.memory_table import memory_table
-from csc.commands.model_options import Opening, RanksOption, on_target, over
+from csc.commands.model_options import Opening, PipelineOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.simulation.look import bytes_text, seconds_text
@@ -20,7 +20,7 @@ from csc.simulation.look import bytes_text, seconds_text
 @on_target
 def simulate(
     opening: Opening,
-    ranks: RanksOption = None,
+    pp: PipelineOption = None,
     baseline: Annotated[
         str, typer.Option("--baseline", help="schedule of the split to compare with, or none")
     ] = "1f1b",
@@ -40,7 +40,7 @@ def simulate(
     from csc.simulation.jitter import J3
 
     with opening as compiled:
-        compiled = over(ranks, compiled)
+        compiled = over(pp, compiled)
         found = forecast(compiled, None if baseline == "none" else baseline, J3 if jitter else None)
         held = memory_forecast(compiled.program, compiled.options)
     timelines = [found.plan, *([found.baseline] if found.baseline is not None else [])]

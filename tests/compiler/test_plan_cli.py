@@ -14,7 +14,7 @@ from tests.compiler.test_cli import TARGET, Run, one_capture, run  # noqa: F401 
 
 pytestmark = pytest.mark.usefixtures("traces")
 
-SHARED = (TARGET, "--ranks", "3", "--hardware", "a100", "--microbatches", "4", "--freeze", "vision_tower")
+SHARED = (TARGET, "--pp", "3", "--hardware", "a100", "--microbatches", "4", "--freeze", "vision_tower")
 
 PATIENT = ("--limit", "1000")  # however busy the machine is, no row is left out
 
@@ -118,6 +118,6 @@ def test_the_tables(run: Run) -> None:  # noqa: F811
 
 @pytest.mark.slow
 def test_one_rank(run: Run) -> None:  # noqa: F811
-    done = run("plan", TARGET, "--ranks", "1", "--limit", "3")
+    done = run("plan", TARGET, "--pp", "1", "--limit", "3")
     assert done.code == 0, done.err
     assert "hardly idle" in done.out and "-0.0%" not in done.out

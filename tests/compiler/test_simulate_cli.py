@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("traces")
 def test_simulate(run: Run, tmp_path: Path) -> None:  # noqa: F811
     files = {name: tmp_path / name for name in ("plan.json", "plan.html", "chrome.json")}
     options = ["-o", files["plan.json"], "--page", files["plan.html"], "--chrome", files["chrome.json"]]
-    done = run("simulate", TARGET, "--json", "--ranks", "4", "--hardware", "a100", "--microbatches", "4", *options)
+    done = run("simulate", TARGET, "--json", "--pp", "4", "--hardware", "a100", "--microbatches", "4", *options)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert found["makespan"] >= found["bound"] > 0

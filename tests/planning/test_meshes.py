@@ -151,7 +151,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"{tmp_path}/model.py:model",
         "--example",
         "example",
-        "--devices",
+        "--ranks",
         "2",
         "--hardware",
         "h100",
