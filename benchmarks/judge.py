@@ -4,7 +4,8 @@
     setting: what differs from PLAIN. freeze: globs over parameter names; off: they are frozen by requires_grad, before
     compilation; steps: train three steps with SGD instead of one, the second on a batch of another size; accumulate:
     how many steps before the optimizer's one; replaced: the weights have new memory (`p.data = ...`) before each step
-    but the first; evaluate: behind the last step the loss in eval mode too.
+    but the first; evaluate: behind the last step the loss in eval mode too; own: what the mesh has for components, as
+    (("encoder.dp", 1), ("encoder.pp", 1)).
 
 The reference is the loss of the whole batch through the model as it is, and `.grad` by named_parameters(). What differs
 is measured against what eager itself gives for weights that are moved by their last bit, so that neither a sum in
@@ -35,7 +36,7 @@ SLACK = 20  # times eager's own difference for moved weights
 PLAIN: Mapping[str, Any] = {
     "pp": 1, "dp": 1, "cp": 1, "tp": 1, "microbatches": 1, "schedule": "auto", "recompute": None, "precision": None,
     "freeze": (), "off": False, "steps": False, "accumulate": 1, "replaced": False,
-    "evaluate": False, "loss_chunk": 0,
+    "evaluate": False, "loss_chunk": 0, "own": (),
 }  # fmt: skip
 Values = dict[str, torch.Tensor | None]
 
@@ -217,7 +218,7 @@ def ours(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel
 
 def asked(setting: Mapping[str, Any]) -> dict[str, Any]:
     """What csc.compile takes, but for `freeze`."""
-    mesh = {axis: setting[axis] for axis in ("dp", "pp", "cp", "tp")}
+    mesh = {axis: setting[axis] for axis in ("dp", "pp", "cp", "tp")} | dict(setting["own"])
     named = {name: setting[name] for name in ("microbatches", "schedule", "loss_chunk")}
     named |= {"recompute": setting["recompute"] or "none", "precision": setting["precision"] or "model"}
     return {"mesh": mesh} | named

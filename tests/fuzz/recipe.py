@@ -75,15 +75,16 @@ def random_recipe(random: Random, without: Sequence[str] = (), settings: int = 8
         )
         for _ in range(random.choice([1, 2, 2, 3, 3, 4]))
     ]
+    loss, encoder = choose(LOSSES, SIMPLEST, 0.5), choose(ENCODERS, "none", 0.7)
     return Recipe(
         parts=tuple(parts),
-        loss=choose(LOSSES, SIMPLEST, 0.5),
-        encoder=choose(ENCODERS, "none", 0.7),
+        loss=loss,
+        encoder=encoder,
         tied=random.random() < 0.15,
         flat=random.random() < 0.6,
         norm=random.random() < 0.7,
         seed=random.randrange(1000),
-        settings=tuple(random_setting(random) for _ in range(settings)),
+        settings=tuple(random_setting(random, encoder != "none") for _ in range(settings)),
     )
 
 

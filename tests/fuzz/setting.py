@@ -36,6 +36,7 @@ class Setting:
     replaced: bool = False
     evaluate: bool = False
     loss_chunk: int = 0
+    own: tuple[tuple[str, int], ...] = ()
 
     def simpler(self) -> Iterator[Setting]:
         """Settings with one thing less."""
@@ -53,10 +54,11 @@ class Setting:
         return ", ".join(f"{name}={value}" for name, value in self.changed.items()) or "plain"
 
 
-def random_setting(random: Random) -> Setting:
-    """pp of 1 to 3, dp, cp and tp of 1 to 2; at most 12 ranks."""
+def random_setting(random: Random, encoder: bool) -> Setting:
+    """pp of 1 to 3, dp, cp and tp of 1 to 2; at most 12 ranks, but for an encoder on more. encoder: if there is one."""
     pp, steps = random.choice([1, 2, 2, 3]), random.random() < 0.25
     dp, cp = random.choice([1, 1, 1, 2]), random.choice([1, 1, 1, 2])
+    tp = random.choice([1, 1, 2]) if pp * dp * cp <= 6 else 1
     return Setting(
         pp=pp,
         dp=dp,
@@ -71,6 +73,17 @@ def random_setting(random: Random) -> Setting:
         accumulate=random.choice([1, 1, 1, 1, 2]),
         replaced=steps and random.random() < 0.2,
         evaluate=random.random() < 0.15,
-        tp=random.choice([1, 1, 2]) if pp * dp * cp <= 6 else 1,
+        tp=tp,
         loss_chunk=random.choice([1, 3, 8]) if random.random() < 0.3 else 0,
+        own=_own(random, pp, dp, tp) if encoder and random.random() < 0.6 else (),
     )
+
+
+def _own(random: Random, pp: int, dp: int, tp: int) -> tuple[tuple[str, int], ...]:
+    """What the mesh has for the encoder: fewer replicas or more, whole weights beside a divided model, a stage."""
+    found = {"encoder.tp": 1} if tp > 1 and random.random() < 0.7 else {}
+    if pp > 1:
+        found["encoder.pp"] = 1
+        ranks = [1, dp, 2 * dp, dp * tp // found.get("encoder.tp", tp)]
+        found["encoder.dp"] = random.choice(ranks)
+    return tuple(found.items())
