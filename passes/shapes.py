@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from csc.analysis.cutting import label
 from csc.analysis.operators.made import filled_with
 from csc.analysis.operators.moves import COPIES, STOPS
 from csc.analysis.operators.views import VIEWS
@@ -29,7 +30,8 @@ def shapes(program: Program, options: Options) -> Program:
     """Evaluate every size of the graph for the shapes in `program.inputs`.
 
     Requires  a captured Program (sizes may be symbolic).
-    Ensures   no symbolic size is left; every `val` has a concrete shape; views and casts that change nothing are gone;
+    Ensures   no symbolic size is left; every `val` has a concrete shape; views and casts that change nothing are gone,
+              but those that make a region of a parameter, which is there for any number of samples;
               whole numbers that have the sizes of a hidden state, and nothing else of it, do not depend on it.
     Before    %size = aten.sym_size.int(%input_ids, 1);  %view = aten.view(%x, [2, %size, 4])
     After     %view = aten.view(%x, [2, 20, 4])          : f32[2, 20, 4]
@@ -59,7 +61,7 @@ def _lowered(program: Program, mode: FakeTensorMode) -> fx.Graph:
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], mapping.__getitem__))
         else:
-            _lower(node, graph, mapping, values, evaluate, program.inputs)
+            _lower(node, graph, mapping, values, evaluate, program)
             made = mapping[node]
             if isinstance(made, fx.Node) and not learned.isdisjoint(made.all_input_nodes):
                 mapping[node] = _filled(made) or made
@@ -74,23 +76,35 @@ def _lower(
     mapping: dict[fx.Node, Any],
     values: dict[fx.Node, Any],
     evaluate: Evaluation,
-    inputs: Sequence[Input],
+    program: Program,
 ) -> None:
     arguments = fx.map_arg(node.args, values.__getitem__)
     keywords = fx.map_arg(node.kwargs, values.__getitem__)
     try:
         target, result = called_value(node, arguments, keywords, evaluate)
     except Exception as error:
-        raise _misfit(node, error, inputs) from error
+        raise _misfit(node, error, program.inputs) from error
     values[node] = result
     if isinstance(result, (int, float, bool)):
         mapping[node] = result
-    elif g.op_name(node) in IDENTITY_IF_UNCHANGED and _same_layout(arguments[0], result):
+    elif g.op_name(node) in IDENTITY_IF_UNCHANGED and _same_layout(arguments[0], result) and not _stands(node, program):
         mapping[node] = mapping[node.args[0]]  # type: ignore[index]
     else:
         copied = g.copy_node(graph, node, mapping)
         copied.target = target
         copied.meta["val"] = result
+
+
+def _stands(node: fx.Node, program: Program) -> bool:
+    """Whether a view of a parameter, of as many samples as there are, is a region: in the code of no layer or part."""
+    if len(node.all_input_nodes) == 1:
+        return False
+    source = node.all_input_nodes[0]
+    while source.op != "placeholder" and len(source.all_input_nodes) == 1:
+        source = source.all_input_nodes[0]
+    if source.op != "placeholder" or source.meta["role"][0] != "parameter":
+        return False
+    return label(node.meta.get("module", ""), program.modules)[1] == "container"
 
 
 def _filled(node: fx.Node) -> fx.Node | None:

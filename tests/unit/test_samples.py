@@ -160,6 +160,9 @@ def normed(h: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
 
 
 PROVEN: dict[str, tuple[str, Loss]] = {
+    "over len": ("mean", lambda p, y, **_: p.sum() / len(y)),
+    "each over len": ("mean", lambda p, y, **_: (p / len(y)).sum()),
+    "times len": ("sum", lambda p, y, **_: p.mean() * len(y)),
     "a backward that limits each entry": (
         "mean", lambda h, head, **_: Limited.apply(h, head.weight[0], False).square().mean()
     ),
@@ -305,11 +308,11 @@ def test_what_mixes_samples_is_found(name: str) -> None:
     assert not any(holds(model, program, Combination(weight, "ids"), [1, 3]) for weight in ("mean", "sum"))
 
 
-FIXED: dict[str, Loss] = {  # len(x) makes a plain number of what the number of samples is
-    "over len": lambda p, y, **_: p.sum() / len(y),
-    "each over len": lambda p, y, **_: (p / len(y)).sum(),
-    "times len": lambda p, y, **_: p.mean() * len(y),
-    "over ones": lambda p, y, **_: p.sum() / p.new_ones(len(y)).sum(),
+FIXED: dict[str, Loss] = {  # int(...) makes a plain number of what the number of samples is
+    "over a number": lambda p, y, **_: p.sum() / int(y.shape[0]),
+    "each over a number": lambda p, y, **_: (p / int(y.shape[0])).sum(),
+    "times a number": lambda p, y, **_: p.mean() * int(y.shape[0]),
+    "over ones": lambda p, y, **_: p.sum() / p.new_ones(int(y.shape[0])).sum(),
     "one by one": lambda p, y, **_: sum((p[i].mean() for i in range(len(y))), p.new_zeros(())) / len(y),
 }
 
@@ -333,7 +336,7 @@ def alone(program: Program, samples: int, length: int) -> bool:
 
 def test_rows_that_are_all_the_same_may_be_of_a_plain_number() -> None:
     def loss(x: torch.Tensor, y: torch.Tensor, **_: Any) -> torch.Tensor:
-        ignored = y.new_full((len(y), 1), -100)
+        ignored = y.new_full((int(y.shape[0]), 1), -100)
         return F.cross_entropy(x.transpose(1, 2), torch.cat([ignored, y[:, 1:]], 1))
 
     _, _, found = captured(loss)

@@ -39,7 +39,9 @@ from csc.ir import graph as g
 from csc.ir.program import Combination, Input, Program
 from csc.ir.sizes import evaluated
 
-ONE_NUMBER = "it was traced for one number of samples, as code with len(x) or range(n) in it is; x.shape[0] can vary"
+ONE_NUMBER = (
+    "it was traced for one number of samples, as code with range(n) or int(n) in it is; len(x) and x.shape[0] can vary"
+)
 MOST = 3  # entries that are tried for having no samples
 FACTORS = (5, 3, 2)  # more samples than a batch has: a dimension that counts them is then like no other
 

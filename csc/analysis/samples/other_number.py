@@ -3,9 +3,9 @@ and of more.
 
     unlike(one, other, times, values) -> str        a phrase that says what is not the same; "": nothing
 
-A trace that was made for one number of samples has what Python made of that number as literals: `math.sqrt(len(x))`,
-`torch.tensor(x.shape[0])`, one branch of `if len(x) > 8`. No rule for an operation can tell them from numbers of the
-model's own. In the graph for another number of samples they are others.
+A trace that was made for one number of samples n has what Python made of that number as literals: `math.sqrt(n)`,
+`torch.tensor(n)`, one branch of `if n > 8`. No rule for an operation can tell them from numbers of the model's own. In
+the graph for another number of samples they are others.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from csc.capture.batch import dynamic_dimensions, symbolic_dimensions
 from csc.capture.dedup.bodies import CannotRepeat
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.diagnostics import untraceable
+from csc.capture.trace.lengths import symbolic_lengths
 from csc.capture.trace.mutations import Changes, Slot
 from csc.capture.trace.traced_model import HoistedCalls, HostFunctionFound, LossOnly
 from csc.capture.trace.training_mode import as_traced
@@ -96,8 +97,23 @@ def export(
     _check_names(model, tensors)
     # Export takes one tensor under two names (labels=input_ids) for one input, also in later batches where they differ.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def wrap() -> LossOnly:
+        return LossOnly(model, extra, host, tensors, layers, rows, decides=decides)
+
+    with symbolic_lengths(model) as asked:
+        try:
+            return _attempts(tensors, wrap, layers)
+        except CscError:
+            if not asked():
+                raise
+    return _attempts(tensors, wrap, layers)  # the model's code may need a plain number
+
+
+def _attempts(tensors: Mapping[str, torch.Tensor], wrap: Callable[[], LossOnly], layers: Layers) -> Exported:
+    """With numbers of samples symbolic; else with those at hand."""
     for symbolic, ones in ((symbolic_dimensions, True), (symbolic_dimensions, False), (dynamic_dimensions, True)):
-        wrapped = LossOnly(model, extra, host, tensors, layers, rows, decides=decides)
+        wrapped = wrap()
         try:
             exported = _exported(wrapped, tensors, symbolic, layers, ones)
             wrapped.refuse_changing()
