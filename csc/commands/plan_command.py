@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from csc.reports.advice import Advice, Row
 
 
+RanksOption = Annotated[
+    int | None,
+    typer.Option("--ranks", "--devices", min=1, help="choose the mesh of so many: tp, cp, pp, dp, ZeRO, microbatches"),
+]
+
+
 @on_target
 def plan(
     opening: Opening,
     pp: PipelineOption = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks", "--devices", min=1, help="choose the mesh of so many: tp, cp, pp, dp, ZeRO, microbatches"
-        ),
-    ] = None,
+    ranks: RanksOption = None,
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="with --ranks: samples of a step; else the example's")
     ] = None,
@@ -59,11 +60,7 @@ def plan(
     --lengths: the mesh, microbatches and stages with the least mean step over random batches of such samples.
     """
     if lengths is not None:
-        if ranks is not None:
-            raise InputError(
-                "--lengths and --ranks are given", "plan",
-                "with --lengths a mesh of as many ranks as --mesh has is chosen: --mesh pp=N in place of --ranks N",
-            )  # fmt: skip
+        _refuse_both(ranks)
         asked = (batch_size, batches, multiple, packed, limit)
         with opening as compiled:
             for_lengths = _for_lengths(over(pp, compiled), lengths, *asked)
@@ -99,6 +96,15 @@ def plan(
     console.print(*order_sentences(advised.orders), sep="", end="", highlight=False)
     limits = "; ".join(dict.fromkeys(found.devices))
     _show(advised, limits or (None if found.memory is None else bytes_text(found.memory)), limit)
+
+
+def _refuse_both(ranks: int | None) -> None:
+    """InputError for a number of ranks beside --lengths."""
+    if ranks is not None:
+        raise InputError(
+            "--lengths and --ranks are given", "plan",
+            "with --lengths a mesh of as many ranks as --mesh has is chosen: --mesh pp=N in place of --ranks N",
+        )  # fmt: skip
 
 
 def _for_lengths(compiled: Any, file: Path, *asked: Any) -> Any:

@@ -23,8 +23,8 @@ from csc.capture.batch import dynamic_dimensions, symbolic_dimensions
 from csc.capture.dedup.bodies import CannotRepeat
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.diagnostics import untraceable
-from csc.capture.trace.lengths import symbolic_lengths
 from csc.capture.trace.mutations import Changes, Slot
+from csc.capture.trace.symbolic_lengths import symbolic_lengths
 from csc.capture.trace.traced_model import HoistedCalls, HostFunctionFound, LossOnly
 from csc.capture.trace.training_mode import as_traced
 from csc.errors import CscError, InputError
