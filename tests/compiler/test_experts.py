@@ -118,7 +118,11 @@ def along_features(self: Experts, hidden: torch.Tensor, shares: torch.Tensor, ch
     return hidden.index_add(1, feature, hidden[:, feature])
 
 
-@pytest.mark.parametrize("loop", [to_others, counted, summed, along_features])
+def test_a_sum_of_rows_that_are_selected() -> None:
+    assert_as_eager(stacked(summed), batch(), meshes=("pp=2",))
+
+
+@pytest.mark.parametrize("loop", [to_others, counted, along_features])
 def test_what_counts_rows_that_were_not_selected_is_refused(loop: Callable[..., Any]) -> None:
     with pytest.raises(csc.CscError):
         csc.compile(stacked(loop), mesh="pp=2", example=batch(), cache=False)

@@ -57,6 +57,14 @@ class Helped(Resampler):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Wrapped(Resampler):
+    """Its forward is within a function of another file."""
+
+    @helpers_of_lengths.passed_on
+    def forward(self, ids: torch.Tensor, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, pixels, labels) * len(ids) / pixels.shape[0]
+
+
 class Listed(Resampler):
     """A plain number is needed: a key of a table, and a list of it."""
 
@@ -88,7 +96,7 @@ def agrees(model: nn.Module, compiled: csc.CompiledModel, given: Any) -> None:
         assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max().clamp(min=1e-6), name
 
 
-@pytest.mark.parametrize("kind", [Resampler, Helped])
+@pytest.mark.parametrize("kind", [Resampler, Helped, Wrapped])
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2", "tp=2"])
 def test_the_number_of_samples_may_be_any(kind: type[Resampler], mesh: str) -> None:
     torch.manual_seed(0)

@@ -362,6 +362,10 @@ class Selecting(nn.Module):
             hidden = hidden + features[ids[:, :5] < 30].mean(0)
         elif self.kind == "count":
             hidden = hidden * features[ids[:, :5] < 30].shape[0]
+        elif self.kind == "deviation":
+            hidden = hidden + features[ids[:, :5] < 30].std(0)
+        elif self.kind == "more":
+            hidden = hidden * (features[ids[:, :5] < 30].shape[0] + 1)
         elif self.kind == "known":
             heard_rows = features[audio_mask.bool()]
             hidden = hidden + heard_rows.mean(0) / heard_rows.shape[0]
@@ -383,7 +387,7 @@ def selecting_batch(lengths: tuple[int, int] = (5, 2), length: int = 12) -> Batc
 
 
 @pytest.mark.parametrize(
-    "kind", ["write", *(pytest.param(kind, marks=SLOW) for kind in ("scatter", "add", "fill", "loss"))]
+    "kind", ["write", *(pytest.param(kind, marks=SLOW) for kind in ("scatter", "add", "fill", "loss", "mean", "count"))]
 )
 def test_selections_by_a_mask(kind: str) -> None:
     torch.manual_seed(0)
@@ -412,7 +416,7 @@ def close(compiled: csc.CompiledModel, batch: Mapping[str, Any]) -> None:
     assert result.loss_rel <= FLOAT32 and result.grad_rel_max <= FLOAT32
 
 
-@pytest.mark.parametrize(("kind", "what"), [("mean", "works along the tokens|mean"), ("count", "number of rows")])
+@pytest.mark.parametrize(("kind", "what"), [("deviation", "works along the tokens|std"), ("more", "number of rows")])
 def test_rows_that_were_not_chosen_never_count(kind: str, what: str) -> None:
     with pytest.raises(csc.CscError, match=what) as caught:
         csc.compile(Selecting(kind), mesh="pp=2", example=selecting_batch())

@@ -2,7 +2,7 @@
 
 Python's `len` gives a plain number, so a trace would be for that number of samples. While a model is traced its code
 finds a `len` of this file instead, among the globals of the files that its classes are from, and of those whose
-functions these have. torch's own code does not.
+functions these have. torch's own code does not, nor csc's.
 
     with symbolic_lengths(model) as asked: ...        asked(): whether any length was symbolic
 """
@@ -10,6 +10,7 @@ functions these have. torch's own code does not.
 from __future__ import annotations
 
 import builtins
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 NAME = "len"
+APART = ("torch", "csc")  # their code needs plain numbers
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def _globals_of(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Of the code of the model, each once."""
     seen: set[int] = set()
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    written = [one for kind in kinds for one in vars(kind).values()]
+    written = [inspect.unwrap(one) for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
     for function in filter(_is_own, written):
         for other in (function, *filter(_is_own, function.__globals__.values())):
             if id(other.__globals__) not in seen:
@@ -53,7 +55,7 @@ def _globals_of(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _is_own(one: Any) -> bool:
-    """Whether it is a function of Python code that is not torch's."""
-    return (
-        isinstance(one, FunctionType) and str(one.__globals__.get("__name__", "")).partition(".")[0] != torch.__name__
-    )
+    """Whether it is a function of Python code that is neither torch's nor csc's."""
+    if not isinstance(one, FunctionType):
+        return False
+    return str(one.__globals__.get("__name__", "")).partition(".")[0] not in APART
