@@ -72,6 +72,7 @@ LOSSES: dict[str, Loss] = {
     "of another dtype": lambda m, h, x, each, y, k: each[k].mean(dtype=torch.float64),
     "among these": lambda m, h, x, each, y, k: x[k].mean(-1)[y[k] % 2 == 0].mean(),
     "of samples": lambda m, h, x, each, y, k: x[:, 0][k.any(1)].mean(),
+    "two of one mask": lambda m, h, x, each, y, k: each[k].mean() + 0.1 * x[y != -100].square().mean(),
     "logarithms": lambda m, h, x, each, y, k: torch.log(x[k].abs() + 1e-9).mean(),
     "lengths": lambda m, h, x, each, y, k: x[k].norm(dim=-1).mean(),
     "quotients": lambda m, h, x, each, y, k: (1 / x[k].square().sum(-1)).mean(),

@@ -28,6 +28,7 @@ class RowsInPlace:
         self.graph, self.mode = graph, mode
         self.in_place: dict[fx.Node, fx.Node] = {}
         self.zeros: set[fx.Node] = set()  # in place: rows that were not selected are zeros
+        self.numbers: dict[fx.Node, fx.Node] = {}  # by mask, how many it selects
 
     def zeroed(self, like: fx.Node, rows: fx.Node, mask: fx.Node) -> fx.Node:
         """The same, with zeros in rows that the mask leaves out."""

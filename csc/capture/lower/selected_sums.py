@@ -21,6 +21,7 @@ from torch import fx
 
 from csc.analysis.operators.reductions import ELEMENTS
 from csc.capture.lower.rows_in_place import RowsInPlace, refused
+from csc.capture.lower.same_value import same_value
 from csc.ir import graph as g
 from csc.ir.rewrite import replace_call
 
@@ -80,7 +81,13 @@ def _reduced(
 
 
 def _number(rows: RowsInPlace, like: fx.Node, mask: fx.Node) -> fx.Node:
-    return rows.call(like, aten.sum.default, mask)
+    """How many a mask selects: one value for all masks that are the same, so that terms of a loss are seen to be
+    divided by the same.
+    """
+    known = next((one for one in rows.numbers if same_value(one, mask, shaped=False)), None)
+    if known is None:
+        rows.numbers[mask] = rows.call(like, aten.sum.default, mask)
+    return rows.numbers[known or mask]
 
 
 def each(rows: RowsInPlace, loss: fx.Node) -> fx.Node:
