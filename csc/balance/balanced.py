@@ -27,7 +27,6 @@ from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.planning.assign.fluid import Shape
 from csc.planning.assign.layout import BatchLayout, Size
-from csc.runtime.launch import several_processes
 
 OWN = ("batch_sampler", "collate_fn", "in_order")  # of the DataLoader, and not to be given here
 
@@ -78,7 +77,7 @@ def balanced(
 
     found = _Measured.from_json(json.loads(compiled.inspected.of_first(make)["measured"]))
     decider = _decider(compiled, table, found, multiple)
-    replicas = [compiled.dp_rank] if several_processes() else list(range(decider.replicas))
+    replicas = [compiled.dp_rank] if compiled.dp_size > 1 else list(range(decider.replicas))
     return BalancedLoader(Delivery(collation, decider, replicas, found.counted), order, batch_size, drop_last, options)
 
 

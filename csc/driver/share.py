@@ -1,7 +1,8 @@
 """Whose samples a process brings to a step, and what ranks tell each other of them before it.
 
 Terms
-  own     the batch has the samples of this process' replica alone; else it is the global batch, the same on every rank
+  own     the batch has the samples of this process' replica alone; else it is the global batch, the same on every rank,
+          as it always is where replicas share ranks
   parts   into how many microbatches the batch is divided
 
     share = Share(mesh, microbatches, meeting, local)      .own   .parts
@@ -25,7 +26,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.runtime import own_samples
 from csc.runtime.batches import sizes
@@ -50,37 +50,24 @@ class ReplicaShare(list[dict[str, Any]]):
 
 
 def place(mesh: Mesh) -> tuple[int, int]:
-    """(dp_rank, dp_size): under torchrun the replica of this process' rank; one process alone runs all of them."""
-    if not several_processes():
+    """(dp_rank, dp_size): under torchrun the replica of this process. One process alone runs all of them; and where
+    replicas share ranks no process has the samples of one alone, so that each loads all.
+    """
+    if not several_processes() or mesh.own_replicas:
         return 0, 1
-    _refuse_own(mesh)
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     return mesh.replicas_of(rank)[0], mesh.dp
 
 
-def _refuse_own(mesh: Mesh) -> None:
-    """InputError if a rank works for several replicas: no process of its own has the samples of one."""
-    if mesh.own_replicas:
-        component, dp = mesh.own_replicas[0]
-        raise InputError(
-            f"{component} has dp={dp} in a mesh of {mesh.dp} replicas: its ranks work for several of them, and "
-            "none has a share of the samples of its own", "local",
-            "give every process the same global batch, without local=True, csc.balanced or dp_rank; or give "
-            f"{component} as many replicas",
-        )  # fmt: skip
-
-
 class Share:
-    """Of one step. InputError for samples of a replica's own where replicas share ranks."""
+    """Of one step."""
 
     def __init__(
         self, mesh: Mesh, microbatches: int, meeting: Meeting, local: bool, said: tuple[str, ...] = ()
     ) -> None:
         self._meeting = meeting
         self._said = said
-        self.own = local and meeting.group is not None
-        if self.own:
-            _refuse_own(mesh)
+        self.own = local and meeting.group is not None and not mesh.own_replicas
         self._replicas = [mesh.replicas_of(rank)[0] for rank in range(mesh.size)]
         self.parts = microbatches * (1 if self.own else mesh.dp)
 

@@ -8,6 +8,7 @@ replica alone, and is split in the same way.
 
     split(manifests, batch, replicas) -> Microbatches                   InputError before anything happens
     said(manifest, dealt, replica)  -> Said                             what ranks compare of a batch before its step
+    whose(rank, local)                                                 the replicas whose samples it has
     check_present(manifest, microbatch, names, rank)                    InputError for an entry without values
     sizes(microbatches) -> lines of text                                what of them must be the same on all ranks
     from_file(program, file) -> global batch                            None: the program's example, repeated
@@ -117,14 +118,22 @@ def sizes(microbatches: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
+def whose(rank: Rank, local: bool) -> list[int] | None:
+    """The replicas whose samples a batch has that a process is given; None: all of them, as always where replicas share
+    ranks. local: those of its own alone.
+    """
+    return [*rank.replicas] if local and not rank.program.manifest.mesh.own_replicas else None
+
+
 def said(manifest: Manifest, dealt: Microbatches, replica: int) -> Said:
     """The sizes of all microbatches, or where they are one replica's alone how many, and a digest of the whole numbers
-    (tokens, labels, masks) of this replica's share.
+    (tokens, labels, masks) of this replica's share; of all samples where replicas share ranks, each of which says one.
 
     Of features nothing is read, nor of what is not on the CPU; of a tensor at most SAMPLED numbers, spread over it.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for one in dealt.of[replica]:
+    digest, apart = hashlib.blake2b(digest_size=8), not manifest.mesh.own_replicas
+    replica = replica if apart else 0
+    for one in dealt.of[replica] if apart else dealt.all:
         for _, tensor in sorted(one.tensors.items()):
             if tensor.device.type == "cpu" and not tensor.is_floating_point() and not tensor.is_complex():
                 flat = tensor.detach().reshape(-1)

@@ -216,15 +216,15 @@ class Trainer:
             )
         self.own.check_step("train_step")
         alone = isinstance(self.transport, InProcess)
-        replica = self._ranks[0].replicas[0]
-        dealt = batches.split(self._manifests, batch, [replica] if local and not alone else None)
+        first = self._ranks[0]
+        dealt = batches.split(self._manifests, batch, None if alone else batches.whose(first, local))
         for index, rank in enumerate(self._ranks):
             for microbatch in dealt.of_rank(rank):
                 one = self._members[microbatch.program][index]
                 names = [*_read(one), *(() if dealt.whole else batches.shared(one.program.manifest))]
                 batches.check_present(one.program.manifest, microbatch.tensors, names, rank.rank)
         part = any(is_part(manifest, self._manifests[microbatch.program]) for microbatch in dealt.all)
-        said = NOTHING if alone else batches.said(manifest, dealt, replica)
+        said = NOTHING if alone else batches.said(manifest, dealt, first.replicas[0])
         fused = 0 if self.fused is None else self.fused.says({microbatch.program for microbatch in dealt.all})
         return replace(said, value=float(UNEVEN * part + STALE * self.own.stale + FUSED * fused)), dealt
 
@@ -303,7 +303,7 @@ class Trainer:
         if not most:
             return
         alone = isinstance(self.transport, InProcess)
-        dealt = batches.split(self._manifests, batch, [*self._ranks[0].replicas] if local and not alone else None)
+        dealt = batches.split(self._manifests, batch, None if alone else batches.whose(self._ranks[0], local))
         with devices.at(self.device):
             for index, first in enumerate(self._ranks):
                 first.endpoint.recent.keep(2 * (steps + 1) * most * len(dealt.all))
@@ -360,8 +360,10 @@ class Trainer:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process is the first of its replica."""
+        """Whether this process is the first of its replica; where replicas share ranks, of all."""
         first = self._ranks[0]
+        if self.program.manifest.mesh.own_replicas:
+            return first.rank == 0
         return first.position == 0 and first.cp_rank == 0 and first.rank == first.group(Group.TENSOR)[0]
 
 

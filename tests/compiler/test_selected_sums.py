@@ -61,6 +61,7 @@ LOSSES: dict[str, Loss] = {
     "over the mask's sum": lambda m, h, x, each, y, k: each[k].sum() / k.sum(),
     "over at least one": lambda m, h, x, each, y, k: each[k].sum() / k.sum().clamp(min=1),
     "over their length": lambda m, h, x, each, y, k: each[k].sum() / len(each[k]),
+    "a mean over their number": lambda m, h, x, each, y, k: over_length(each[k]),
     "over their number": lambda m, h, x, each, y, k: x[k].sum() / x[k].numel(),
     "of whole rows": lambda m, h, x, each, y, k: x[k].square().mean(),
     "of a part of each": lambda m, h, x, each, y, k: x[k][:, :5].mean(),
@@ -99,6 +100,11 @@ LOSSES: dict[str, Loss] = {
         x[k][:, 0], x[k][:, 1], torch.ones_like(x[k][:, 0]), margin=0.5
     ),
 }
+
+
+def over_length(rows: torch.Tensor) -> torch.Tensor:
+    number = len(rows)
+    return rows.mean() * 2 + rows.sum() / number
 
 
 def focal(each: torch.Tensor) -> torch.Tensor:
@@ -192,3 +198,32 @@ def test_what_cannot_be_is_refused(name: str) -> None:
     why, loss = REFUSED[name]
     with pytest.raises(InputError, match=why):
         csc.compile(Model(loss), example=batch(), check=False).train_step(batch())
+
+
+def test_a_mask_of_the_batch() -> None:
+    """Not made of anything: how many it selects is counted behind the batch's entries."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+
+        def forward(self, ids: torch.Tensor, kept: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.head(self.embed(ids))
+            number = len(logits[kept])
+            return F.cross_entropy(logits[kept], labels[kept], reduction="sum") / number + logits[kept].mean()
+
+    torch.manual_seed(0)
+    model, given = Masked().double(), batch()
+    given = {"ids": given["ids"], "kept": given["labels"] != -100, "labels": given["labels"]}
+    expected = model(**given)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for mesh in ("pp=1", "pp=2"):
+        compiled = csc.compile(model, example=given, mesh=mesh, microbatches=2, check=False)
+        compiled.zero_grad()
+        assert float(compiled.train_step(given)) == pytest.approx(float(expected.detach()), rel=1e-12)
+        for name, parameter in compiled.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-11, atol=1e-14)

@@ -186,10 +186,17 @@ def test_a_rank_that_fails_in_the_middle_is_told_to_all(victim: int) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.long
-def test_samples_of_a_replicas_own_are_refused_in_processes() -> None:
-    for text in launching.ranks(shared_ranks_worker.own_samples, 3, TWO):
-        for said in json.loads(text.splitlines()[-1]):
-            assert "vision_tower has dp=1 in a mesh of 2 replicas" in said and "same global batch" in said
+def test_every_process_loads_all_samples(tmp_path: Path) -> None:
+    """No process has those of one replica: local batches are the global one, and what differs is refused. A loader's
+    position is saved once, and found again.
+    """
+    expected = float(MODELS["llava"]()(**BATCHES["llava"](8)).loss.detach())
+    for text in launching.ranks(shared_ranks_worker.own_samples, 3, TWO, tmp_path):
+        found = json.loads(text.splitlines()[-1])
+        assert found["share"] == [0, 1] and found["position"] == 3
+        assert found["local"] == pytest.approx(expected, rel=FLOAT32)
+        assert found["balanced"] == pytest.approx(expected, rel=FLOAT32)
+        assert "were given different batches" in found["others"] or "with other tokens" in found["others"]
 
 
 def test_a_parameter_that_both_have_is_refused() -> None:

@@ -72,21 +72,22 @@ def _reduced(
     others = [val.shape[dim] for dim in along if dim >= mask.meta["val"].dim()]
     if not all(isinstance(size, int) for size in others):
         raise refused(node, "takes a mean over rows, of which a mask has selected some, whose own size varies")
-    found = rows.call(
-        node, aten.div.Tensor, total(torch.float32 if result in NARROW else dtype), _number(rows, node, mask)
-    )
+    found = rows.call(node, aten.div.Tensor, total(torch.float32 if result in NARROW else dtype), _number(rows, mask))
     if math.prod(others) != 1:
         found = rows.call(node, aten.div.Tensor, found, math.prod(others))
     return found if found.meta["val"].dtype is result else rows.call(node, aten._to_copy.default, found, dtype=result)
 
 
-def _number(rows: RowsInPlace, like: fx.Node, mask: fx.Node) -> fx.Node:
+def _number(rows: RowsInPlace, mask: fx.Node) -> fx.Node:
     """How many a mask selects: one value for all masks that are the same, so that terms of a loss are seen to be
-    divided by the same.
+    divided by the same. It stands right behind the mask, as who asks first may stand behind who asks next.
     """
     known = next((one for one in rows.numbers if same_value(one, mask, shaped=False)), None)
     if known is None:
-        rows.numbers[mask] = rows.call(like, aten.sum.default, mask)
+        behind = mask.next
+        while behind.op == "placeholder":
+            behind = behind.next
+        rows.numbers[mask] = rows.call(behind, aten.sum.default, mask)
     return rows.numbers[known or mask]
 
 
@@ -127,7 +128,7 @@ def _divided(rows: RowsInPlace, size: fx.Node, selected: fx.Node, times: int, us
     value: Any = user.args[0]
     if not isinstance(value, fx.Node) or value in rows.in_place or not isinstance(value.meta["val"], torch.Tensor):
         return False
-    number = _number(rows, user, rows.in_place[selected])
+    number = _number(rows, rows.in_place[selected])
     if times != 1:
         number = rows.call(user, aten.mul.Tensor, number, times)
     target = aten.div.Tensor if g.op_name(user) == "aten::div" else aten.mul.Tensor
