@@ -90,9 +90,8 @@ def _rows(found: _Head, options: Options) -> int:
         return options.loss_chunk
     weight, tokens, mesh = found.weight.meta["val"], found.labels.meta["val"].numel(), options.mesh
     classes, width = weight.shape
-    divided = classes % mesh.tp == 0 and not (
-        mesh.components or on_fewer(mesh) or on_more(mesh)
-    )  # else by fewer, or by none
+    fewer = mesh.components or on_fewer(mesh) or on_more(mesh)  # divide the head, or none
+    divided = classes % mesh.tp == 0 and not fewer
     ranks = mesh.tp if divided else 1
     logits = tokens * classes // ranks * wide(weight.dtype).itemsize
     large = logits > LARGE * room_on(weight.device)

@@ -105,11 +105,13 @@ def _costs(program: Program, profile: Hardware, options: Options) -> list[Region
 
 def gathering(own: Sequence[Hardware], options: Options) -> Link:
     """How data-parallel ranks get each other's shards: all but its own come to each, over the slowest of its links."""
-    ranks = options.mesh.group(Group.DATA, 0)
+    shared = options.mesh.own_replicas  # by replicas: those positions stand in front, and have fewer to gather from
+    ranks = options.mesh.group(Group.DATA, 0, [options.mesh.pp - 1] if shared else None)
     others = len(ranks) - 1
     if not others:
         return Link()
-    wires = [one.within if ranks[-1] < one.ranks_per_node else one.between for one in own]
+    apart = [len({rank // one.ranks_per_node for rank in (ranks[0], ranks[-1])}) > 1 for one in own]
+    wires = [one.between if far else one.within for one, far in zip(own, apart)]
     latency, bandwidth = max(wire.latency for wire in wires), min(wire.bandwidth for wire in wires)
     return Link(latency * others, bandwidth * len(ranks) / others)
 

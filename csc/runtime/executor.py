@@ -269,7 +269,7 @@ def step(
                 encoding.run(done)
             yield from encoding.exchange()
     except Exception as error:
-        error.add_note(f"in rank {rank.rank} at '{action}'")
+        error.add_note(f"in rank {rank.rank} at {rank.named(action)}")
         raise
     rank.endpoint.at("the end of a step")
     rank.endpoint.drain()

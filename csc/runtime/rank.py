@@ -64,6 +64,13 @@ class Rank:
         """The replica, and its microbatch, of a microbatch of this rank's step."""
         return self.program.manifest.mesh.served(self.rank, number)
 
+    def named(self, action: Action) -> str:
+        """An action as the schedule has it, and for which of several replicas it is done."""
+        if len(self.replicas) == 1 or action.microbatch < 0:
+            return f"'{action}'"
+        replica, microbatch = self.served(action.microbatch)
+        return f"'{action._replace(microbatch=microbatch)}' of replica {replica}"
+
     @cached_property
     def actions(self) -> tuple[Action, ...]:
         """What it does in a step."""

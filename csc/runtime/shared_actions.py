@@ -2,12 +2,13 @@
 
 Terms: a *turn* is one F, B, W or BW with the messages of its microbatch that come right before it and right behind it.
 
-    repeated(actions, replicas) -> actions
+    repeated(actions, replicas) -> actions           each rank with one stage: components with fewer replicas have that
 
 Whatever order of actions is free of deadlock for one replica is so for several, turn by turn: the events of the
 schedule have an order in which each comes after those that it waits for, and each stands there once for every replica.
 Nothing but the rank itself waits for what comes before its compute, and no message behind it waits for anything. A turn
-with two computes would not do: what the second waits for may need the first of another replica.
+with two computes would not do: what the second waits for may need the first of another replica. With one stage on a
+rank there is one channel for each kind between two ranks, whose messages of several replicas come in turns on both.
 """
 
 from __future__ import annotations

@@ -143,10 +143,13 @@ def test_more_models(name: str, component: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("mesh", "victim"),
     [(f"tp=2,pp=2,{APART},vision_tower.dp=1", 0), (f"tp=2,pp=2,{APART},vision_tower.dp=1", 2),
-     (f"pp=2,{APART},vision_tower.dp=2", 1), (f"pp=2,{APART},vision_tower.dp=2", 2)],
+     (f"pp=2,{APART},vision_tower.dp=2", 1), (f"pp=2,{APART},vision_tower.dp=2", 2),
+     ("dp=2,pp=2,vision_tower.pp=1,vision_tower.dp=1", 0), ("dp=2,pp=2,vision_tower.pp=1,vision_tower.dp=1", 2)],
 )  # fmt: skip
 def test_a_rank_that_fails_in_the_middle_is_told_to_all(mesh: str, victim: int) -> None:
-    """The encoder's, one that sends no gradient back; one of an encoder on more that sends nothing, and its reader."""
+    """The encoder's, one that sends no gradient back; one of an encoder on more that sends nothing, and its reader; one
+    that two replicas share, and that of the second.
+    """
     told = launching.ranks(narrow_worker.fails, 3, mesh, victim)
     for rank, text in enumerate(told):
         said, same_bits = json.loads(text.splitlines()[-1])
@@ -159,7 +162,8 @@ def test_a_rank_that_fails_in_the_middle_is_told_to_all(mesh: str, victim: int) 
 @pytest.mark.parametrize(
     "mesh",
     [f"tp=2,pp=2,{APART},vision_tower.dp=1", f"tp=2,pp=2,dp=2,{APART},vision_tower.dp=2", "cp=2,vision_tower.cp=1",
-     f"pp=2,{APART},vision_tower.dp=2", f"pp=2,dp=2,{APART},vision_tower.dp=4"],
+     f"pp=2,{APART},vision_tower.dp=2", f"pp=2,dp=2,{APART},vision_tower.dp=4",
+     "dp=2,pp=2,vision_tower.pp=1,vision_tower.dp=1"],
 )  # fmt: skip
 def test_microbatches_without_images_in_processes(mesh: str) -> None:
     model, batch = mixed.built("LLaVA", narrow_worker.IMAGES)

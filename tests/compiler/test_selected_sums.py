@@ -117,9 +117,9 @@ def test_loss_and_gradients(name: str, microbatches: int) -> None:
     agrees(LOSSES[name], microbatches)
 
 
-@pytest.mark.parametrize("name", ["a mean", "of whole rows", "squares"])
+@pytest.mark.parametrize("name", ["a mean", "of whole rows", "squares", "over their length", "over their number"])
 def test_a_mean_in_16_bits_adds_up_in_32(name: str) -> None:
-    """2,400 numbers around one: their sum in bfloat16 would be off by more than a rounding."""
+    """2,400 numbers around one: their sum in bfloat16 would be off by more than a rounding, so would their number."""
     torch.manual_seed(0)
     x = (1 + torch.rand(40, 60, 1) / 8).to(torch.bfloat16).requires_grad_()
     mask = torch.rand(40, 60) < 0.9
@@ -177,11 +177,25 @@ def test_logits_are_made_of_zeros_in_other_rows(name: str) -> None:
     agrees(LOGITS[name])
 
 
+def squared(number: int) -> int:
+    return number * number
+
+
 REFUSED: dict[str, tuple[str, Loss]] = {
     "a variance": ("var works along the tokens", lambda m, h, x, each, y, k: x[k].var()),
     "the largest": ("max works along the tokens", lambda m, h, x, each, y, k: x[k].max()),
     "one more than their number": (
         "computes with the number of rows", lambda m, h, x, each, y, k: each[k].sum() / (each[k].numel() + 1)
+    ),
+    "their length and one": (
+        "computes with the number of rows", lambda m, h, x, each, y, k: each[k].sum() / (len(each[k]) + 1)
+    ),
+    "their number twice": (
+        "computes with the number of rows", lambda m, h, x, each, y, k: each[k].sum() / squared(len(each[k]))
+    ),
+    "a whole number of times": (
+        "computes with the number of rows",
+        lambda m, h, x, each, y, k: each.mean() + torch.div(y[k].sum(), len(y[k]), rounding_mode="floor"),
     ),
     "one number for all": (
         "makes rows, of which a mask has selected some, larger",
@@ -196,8 +210,9 @@ REFUSED: dict[str, tuple[str, Loss]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused(name: str) -> None:
     why, loss = REFUSED[name]
-    with pytest.raises(InputError, match=why):
+    with pytest.raises(InputError, match=why) as caught:
         csc.compile(Model(loss), example=batch(), check=False).train_step(batch())
+    assert "test_selected_sums.py" in caught.value.where
 
 
 def test_a_mask_of_the_batch() -> None:

@@ -1,24 +1,27 @@
 """Components with fewer replicas than others, whose ranks several of these share, against eager PyTorch in one process.
-In several processes: here where steps fail or lack images, else test_copies.
+In several processes: test_narrow where steps fail or lack images, here what samples processes have, else test_copies.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from csc.passes.pipeline_problem import gathering
 
 import csc
 from csc.analysis.costs import region_costs
 from csc.analysis.hardware import hardware
 from csc.errors import InputError
+from csc.ir.program import Options
 from csc.runtime.timelines import timeline
 from tests import launching
-from tests.compiler import narrow_worker, shared_ranks_worker
+from tests.compiler import shared_ranks_worker
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.compiler.test_data_parallel import FLOAT32, llava, parity
 from tests.compiler.test_dividing import same
@@ -55,6 +58,13 @@ def test_one_rank_for_an_encoder_beside_two_replicas_of_the_language_model() -> 
     tower, reader = ((Path(trainer.program.directory) / f"rank_{rank}.py").read_text() for rank in (0, 2))
     assert "replicas 0 to 1 of 2" in tower and "2 replicas for each" in tower and "for every replica, in turn" in tower
     assert "replica 1 of 2" in reader and "each from 2 replicas" in reader
+
+
+def test_gathers_are_those_of_the_positions_with_the_most_ranks() -> None:
+    """The first rank of a mesh may have nobody to gather from."""
+    h100, options = hardware("h100"), Options(mesh=csc.Mesh.of(TWO), zero=3)
+    assert gathering([h100, h100], options) == gathering([h100, h100], replace(options, mesh=csc.Mesh(dp=2, pp=2)))
+    assert gathering([h100, h100], options).latency > 0
 
 
 @pytest.mark.slow
@@ -171,17 +181,6 @@ def test_a_measured_timeline_is_that_of_one_replica() -> None:
     first = next(event for event in found.ranks[0] if event.action.kind == "F")
     both = [timed for timed in trainer.timeline[0] if timed.action.kind == "F"][:2]
     assert first.end - first.start == pytest.approx(both[1].end - both[0].start)
-
-
-@pytest.mark.gloo
-@pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_fails_in_the_middle_is_told_to_all(victim: int) -> None:
-    told = launching.ranks(narrow_worker.fails, 3, TWO, victim)
-    for rank, text in enumerate(told):
-        said, same_bits = json.loads(text.splitlines()[-1])
-        assert "index out of range" in said and same_bits
-        assert (f"rank {victim} failed" in said) == (rank != victim)
 
 
 @pytest.mark.gloo

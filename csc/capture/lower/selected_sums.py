@@ -112,8 +112,9 @@ def of_each(rows: RowsInPlace, loss: fx.Node, entries: fx.Node) -> None:
 
 def by_their_number(rows: RowsInPlace, size: fx.Node, selected: fx.Node, user: fx.Node) -> bool:
     """See the module. size: the number of rows, of which Python has a multiple perhaps."""
-    if user.target is operator.mul and all(one is size or isinstance(one, int) for one in user.args):
-        times = math.prod(one for one in user.args if isinstance(one, int))
+    factors = [one for one in user.args if one is not size]
+    if user.target is operator.mul and len(factors) == 1 and isinstance(factors[0], int):
+        times = factors[0]
         done = [_divided(rows, user, selected, times, reader) for reader in list(user.users)]
         if all(done):
             user.graph.erase_node(user)
@@ -122,15 +123,21 @@ def by_their_number(rows: RowsInPlace, size: fx.Node, selected: fx.Node, user: f
 
 
 def _divided(rows: RowsInPlace, size: fx.Node, selected: fx.Node, times: int, user: fx.Node) -> bool:
-    """A product with a number of rows, or a quotient by one, of what has no rows in place itself."""
-    if g.op_name(user) not in ARITHMETIC or user.args[0] is size or user.args[1] is not size:
+    """A product with a number of rows, or a quotient by one, of what has no rows in place itself. Not one that is
+    rounded to a whole number. In 16 bits the number would be rounded as a tensor, which Python's is not.
+    """
+    if g.op_name(user) not in ARITHMETIC or len(user.args) != 2 or user.args[1] is not size or user.kwargs:
         return False
     value: Any = user.args[0]
-    if not isinstance(value, fx.Node) or value in rows.in_place or not isinstance(value.meta["val"], torch.Tensor):
+    if not isinstance(value, fx.Node) or value in rows.in_place or g.tensor_value(value) is None:
         return False
     number = _number(rows, rows.in_place[selected])
     if times != 1:
         number = rows.call(user, aten.mul.Tensor, number, times)
     target = aten.div.Tensor if g.op_name(user) == "aten::div" else aten.mul.Tensor
-    replace_call(user, rows.call(user, target, value, number))
+    dtype = value.meta["val"].dtype
+    if dtype in NARROW:
+        value = rows.call(user, aten._to_copy.default, value, dtype=torch.float32)
+    found = rows.call(user, target, value, number)
+    replace_call(user, rows.call(user, aten._to_copy.default, found, dtype=dtype) if dtype in NARROW else found)
     return True
