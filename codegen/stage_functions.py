@@ -243,7 +243,7 @@ class StageWriter:
             wrapped(f"{left}, *{stashed} = {call}", arguments, ")") if gradients else
             wrapped(f"{stashed} = [{call}", arguments, ")]")
         )  # fmt: skip
-        return lines, self._weights_at_once(segment, weights) if at_once else []
+        return lines, self._weights(segment, weights, "stashed.pop()") if at_once else []
 
     def backward_weight(self) -> str:
         lines = [
@@ -256,23 +256,13 @@ class StageWriter:
             variant = self.names.variant(segment)
             if variant.backward_weight is None:
                 continue
-            tail = self._arguments(segment, variant.backward_weight, "w")
             if segment.loops:
-                layers, stashed = self.names.prefixes_name(index), self.names.stashed_name(index)
-                lines.append(f"    for layer in reversed({layers}):")
-                lines.append("        w = under(weights, layer)")
-                lines += wrapped(
-                    f"gradients = layers.{variant.name}.backward_weight(", [f"{stashed}.pop(0)", *tail], ")", indent=8
-                )
-                lines.append("        yield from w.full_names(gradients)")
+                lines.append(f"    for layer in reversed({self.names.prefixes_name(index)}):")
+                taken = self._weights(segment, "under(weights, layer)", f"{self.names.stashed_name(index)}.pop(0)")
+                lines += [f"    {line}" for line in taken]
             else:
-                lines.append(f"    w = {self.names.weights_of(segment.first)}")
-                lines += wrapped(
-                    f"gradients = layers.{variant.name}.backward_weight(",
-                    [f"{self.names.stashed_name(index)}.pop()", *tail],
-                    ")",
-                )
-                lines.append("    yield from w.full_names(gradients)")
+                weights, stashed = self.names.weights_of(segment.first), f"{self.names.stashed_name(index)}.pop()"
+                lines += self._weights(segment, weights, stashed)
         return "\n".join(lines) + "\n"
 
     def backward(self) -> str:
@@ -285,11 +275,11 @@ class StageWriter:
         lines += self._backwards(at_once=True)
         return "\n".join([*lines, *self._sent_by_b(), "    return sent"]) + "\n"
 
-    def _weights_at_once(self, segment: Segment, weights: str) -> list[str]:
-        """W of the region whose B has just run."""
+    def _weights(self, segment: Segment, weights: str, stashed: str) -> list[str]:
+        """W of a region. Its gradients have no name here: they are gone before those of the next are made."""
         variant = self.names.variant(segment)
         left = f"yield from w.full_names(layers.{variant.name}.backward_weight("
-        arguments = ["stashed.pop()", *self._arguments(segment, variant.backward_weight, "w")]
+        arguments = [stashed, *self._arguments(segment, variant.backward_weight, "w")]
         return [f"    w = {weights}", *wrapped(left, arguments, "))")]
 
     def loss_tokens(self) -> str:

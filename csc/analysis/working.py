@@ -37,11 +37,11 @@ def working(variant: Variant, saved: int | None = None, fuse: bool = False) -> i
     if backward is not None:
         over.append(peak(backward, fuse) - max(saved, stashed))
     if variant.backward_weight is not None:
-        # Those of the region before stay until the next are there, and the first sum of two is a third tensor.
         made = [_size(maker(one)) for one in variant.backward_weight.output_node().all_input_nodes]
-        over.append(peak(variant.backward_weight, fuse) - stashed + sum(made) + max(made, default=0))
+        added = sum(made) + max(made, default=0)  # the first sum of two is a third tensor; what was stashed is gone
+        over += [peak(variant.backward_weight, fuse) - stashed, added - stashed]
         if variant.backward is not None:
-            over.append(peak(variant.backward, fuse) - max(saved, stashed) + sum(made) + max(made, default=0))
+            over.append(peak(variant.backward, fuse) - max(saved, stashed))
     return max(0, *over) if over else 0
 
 

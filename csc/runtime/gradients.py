@@ -57,6 +57,7 @@ class GradientSums:
             return
         for name, gradient in pairs:
             self._add(stage, name, gradient)
+            del gradient  # before the next one is made: it may be a head's, the largest tensor of a step
         if self.scattered is not None:
             self.scattered.end(stage)
         self._turn[stage] += 1

@@ -73,10 +73,9 @@ def backward_weight(stashed, weights, constants):
     """W of stage 0: (parameter name, gradient) pairs, last region first."""
     (stashed_multi_modal_projector,) = stashed; del stashed
     w = under(weights, "model.multi_modal_projector.")
-    gradients = layers.llava_multi_modal_projector_first.backward_weight(
+    yield from w.full_names(layers.llava_multi_modal_projector_first.backward_weight(
         stashed_multi_modal_projector.pop(), w,
-    )
-    yield from w.full_names(gradients)
+    ))
 
 
 def backward(saved, received, weights, constants):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from csc.errors import ProgramError
 from csc.ir.groups import Group, Placement
 from csc.runtime.gradients import GradientSums, buckets
 from csc.runtime.specs import ParameterSpec
+from csc.runtime.weight_names import under
 
 
 def spec(
@@ -60,6 +63,29 @@ def test_contributions_do_not_touch_what_they_came_from() -> None:
     sums = merged([spec("a"), spec("b")], [("a", shared), ("b", shared)], *[[("a", torch.ones(1).expand(4))]] * 2)
     assert sums.own == {"a"} and shared.tolist() == [1] * 4
     assert sums.buffers["a"].tolist() == [3] * 4 and sums.buffers["b"].tolist() == [1] * 4
+
+
+def test_a_region_s_gradients_are_gone_before_the_next_are_made() -> None:
+    """As a rank file gives them, once there is a sum of its own: a head's may be the largest tensor of a step."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def region(names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        assert not sums.own or not [one for one in alive if one() is not None], "the region before still has its own"
+        made = {name: torch.ones(4) for name in names}
+        alive[:] = [weakref.ref(gradient) for gradient in made.values()]
+        return made
+
+    def backward_weight() -> Iterator[tuple[str, torch.Tensor]]:
+        w = under({}, "")
+        yield from w.full_names(region(("a", "b")))
+        yield from w.full_names(region(("c",)))
+
+    sums = GradientSums([spec("a"), spec("b"), spec("c")], [0])
+    for microbatch in range(3):
+        alive.clear()  # those of the first are the sums
+        sums.add(0, microbatch, backward_weight())
+    sums.merge()
+    assert {name: one.tolist() for name, one in sums.buffers.items()} == dict.fromkeys("abc", [3.0] * 4)
 
 
 def test_gradients_take_the_dtype_of_the_parameter() -> None:

@@ -10,8 +10,9 @@ from csc.analysis.costs import call_of
 from csc.analysis.fused_work import fused, within
 from csc.analysis.hardware import hardware, toml_text
 from csc.analysis.visible import TILE, _share
-from csc.analysis.working import peak
+from csc.analysis.working import peak, working
 from csc.ir import graph as g
+from csc.ir.program import Variant
 from csc.torch_private.traces import make_fx
 
 
@@ -55,6 +56,16 @@ def test_what_is_alive_at_once() -> None:
     assert peak(graph) == 3 * block  # the input, what a call reads, what it writes
     saved = graph_of(lambda a: (a * 2) + 1, torch.zeros(16, 16), role="saved")
     assert peak(saved) == 2 * block  # what was saved is gone after its last use
+
+
+def test_what_w_works_with_is_its_gradients_and_a_sum() -> None:
+    """Two products of what was stashed; when they are added to those of the microbatch before, a third one is there."""
+    grid = torch.zeros(4, 4)
+    forward = graph_of(lambda x: ((x + 1,), (x * 2,)), grid)
+    backward = graph_of(lambda d: ((d * 2,), (d + 1,)), grid, role="tangent")
+    weight = graph_of(lambda kept: (kept.t() @ kept, kept @ kept), grid, role="saved")
+    variant = Variant("a", "a", (True,), (True, True), (True,), forward, None, forward, backward, weight)
+    assert working(variant) == (2 + 1 - 1) * 4 * 4 * 4  # of which one was counted as stashed
 
 
 def test_profiles_say_what_attention_reaches() -> None:
