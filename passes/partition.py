@@ -20,6 +20,7 @@ from csc.ir.mesh import Mesh
 from csc.ir.own_replicas import in_front
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.ir.schedule import Schedule, part
+from csc.planning.branches import orders
 from csc.planning.coarse import together
 from csc.planning.own_stages import own_stages
 from csc.planning.partition import at_cuts
@@ -162,7 +163,7 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
     written = given_schedule(options)
     if written is not None:
         placement = tuple(written.placement.values())
-    lumps = together(problem, _homes(program, options) if given is None else range(len(problem.units)))
+    lumps = together(problem, _homes(program, problem, options) if given is None else range(len(problem.units)))
     found = plan(
         lumps.problem,
         schedule=written if written is not None else options.schedule,
@@ -174,10 +175,11 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
     return replace(found, stages=lumps.stages(found.stages))
 
 
-def _homes(program: Program, options: Options) -> list[int]:
+def _homes(program: Program, problem: Problem, options: Options) -> list[int]:
     """For each region the one that it stays with: what joins values and has no parameters, such as what puts features
     into the text, stays with the first that reads it. A microbatch without features goes straight there, and so needs
-    no message that others have not. Where all regions are wanted as stages of their own, each is alone.
+    no message that others have not. Where all regions are wanted as stages of their own, or another has to run between
+    the two, each is alone.
     """
     maker = {value: unit for unit, region in enumerate(program.regions) for value in region.outputs}
     read = [{maker[value] for value in region.activations} for region in program.regions]
@@ -185,11 +187,28 @@ def _homes(program: Program, options: Options) -> list[int]:
     for unit in reversed(range(len(read))):
         first_reader |= dict.fromkeys(read[unit], unit)
     home = list(range(len(read)))
+    earlier: list[list[int]] = [[] for _ in read]
+    for a, b in orders(problem):
+        earlier[b].append(a)
     for unit in reversed(home):
         if not program.regions[unit].parameters and len(read[unit]) > 1 and unit in first_reader:
-            home[unit] = home[first_reader[unit]]
+            last = home[first_reader[unit]]
+            if not _parted(earlier, home, unit, last):
+                home[unit] = last
     wanted = max(len(options.placement or ()), options.mesh.pp * (options.chunks or FEWEST_CHUNKS))
     return home if len(set(home)) >= wanted else list(range(len(home)))
+
+
+def _parted(earlier: Sequence[Sequence[int]], home: Sequence[int], unit: int, last: int) -> bool:
+    """Whether something that stays elsewhere comes after `unit` and before one that stays with `last`."""
+    between = {unit}
+    for other in range(unit + 1, last + 1):
+        if between.intersection(earlier[other]):
+            if home[other] != last:
+                between.add(other)
+            elif any(one in between and one != unit for one in earlier[other]):
+                return True
+    return False
 
 
 def _given(program: Program, options: Options) -> list[list[int]] | None:
