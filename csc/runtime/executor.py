@@ -160,13 +160,15 @@ class _Step:
             assert functions.backward_input is not None
             received = self._gradients_for(*item)
             sent, saved = functions.backward_input(self.saved.pop(item), received, self.weights(stage.stage), constants)
+            if self._counts_nothing(item):
+                sent = {name: torch.zeros_like(gradient) for name, gradient in sent.items()}
             if stage.backward_weight:
                 self.saved_for_weights[item] = saved
             self._hand_on("B", stage.stage, mb, sent)
         elif kind == "W":
             assert functions.backward_weight is not None
             pairs = functions.backward_weight(self.saved_for_weights.pop(item), self.weights(stage.stage), constants)
-            self.gradients.add(stage.stage, mb, pairs)
+            self.gradients.add(stage.stage, mb, _zeros(iter(pairs)) if self._counts_nothing(item) else pairs)
 
     def _gradients_for(self, stage: int, mb: int) -> dict[str, torch.Tensor]:
         """What B takes: the gradients that have come, and on the loss' stage that of the loss."""
@@ -181,8 +183,20 @@ class _Step:
         assert functions.backward is not None
         received = self._gradients_for(stage, mb)
         constants = self.ranks[mb].constants
-        sent = yield from functions.backward(self.saved.pop((stage, mb)), received, self.weights(stage), constants)
+        run = functions.backward(self.saved.pop((stage, mb)), received, self.weights(stage), constants)
+        if self._counts_nothing((stage, mb)):
+            sent = yield from _zeros(run)
+            sent = {name: torch.zeros_like(gradient) for name, gradient in sent.items()}
+        else:
+            sent = yield from run
         self._hand_on("B", stage, mb, sent)
+
+    def _counts_nothing(self, item: tuple[int, int]) -> bool:
+        """Whether a stage's microbatch has nothing that the loss is a mean over. What B makes of 0 over 0 is NaN, the
+        gradient of the whole batch is not.
+        """
+        stage, mb = item
+        return self.loss_weights.get(mb) == 0 and stage == self.rank.program.manifest.loss.stage
 
     def _hand_on(self, kind: str, stage: int, mb: int, sent: Mapping[str, torch.Tensor]) -> None:
         """Keep what has to be sent until its SEND; give the other stages of this rank what is theirs now."""
@@ -275,6 +289,16 @@ def step(
     rank.endpoint.drain()
     combined = yield from loss_terms.combine(rank, state.losses, state.loss_weights, counts or StepCounts())
     return StepResult(state.gradients, combined, timed)
+
+
+def _zeros(pairs: Iterator[Pair]) -> Generator[Pair, None, Any]:
+    """Zeros for these gradients; returns what the pairs' generator does."""
+    while True:
+        try:
+            name, gradient = next(pairs)
+        except StopIteration as end:
+            return end.value
+        yield name, torch.zeros_like(gradient)
 
 
 def _act(state: _Step, action: Action, uneven: bool) -> Generator[str, None, None]:
