@@ -57,6 +57,7 @@ def manifest(
                 "inputs": list(stage.inputs), "forward": True,
                 "backward_input": stage.has_b, "backward_weight": stage.has_w,
                 **({"context": list(stage.contexts)} if program.contexts else {}),
+                **({"weighs": True} if program.loss_weight == "terms" and program.loss_tokens in stage.shared else {}),
             }
             for stage in program.stages
         ],
@@ -226,10 +227,18 @@ def _gradients(program: Program) -> dict[tuple[int, str], torch.Tensor]:
 
 
 def _loss_count(program: Program) -> dict[str, Any]:
-    """What tells how much a microbatch's loss weighs: the entry whose rows count, or what is added to a count."""
+    """What tells how much a microbatch's loss weighs: the entry whose rows count, or what is added to
+    a count; of a loss of several terms that of each."""
     found = program.combination
     if program.loss_weight == "mean":
         return {"rows": found.rows} if found.rows else {}
+    if program.loss_weight == "terms":
+        return {
+            "divisors": [
+                {"counts": f"rows of {one.rows}" if one.rows else one.counted, "added": one.added, "least": one.least}
+                for one in found.divisors
+            ]
+        }
     if program.loss_weight == "sum" or (found.added, found.least) == (0, 0):
         return {}
     return {"added": found.added, "least": found.least}

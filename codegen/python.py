@@ -18,7 +18,7 @@ from torch import fx
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.groups import Group
-from csc.ir.rank_entries import CONTEXT, MEETINGS, RANDOM
+from csc.ir.rank_entries import CONTEXT, LOSS_WEIGHTS, MEETINGS, RANDOM, WEIGHTS
 from csc.torch_private.exported import OpOverload
 
 WIDTH = 100  # of code
@@ -100,6 +100,8 @@ def source(role: tuple[str, str]) -> str:
     kind, label = role
     if kind == "random":
         return f"batch[{quoted(RANDOM)}]"
+    if role == LOSS_WEIGHTS:
+        return f"batch[{quoted(WEIGHTS)}]"
     if kind == "tensor":
         return f"batch[{quoted(MEETINGS[Group.TENSOR if label == 'number' else Group(label)])}]"
     if kind == "context group":

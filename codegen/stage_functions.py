@@ -60,7 +60,7 @@ class StageWriter:
             "backward_input": self.backward_input() if has_b else "",
             "backward_weight": self.backward_weight() if has_w else "",
             "backward": self.backward() if has_b and has_w else "",
-            "loss_tokens": self.loss_tokens() if LOSS in self.names.made and self.program.loss_tokens else "",
+            "loss_tokens": self.loss_tokens() if self.program.loss_tokens in self.stage.shared else "",
         }
         return {f"{name}{self.suffix}": text for name, text in there.items() if text}
 

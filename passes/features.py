@@ -14,7 +14,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.naming import identifier, unique
 from csc.ir.program import Features, Input, Options, Program, Region, Stage, Template, Variant
-from csc.ir.rank_entries import OF_RANKS
+from csc.ir.rank_entries import LOSS_WEIGHTS, OF_RANKS
 
 ENTRY = "features."  # what the batch's names of features begin with
 SPREAD = "is spread over ranks"
@@ -78,6 +78,8 @@ def _reasons(program: Program) -> dict[str, str]:
             found[region.name] = f"{region.name} depends on {above}, and {found[above]}"
         elif any(kind == "random" for kind, _ in read) or any(map(draws, g.calls(template.graph))):
             found[region.name] = f"{region.name} draws random numbers (dropout in train mode)"
+        elif LOSS_WEIGHTS in read:
+            found[region.name] = f"{region.name} adds terms of the loss"
         elif template.divided or any(kind in OF_RANKS for kind, _ in read):
             found[region.name] = f"{region.name} {SPREAD}"
         elif entries & tokens:

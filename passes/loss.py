@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from csc.passes import loss_terms
 from torch import fx
 
 from csc.analysis.operators.moves import COPIES
@@ -15,12 +16,14 @@ from csc.analysis.samples.combining import assumed, proven
 from csc.analysis.samples.loss_rules import MEAN
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.program import Combination, Options, Program
+from csc.ir.combination import Combination
+from csc.ir.program import Options, Program
 from csc.ir.rewrite import Writer
 from csc.torch_private.exported import OpOverload
 
 aten = torch.ops.aten
 
+OF_TERMS = "adds terms of the loss that are divided by different numbers, which csc can do with cp=1 alone"
 ONE_SAMPLE = (
     "the model asks for the number of samples and was traced for one: that microbatches of one sample combine by their "
     "labels is read off the loss, and not proven"
@@ -31,8 +34,9 @@ def loss(program: Program, options: Options) -> Program:
     """Find what the loss is a sum over and what it is divided by, and count it.
 
     Requires  pass `shapes`.
-    Ensures   `loss_weight` is "tokens", "mean" or "sum"; for "tokens" the graph's second output counts the microbatch's
-              labels, or whatever else the loss is divided by, from the batch alone. `combination` says what is proven.
+    Ensures   `loss_weight` is "tokens", "mean", "sum" or "terms"; for "tokens" the graph's second output counts the
+              microbatch's labels, or whatever else the loss is divided by, from the batch alone; for "terms" it counts
+              that of each term, which is multiplied by a weight where it is added. `combination` says what is proven.
     Before    %loss = aten.cross_entropy_loss(%logits, %labels);  return (%loss,)
     After     %counted = aten.sum(aten.ne(%labels, -100));        return (%loss, %counted)
     """
@@ -47,6 +51,8 @@ def loss(program: Program, options: Options) -> Program:
     if found.problem and _is_mean_of_one_sample(program, found, result):
         program = replace(program, notes=(*program.notes, ONE_SAMPLE))
         found = replace(found, problem="", where="")
+    if weight == "terms":
+        return _of_terms(program, options, found)
     program = replace(program, combination=found, loss_weight=weight)
     if weight != "tokens":
         return program
@@ -57,9 +63,24 @@ def loss(program: Program, options: Options) -> Program:
         )  # fmt: skip
     graph, mapping = g.copy_graph(program.graph)
     with graph.inserting_before(graph.output_node()):
-        count = _counted(Writer(graph, program.fake_mode), mapping[counted])
+        count = loss_terms.counted(Writer(graph, program.fake_mode), mapping[counted])
     graph.output_node().args = ((mapping[result], count),)
     return replace(program, graph=graph)
+
+
+def _of_terms(program: Program, options: Options, found: Combination) -> Program:
+    """Terms of a loss over spread tokens are not counted by ranks of cp: that is as good as nothing proven."""
+    graph, mapping = g.copy_graph(program.graph)
+    divisors, (result,) = found.divisors, g.outputs(program.graph)
+    count = loss_terms.counts(program, graph, divisors) if options.mesh.cp == 1 else None
+    if count is not None:
+        graph.output_node().args = ((mapping[result], count),)
+    if count is None or not loss_terms.weighed(program, graph, found.terms, divisors):
+        call = _named(program.graph, found.terms[0].call)
+        refused = Combination(rows=found.rows, problem=OF_TERMS, where=g.place(call) if call is not None else "loss")
+        labels = labels_of(result) is not None
+        return replace(program, combination=refused, loss_weight="tokens" if labels else "mean")
+    return replace(program, graph=graph, combination=found, loss_weight="terms")
 
 
 def _combination(program: Program) -> tuple[Program, Combination]:
@@ -120,18 +141,3 @@ def _scales_only(node: fx.Node) -> bool:
 
 def _named(graph: fx.Graph, name: str) -> fx.Node | None:
     return next((node for node in graph.nodes if node.name == name), None) if name else None
-
-
-def _counted(writer: Writer, node: fx.Node) -> fx.Node:
-    """What a loss function is a mean over; of a value that is the count, a copy that nothing else reads."""
-    if g.op_name(node) not in LABELS:
-        return writer.call(None, aten._to_copy.default, node, dtype=torch.float64)
-    bound = g.bind(node)
-    labels, ignored, weight = bound["target"], int(bound["ignore_index"]), bound.get("weight")
-    mask = writer.call(None, aten.ne.Scalar, labels, ignored)
-    if weight is not None:  # each label counts as much as its class weighs
-        classes = writer.call(None, aten.mul.Tensor, labels, mask)
-        mask = writer.call(None, aten.mul.Tensor, writer.call(None, aten.index.Tensor, weight, [classes]), mask)
-    count = writer.call(None, aten.sum.default, mask)
-    count.meta["hint"] = "counted_labels"
-    return count

@@ -19,6 +19,7 @@ from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.own_replicas import in_front
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
+from csc.ir.rank_entries import LOSS_WEIGHTS
 from csc.ir.schedule import Schedule, part
 from csc.planning.branches import orders
 from csc.planning.coarse import together
@@ -326,7 +327,7 @@ def _messages(program: Program, problem: Problem, home: Sequence[int]) -> tuple[
 def stage_of(program: Program, index: int, rank: int, regions: Sequence[Region], divided: bool) -> Stage:
     """A stage of these regions, with what they read."""
     tables = list(dict.fromkeys(name for region in regions for name in region.shared))
-    if program.loss_tokens and any(LOSS in region.outputs for region in regions):
+    if program.loss_tokens and (any(LOSS in region.outputs for region in regions) or _weighs(program, tables)):
         tables.append(program.loss_tokens)
     needed = g.ancestors(shared_outputs(program, tables))
     roles = [n.meta["role"] for n in g.placeholders(program.shared) if n in needed] if program.shared else []
@@ -349,6 +350,13 @@ def stage_of(program: Program, index: int, rank: int, regions: Sequence[Region],
         contexts=tuple(context.component for context in program.contexts if context.component in asked),
         divided=divided,
     )
+
+
+def _weighs(program: Program, tables: Sequence[str]) -> bool:
+    """Whether these tables tell what terms of the loss weigh."""
+    if program.loss_weight != "terms":
+        return False
+    return any(node.meta.get("role") == LOSS_WEIGHTS for node in g.ancestors(shared_outputs(program, tables)))
 
 
 def shared_outputs(program: Program, tables: Sequence[str]) -> list:

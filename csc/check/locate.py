@@ -29,6 +29,7 @@ from csc.check.undisturbed import undisturbed
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program, Region, compute_dtypes
+from csc.ir.rank_entries import LOSS_WEIGHTS
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
@@ -143,6 +144,7 @@ def _run(
         entries = {("input", n): t.to(device) for n, t in batch.items()}
         entries |= {("constant", n): t.to(device) for n, t in program.constants.items()}
         entries["random", "seed"] = NUMBERS
+        entries[LOSS_WEIGHTS] = torch.ones(len(program.combination.divisors), dtype=torch.float64, device=device)
         tables = dict(zip(program.shared.output_node().meta["names"], _results(program.shared, entries)))
     made: dict[str, torch.Tensor] = {}
     for region in program.regions:

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from csc.ir.capture_guards import CaptureGuards
+from csc.ir.combination import Combination
 from csc.ir.joints import Joints
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
@@ -300,26 +301,6 @@ class Options:
     zero: int = 0
     sequence_parallel: bool = False
     features: bool = False
-
-
-@dataclass(frozen=True)
-class Combination:
-    """How the losses of microbatches make that of the batch, as the graph shows (csc.analysis.samples.combining).
-
-    weight: "tokens", "mean" or "sum"; "" if it could not be proven, and `problem` (a phrase with an operation as its
-    subject) and `where` say why. rows: the batch entry whose rows count, with "mean". counted: with "tokens", the call
-    of the captured graph whose labels are counted, or the value that is the count; a loss is divided by
-    max(count + added, least). whole: batch entries without a sample dimension, which every microbatch has whole.
-    """
-
-    weight: str = ""
-    rows: str = ""
-    counted: str = ""
-    added: float = 0.0
-    least: float = 0.0
-    whole: tuple[str, ...] = ()
-    problem: str = ""
-    where: str = ""
 
 
 @dataclass(frozen=True)

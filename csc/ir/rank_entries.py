@@ -5,6 +5,7 @@ among the entries. No entry of a batch begins as they do: a model may well have 
     CONTEXT_GROUP             the role of the number of a rank's cp group
     OWN                       how names begin
     RANDOM, CONTEXT           the seed of its random numbers; by component, how tokens are spread
+    LOSS_WEIGHTS, WEIGHTS     the role and the name of what the terms of its loss weigh
     MEETINGS                  {Group: name}: the numbers of the groups within which collectives of layers meet
 """
 
@@ -16,8 +17,9 @@ from csc.ir.groups import Group
 
 OF_RANKS = ("context", "context group", "tensor")
 CONTEXT_GROUP = ("context group", "number")
+LOSS_WEIGHTS = ("loss", "loss_weights")
 OWN = "csc."
-RANDOM, CONTEXT = "csc.random", "csc.context"
+RANDOM, CONTEXT, WEIGHTS = "csc.random", "csc.context", "csc.loss_weights"
 MEETINGS: Mapping[Group, str] = {
     Group.TENSOR: "csc.tp", Group.COPIES: "csc.tp_copies", Group.DIVISION: "csc.tp_division", Group.CONTEXT: "csc.cp",
 }  # fmt: skip

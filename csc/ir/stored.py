@@ -24,9 +24,9 @@ from torch import fx
 
 from csc.ir import capture_guards
 from csc.ir import graph as g
+from csc.ir.combination import Combination, Divisor, Term
 from csc.ir.program import (
     Checkpoint,
-    Combination,
     Context,
     ContextMask,
     DividedAxis,
@@ -45,8 +45,8 @@ from csc.torch_private.traces import FakeTensorMode
 FORMAT = 3
 CLASSES = {
     one.__name__: one
-    for one in (Checkpoint, Combination, Context, ContextMask, DividedAxis, Input, ModuleInfo, Parameter, Record,
-                Region, Template)
+    for one in (Checkpoint, Combination, Context, ContextMask, DividedAxis, Divisor, Input, ModuleInfo, Parameter,
+                Record, Region, Template, Term)
 }  # fmt: skip
 META = (*g.KEPT_META, "names")
 OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)

@@ -21,6 +21,7 @@ from csc.cache.inductor_folder import inductor_folder
 from csc.cache.store import store
 from csc.capture.batch import device_of
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
+from csc.ir.rank_entries import LOSS_WEIGHTS
 from csc.passes.dropout import SEED
 from csc.reports.part_functions import PartFunction, Role, part_function
 from csc.runtime.function_folder import FunctionFolder
@@ -113,6 +114,7 @@ def _tables(program: Program, batch: Mapping[str, torch.Tensor], device: torch.d
     entries: dict[Role, torch.Tensor] = {("input", name): tensor for name, tensor in batch.items()}
     entries |= {("constant", name): tensor.to(device) for name, tensor in program.constants.items()}
     entries[SEED] = torch.zeros((), dtype=torch.int64)
+    entries[LOSS_WEIGHTS] = torch.ones(len(program.combination.divisors), dtype=torch.float64, device=device)
     function = part_function(program.shared)
     assert function is not None
     made = function.call(*(entries[role] for role in function.roles))

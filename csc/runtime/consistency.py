@@ -42,7 +42,6 @@ OF_POSITION = "files of pipeline positions"
 def digests(program: LoadedProgram) -> dict[str, bytes]:
     """What ranks must agree on, by the words that an error uses for it."""
     manifest = program.manifest
-    loss = manifest.loss
     holders = [
         (p.name, p.shape, p.dtype, p.trainable, p.stages, p.weight, p.gradient, p.boxes) for p in manifest.parameters
     ]
@@ -55,8 +54,7 @@ def digests(program: LoadedProgram) -> dict[str, bytes]:
                 [stage.rank for stage in manifest.stages],
                 manifest.microbatches,
                 manifest.inputs,
-                loss.stage,
-                loss.weight,
+                manifest.loss,
             )
         ),
         "parameters and the stages that use them": repr(holders),

@@ -260,10 +260,11 @@ def step(
         numbers = {name: met.number for name, met in rank.met.items()}
         microbatches = [{**microbatch, **numbers} for microbatch in microbatches]
     microbatches = yield from seeds.attach(rank, microbatches, drawn)
+    microbatches, weighed = yield from loss_terms.weighed(ranks, microbatches)
     state = _Step(whole, ranks, microbatches, weights, profiled, within)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
-        state.loss_weights = yield from loss_terms.weights(ranks, microbatches)
+        state.loss_weights = weighed
     done, due = 0, encoding is not None  # computes, and whether there may be something to encode before the next
     try:
         for i, action in enumerate(actions):

@@ -215,7 +215,7 @@ class StageFunctions:
     backward_input(saved, received, weights, constants) -> sent, saved for weights
     backward_weight(saved for weights, weights, constants) -> iterable of (parameter name, gradient)
     backward(saved, received, weights, constants) -> the two in one: a generator of such pairs, its result what is sent
-    loss_tokens(batch, constants) -> 0-d tensor
+    loss_tokens(batch, constants) -> 0-d tensor; of a loss of several terms a number for each divisor
     """
 
     forward: Callable[..., Any]
@@ -316,7 +316,7 @@ def _found(program: LoadedProgram, rank: int, module: ModuleType, file: Path) ->
             "backward_input": ("B", stage.stage) in called,
             "backward_weight": ("W", stage.stage) in called,
             "backward": ("BW", stage.stage) in called,
-            "loss_tokens": manifest.loss.stage == stage.stage and manifest.loss.weight == "tokens",
+            "loss_tokens": stage.weighs or (manifest.loss.stage == stage.stage and manifest.loss.weight == "tokens"),
         }
         parts: dict[str, Any] = {}
         for name, there in needed.items():

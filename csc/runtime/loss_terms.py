@@ -3,9 +3,11 @@
 Terms: a microbatch's *weight* is its share in the whole loss. With `tokens` it is n / N: its counted labels
 over those of all microbatches and replicas, so that the whole loss is the mean over all tokens, as one
 process would compute it. With `mean` it is the same with its samples, with `sum` it is 1. A loss that is divided by
-no count but by max(n + added, least) has the weight max(n + added, least) / max(N + added, least).
+no count but by max(n + added, least) has the weight max(n + added, least) / max(N + added, least). A loss of *terms*
+that are divided by different numbers has a weight for each; F multiplies the terms by these, so that the whole loss is
+the sum of the microbatches'.
 
-    weights(ranks, microbatches) -> generator -> {microbatch: weight}    loss stage only, before the first F
+    weighed(ranks, microbatches) -> generator -> (microbatches, {microbatch: weight})     before the first F
     combine(rank, losses, weights, counts) -> generator -> Losses       every rank, after the last action
 
 Numbers pass between ranks in float64, one small sum a step, and are added in the order of the microbatches:
@@ -17,16 +19,19 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from typing import Any
 
 import torch
 
 from csc.errors import CscError
 from csc.ir.groups import Group
+from csc.ir.rank_entries import WEIGHTS
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
-from csc.runtime.specs import Manifest
+from csc.runtime.specs import DivisorSpec, LossSpec, Manifest
 from csc.runtime.step_counts import StepCounts
 
+Batch = Mapping[str, Any]
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -60,52 +65,69 @@ class Losses:
         return torch.tensor(sum(parts), dtype=torch.float64).to(self.dtype)
 
 
-def weights(
-    ranks: Sequence[Rank], microbatches: Sequence[Mapping[str, torch.Tensor]]
-) -> Generator[str, None, dict[int, float]]:
-    """The weight of each of a rank's microbatches. With one microbatch and dp = 1 it is exactly 1.0, and nothing
-    is counted.
+def weighed(
+    ranks: Sequence[Rank], microbatches: Sequence[Batch]
+) -> Generator[str, None, tuple[list[Batch], dict[int, float]]]:
+    """The weight of each of a rank's microbatches, and these with the weights of terms, if the loss has several. With
+    one microbatch and dp = 1 each weight is exactly 1.0, and nothing is counted; so it is on ranks that neither compute
+    the loss nor add terms of it, and so have no use for it.
 
     ranks: this rank in the program of each microbatch.
     """
+    rank, loss, count = ranks[0], ranks[0].program.manifest.loss, len(microbatches)
+    given, ones = list(microbatches), dict.fromkeys(range(count), 1.0)
+    alone = count * len(rank.group(Group.DATA)) == 1
+    here = any(stage.weighs if loss.divisors else stage.stage == loss.stage for stage in rank.stages)
+    if loss.weight == "sum" or not (here or loss.divisors):
+        return given, ones
+    if alone or not here:
+        found = [[1.0] * max(1, len(loss.divisors))] * count
+    else:
+        found = yield from _weights(ranks, microbatches)
+    if not loss.divisors:
+        return given, {mb: row[0] for mb, row in enumerate(found)}
+    each = torch.tensor(found, dtype=torch.float64, device=rank.device)
+    return [{**batch, WEIGHTS: row} for batch, row in zip(given, each)], ones
+
+
+def _weights(ranks: Sequence[Rank], microbatches: Sequence[Batch]) -> Generator[str, None, list[list[float]]]:
+    """By microbatch, one for each divisor."""
     rank = ranks[0]
     manifest = rank.program.manifest
-    count = len(microbatches)
-    alone = count * len(rank.group(Group.DATA)) == 1
-    if manifest.loss.weight == "sum" or alone:
-        return dict.fromkeys(range(count), 1.0)
     if manifest.loss.weight == "mean":
         what, counting, counts = "samples", Group.SAMPLES, _samples(manifest, microbatches)
     else:
         what, counting, counts = "labels", Group.DATA, _labels(ranks, microbatches)
-    total = counts.sum().reshape(1)
+    total = counts.sum(0)
     why = f"count of {what} over {' and '.join(counting.along)}"
     yield from wait_sum(rank.endpoint, total, rank.group(counting), why)
-    whole = _divisor(manifest, float(total))
-    if whole == 0:  # the mean over nothing: NaN as in one process, reported by name at the end of the step
-        return dict.fromkeys(range(count), float("nan"))
-    return {mb: _divisor(manifest, float(n)) / whole for mb, n in enumerate(counts.tolist())}
+    divisors: Sequence[LossSpec | DivisorSpec] = manifest.loss.divisors or (manifest.loss,)
+    whole = [_divided(one, n) for one, n in zip(divisors, total.tolist(), strict=True)]
+    # The mean over nothing is NaN as in one process, reported by name at the end of the step.
+    return [
+        [_divided(one, n) / all_of_it if all_of_it else math.nan for one, n, all_of_it in zip(divisors, row, whole)]
+        for row in counts.tolist()
+    ]
 
 
-def _divisor(manifest: Manifest, count: float) -> float:
-    return max(count + manifest.loss.added, manifest.loss.least)
+def _divided(divisor: LossSpec | DivisorSpec, count: float) -> float:
+    return max(count + divisor.added, divisor.least)
 
 
-def _samples(manifest: Manifest, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+def _samples(manifest: Manifest, microbatches: Sequence[Batch]) -> torch.Tensor:
     """Rows of the microbatches, as the loss counts them."""
     rows = manifest.loss.rows
     device = torch.device(manifest.device)
     found = [batch[rows].shape[0] if rows in batch else 1 for batch in microbatches]
-    return torch.tensor(found, dtype=torch.float64, device=device)
+    return torch.tensor(found, dtype=torch.float64, device=device).reshape(-1, 1)
 
 
-def _labels(ranks: Sequence[Rank], microbatches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """What the microbatches' losses are divided by."""
+def _labels(ranks: Sequence[Rank], microbatches: Sequence[Batch]) -> torch.Tensor:
+    """What the microbatches' losses are divided by: a row for each, a column for each divisor."""
     counts = []
     for one, batch in zip(ranks, microbatches, strict=True):
-        counted = one.functions[one.program.manifest.loss.stage].loss_tokens
-        assert counted is not None
-        counts.append(counted(batch, one.constants).reshape(()))
+        counted = next(of.loss_tokens for of in one.functions.values() if of.loss_tokens is not None)
+        counts.append(counted(batch, one.constants).reshape(-1))
     return torch.stack(counts)
 
 

@@ -23,6 +23,7 @@ from csc.runtime.specs import (
     ConstantSpec,
     ContextMaskSpec,
     ContextSpec,
+    DivisorSpec,
     DrawSpec,
     FeatureSpec,
     InputSpec,
@@ -36,7 +37,7 @@ from csc.runtime.specs import (
 
 FORMAT = 5
 ZERO = 3  # the highest level of what data-parallel ranks divide
-LOSS_WEIGHTS = ("tokens", "sum", "mean")
+LOSS_WEIGHTS = ("tokens", "sum", "mean", "terms")
 
 
 def manifest(table: Any, where: str) -> Manifest:
@@ -131,7 +132,13 @@ def _loss(top: Fields, stages: int) -> LossSpec:
     if weight not in LOSS_WEIGHTS:
         raise ProgramError(f"loss weight {weight!r} is none of {', '.join(LOSS_WEIGHTS)}", top.where, REMEDY)
     stage = _end(loss, "stage", stages)
-    return LossSpec(stage, weight, loss.get("rows", str, ""), _finite(loss, "added"), _finite(loss, "least"))
+    divisors = tuple(
+        DivisorSpec(row.get("counts", str), _finite(row, "added"), _finite(row, "least"))
+        for row in loss.rows("divisors", [])
+    )
+    if (weight == "terms") != bool(divisors):
+        raise ProgramError(f"its loss is weighted by {weight} and has {len(divisors)} divisors", top.where, REMEDY)
+    return LossSpec(stage, weight, loss.get("rows", str, ""), _finite(loss, "added"), _finite(loss, "least"), divisors)
 
 
 def _features(top: Fields) -> FeatureSpec | None:
@@ -266,6 +273,7 @@ def _stage(row: Fields, ranks: int) -> StageSpec:
         row.get("backward_input", bool),
         row.get("backward_weight", bool),
         row.names("context", []),
+        row.get("weighs", bool, False),
     )
 
 

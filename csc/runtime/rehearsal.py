@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from csc.ir.rank_entries import RANDOM
+from csc.ir.rank_entries import RANDOM, WEIGHTS
 from csc.runtime import context_group
 from csc.runtime.rank import Rank
 from csc.runtime.seeds import NO_CHANCE
@@ -35,6 +35,8 @@ def rehearse(rank: Rank, microbatch: Mapping[str, Any], weights: Mapping[str, to
     batch |= {name: met.number for name, met in rank.met.items()}
     if rank.program.manifest.random:
         batch[RANDOM] = NO_CHANCE
+    if rank.program.manifest.loss.divisors:
+        batch[WEIGHTS] = fake(torch.ones(len(rank.program.manifest.loss.divisors), dtype=torch.float64))
     constants = {name: fake(tensor) for name, tensor in rank.constants.items()}
     whole = _whole(rank, weights, fake)
     with torch.no_grad(), mode:

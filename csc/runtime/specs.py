@@ -131,14 +131,26 @@ class StageSpec:
     backward_input: bool
     backward_weight: bool
     contexts: tuple[str, ...] = ()  # components of which it asks the plan of a microbatch where their tokens are
+    weighs: bool = False  # whether it adds terms of the loss, which it counts to know what they weigh
+
+
+@dataclass(frozen=True)
+class DivisorSpec:
+    """What terms of the loss are divided by: max(n + added, least). counts: what n is, so that programs whose losses
+    have other terms are told apart.
+    """
+
+    counts: str
+    added: float = 0.0
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The stage that computes the loss, and how microbatches' losses combine: tokens, sum or mean.
+    """The stage that computes the loss, and how microbatches' losses combine: tokens, sum, mean or terms.
 
     rows: with mean, the input whose rows are counted; "": every microbatch counts the same. added, least: with tokens,
-    the loss is divided by max(count + added, least).
+    the loss is divided by max(count + added, least). divisors: with terms, those of its terms.
     """
 
     stage: int
@@ -146,6 +158,7 @@ class LossSpec:
     rows: str = ""
     added: float = 0.0
     least: float = 0.0
+    divisors: tuple[DivisorSpec, ...] = ()
 
 
 @dataclass(frozen=True)

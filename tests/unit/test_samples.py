@@ -20,7 +20,8 @@ from csc.capture.capture import capture, with_sizes_of
 from csc.capture.guards import Guards
 from csc.errors import CscError
 from csc.ir import graph as g
-from csc.ir.program import Combination, Program
+from csc.ir.combination import Combination, Divisor
+from csc.ir.program import Program
 
 SAMPLES, LENGTH, WIDTH, CLASSES = 6, 4, 3, 5
 Loss = Callable[..., torch.Tensor]
@@ -67,16 +68,19 @@ def captured(loss: Loss) -> tuple[nn.Module, Program, Combination]:
     return model, program, found
 
 
-def counts(model: nn.Module, program: Program, found: Combination, part: dict[str, torch.Tensor]) -> float:
-    """What a microbatch weighs by, before it is divided by the sum: from running the traced graph itself."""
-    if found.weight == "mean":
-        return float(part[found.rows].shape[0])
+def values_of(model: nn.Module, program: Program, part: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     parameters = dict(model.named_parameters())
     sources: dict[str, Any] = {"input": part, "parameter": parameters, "constant": program.constants}
-    values = [sources[n.meta["role"][0]][n.meta["role"][1]] for n in g.placeholders(program.graph)]
-    node = next(one for one in program.graph.nodes if one.name == found.counted)
+    return [sources[n.meta["role"][0]][n.meta["role"][1]] for n in g.placeholders(program.graph)]
+
+
+def counts(model: nn.Module, program: Program, divisor: Divisor, part: dict[str, torch.Tensor]) -> float:
+    """What a microbatch weighs by, before it is divided by the sum: from running the traced graph itself."""
+    if divisor.rows:
+        return float(part[divisor.rows].shape[0])
+    node = next(one for one in program.graph.nodes if one.name == divisor.counted)
     interpreter = fx.Interpreter(fx.GraphModule({}, program.graph), garbage_collect_values=False)
-    interpreter.run(*values)
+    interpreter.run(*values_of(model, program, part))
     if g.op_name(node) not in LABELS:
         return float(interpreter.env[node])
     labels, weight = (g.bind(node)[which] for which in ("target", "weight"))
@@ -85,24 +89,68 @@ def counts(model: nn.Module, program: Program, found: Combination, part: dict[st
     return float(weights[labels[labels != -100]].sum())
 
 
+class Weighing(fx.Interpreter):
+    """Multiplies operands of the calls of these names; what weighs nothing is nothing, NaN too."""
+
+    def __init__(self, graph: fx.Graph, weights: dict[tuple[str, int], float]) -> None:
+        super().__init__(fx.GraphModule({}, graph))
+        self.weights = weights
+
+    def weighed(self, call: str, value: Any, place: int) -> Any:
+        if isinstance(value, list):
+            return [self.weighed(call, one, i) for i, one in enumerate(value)]
+        if (call, place) not in self.weights:
+            return value
+        weight = self.weights[call, place]
+        return torch.as_tensor(value) * weight if weight else torch.zeros(())
+
+    def run_node(self, n: fx.Node) -> Any:
+        values, keywords = self.fetch_args_kwargs_from_env(n)
+        for place in range(len(values)):
+            values = (*values[:place], self.weighed(n.name, values[place], place), *values[place + 1 :])
+        target = torch.ops.aten.rsub.Tensor if n.target is torch.ops.aten.rsub.Scalar else n.target
+        if target is torch.ops.aten.rsub.Tensor:
+            values = tuple(map(torch.as_tensor, values))
+        return getattr(self, n.op)(target, values, keywords)
+
+
+def losses(
+    model: nn.Module, program: Program, found: Combination, parts: list[dict[str, torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Of parts of a batch, as they are added up."""
+    if found.weight == "sum":
+        return [model(**part) for part in parts]
+    divisors = found.divisors or (
+        Divisor("" if found.counted else found.rows, found.counted, found.added, found.least),
+    )
+    shares = {}
+    for one in divisors:
+        own = [counts(model, program, one, part) for part in parts]
+        divided = [max(count + one.added, one.least) for count in [*own, sum(own)]]
+        shares[one] = [count / divided[-1] for count in divided[:-1]]
+    if found.weight != "terms":
+        (weights,) = shares.values()
+        return [model(**part) * weight for part, weight in zip(parts, weights) if weight]
+    found_losses = []
+    for place, part in enumerate(parts):
+        weights = {(term.call, term.operand): shares[term.divisor][place] for term in found.terms}
+        found_losses.append(Weighing(program.graph, weights).run(*values_of(model, program, part))[0])
+    return found_losses
+
+
 def holds(model: nn.Module, program: Program, found: Combination, cuts: list[int]) -> bool:
     """Whether loss and gradients of the batch are those of its parts, weighted as was found."""
     whole = batch()
     edges = [0, *cuts, SAMPLES]
     parts = [{name: t[a:b] for name, t in whole.items()} for a, b in pairwise(edges)]
-    weights = [1.0] * len(parts)
-    if found.weight != "sum":
-        own = [counts(model, program, found, part) for part in parts]
-        divided = [max(one + found.added, found.least) for one in [*own, sum(own)]]
-        weights = [one / divided[-1] for one in divided[:-1]]
 
     def gradients(losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        total = torch.stack([loss * w for loss, w in zip(losses, weights if len(losses) > 1 else [1.0]) if w]).sum()
+        total = torch.stack(losses).sum()
         model.zero_grad()
         total.backward()
         return [total.detach(), *(p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters())]
 
-    of_parts = gradients([model(**part) for part in parts])
+    of_parts = gradients(losses(model, program, found, parts))
     return all(
         torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(gradients([model(**whole)]), of_parts)
     )
@@ -195,6 +243,42 @@ PROVEN: dict[str, tuple[str, Loss]] = {
     "a mean for each sample": ("mean", lambda p, m, **_: ((p * m).sum(1) / m.sum(1).clamp(min=1)).mean()),
     "two means": ("mean", lambda p, h, **_: p.mean() + 0.1 * h.square().mean()),
     "a mean and decay": ("mean", lambda p, head, **_: p.mean() + 0.1 * head.weight.square().sum()),
+    "means over different numbers": (
+        "terms", lambda x, y, h, **_: F.cross_entropy(x.flatten(0, 1), y.flatten()) + h.square().mean()
+    ),
+    "a sum and decay": ("terms", lambda p, head, **_: p.sum() + head.weight.square().sum()),
+    "a sum and a number": ("terms", lambda p, **_: p.sum() + 0.5),
+    "a number less a sum": ("terms", lambda p, **_: 0.5 - p.sum()),
+    "a sum and a mean": ("terms", lambda p, h, **_: p.sum() + 10 * h.square().mean()),
+    "three numbers": (
+        "terms",
+        lambda p, m, w, h, **_: -((p * m).sum() / m.sum() - p.mean() / 3 + (h.mean(2).mean(1) * w).sum() / w.sum()) / 2,
+    ),
+    "two of one number, and another": (
+        "terms", lambda p, m, h, **_: (p * m).sum() / m.sum() + h.square().mean() + (p * m).sum().mul(2) / m.sum()
+    ),
+    "a term twice": ("terms", lambda p, w, **_: (lambda a, b: a + b + a)(p.mean(), p.mean(1).dot(w) / w.sum())),
+    "terms of terms": (
+        "terms", lambda p, m, w, **_: (p.mean() + p.mean(1).dot(w) / w.sum()) * 0.3 + (p * m).sum() / m.sum()
+    ),
+    "terms and decay": (
+        "terms", lambda p, w, head, **_: p.mean() + p.mean(1).dot(w) / w.sum() + 0.1 * head.weight.square().sum()
+    ),
+    "a number not zero, and a mean": (
+        "terms", lambda p, m, h, **_: (p * m).sum() / m.sum().clamp(min=1) + h.square().mean()
+    ),
+    "terms of a loop": (
+        "terms", lambda p, w, m, **_: sum(p.mean(1).dot(one) / one.sum() for one in (w, w.square(), m.sum(1).float()))
+    ),
+    "copies and a mean": (
+        "terms", lambda p, head, **_: head.weight[:1].repeat(p.shape[0], 1).sum() * 0.1 + p.mean()
+    ),
+    "one row beside": ("terms", lambda p, head, **_: torch.stack([p.sum(), head.weight.sum()]).sum()),
+    "stacked, each times a number": (
+        "terms", lambda p, w, **_: (torch.stack([p.mean(), p.sum(), w.mean()]) * p.new_tensor([1, 2, 3])).mean()
+    ),
+    "with alpha": ("terms", lambda p, w, **_: torch.add(p.mean(), p.mean(1).dot(w) / w.sum(), alpha=0.3)),
+    "one minus terms": ("terms", lambda p, w, **_: 1 - (p.mean() - p.mean(1).dot(w) / w.sum())),
     "one minus a mean": ("mean", lambda h, **_: 1 - h.mean()),
     "mse": ("mean", lambda h, w, **_: F.mse_loss(h, w[:, None, None].expand_as(h))),
     "kl, batchmean": (
@@ -263,11 +347,16 @@ REFUSED: dict[str, tuple[str, Loss]] = {
     "the logarithm of a mean": ("log does more than scale", lambda p, **_: p.mean().log()),
     "the square of a sum": ("square does more than scale", lambda p, **_: p.sum().square()),
     "the largest": ("amax", lambda p, **_: p.amax()),
-    "a sum and decay": ("the same for every microbatch", lambda p, head, **_: p.sum() + head.weight.square().sum()),
-    "means over different numbers": (
-        "divided by different numbers",
-        lambda x, y, h, **_: F.cross_entropy(x.flatten(0, 1), y.flatten()) + h.square().mean(),
+    "a square of terms": ("does more than scale", lambda p, m, **_: (p.mean() + (p * m).sum() / m.sum()).square()),
+    "terms over a number": ("does more than scale", lambda p, m, **_: (p.mean() + (p * m).sum() / m.sum()) / m.sum()),
+    "a term over two numbers": (
+        "by more than one of them", lambda p, m, y, **_: p.sum() / m.sum() / (y > 1).sum() + p.mean()
     ),
+    "the larger term": ("", lambda p, m, **_: torch.maximum(p.mean(), (p * m).sum() / m.sum())),
+    "copies of terms": (
+        "does more than scale", lambda p, m, **_: (p.mean() + (p * m).sum() / m.sum()).expand(p.shape[0]).sum()
+    ),
+    "terms by samples": ("", lambda p, m, **_: ((p.mean() + (p * m).sum() / m.sum()) * p).mean()),
     "centred": ("combines every sample with every other", lambda h, **_: (h - h.mean(0)).square().mean()),
     "cumsum": ("cumsum works along the samples", lambda p, **_: p.cumsum(0).mean()),
     "softmax": ("softmax works along the samples", lambda p, **_: (p.softmax(0) * p).mean()),
@@ -281,11 +370,9 @@ REFUSED: dict[str, tuple[str, Loss]] = {
     "a shuffle of memory": ("joins or cuts samples", lambda h, **_: (h.flatten(1).view(-1, h.shape[0])[0]).mean()),
     "one row for all": ("puts something behind", lambda h, **_: torch.cat([h[:, 0], h.new_zeros(1, WIDTH)]).mean()),
     "every sample with every other": ("", lambda p, **_: (p[:, None] * p[None]).mean()),
-    "copies": ("", lambda p, head, **_: head.weight[:1].repeat(p.shape[0], 1).sum() * 0.1 + p.mean()),
     "a table as long": ("takes as much", lambda p, head, **_: p.mean() + head.weight.flatten()[: p.shape[0]].sum()),
     "as many columns": ("takes as much", lambda x, **_: x.flatten(1)[:, : x.shape[0]].mean()),
     "copies of a sum": ("", lambda p, **_: p.mean().expand(p.shape[0]).sum() + p.mean()),
-    "one row beside": ("", lambda p, head, **_: torch.stack([p.sum(), head.weight.sum()]).sum()),
     "the number of samples": ("", lambda p, **_: p.sum() / (p.shape[0] + 1)),
     "another number": ("", lambda p, **_: p.sum() / (p.shape[0] // 2)),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ from csc.analysis.samples.propagation import (
     NONE,
     NOT_LINEAR,
     UNKNOWN,
+    Count,
     Lost,
     NewTensor,
     PartsOfSum,
@@ -27,6 +28,8 @@ from csc.analysis.samples.propagation import (
     SamplePropagation,
     SampleRows,
     State,
+    TermOfSum,
+    Terms,
     Whole,
     times,
 )
@@ -34,6 +37,7 @@ from csc.analysis.sized import given
 from csc.ir import graph as g
 
 Rule = Callable[[SamplePropagation, fx.Node], State]
+OFTEN = "by more than one of them, or multiplied by one"
 
 
 def product_rule(sign: int) -> Rule:
@@ -45,6 +49,8 @@ def product_rule(sign: int) -> Rule:
         if bound.get("rounding_mode") is not None:
             return following.by_links(node)
         left, right = of(following, one), of(following, other)
+        if isinstance(left, Terms) or isinstance(right, Terms):
+            return _scaled_terms(following, one, other, sign)
         if sign < 0 or (isinstance(left, SampleRows | PartsOfSum) and isinstance(right, PartsOfSum)):
             right = _as_count(following, other, right)
         if sign > 0 and isinstance(left, PartsOfSum) and isinstance(right, SampleRows | PartsOfSum):
@@ -113,6 +119,16 @@ def _scaled_numbers(following: SamplePropagation, node: fx.Node, one: Any, other
     return replace(state, step=state.step * factor)
 
 
+def _scaled_terms(following: SamplePropagation, one: Any, other: Any, sign: int) -> Terms:
+    """Terms times what is the same for every batch, or over it."""
+    terms, factor = (other, one) if sign > 0 and isinstance(of(following, other), Terms) else (one, other)
+    state = of(following, terms)
+    if not isinstance(state, Terms) or of(following, factor) != Whole():
+        raise Lost(NOT_LINEAR)
+    _check_literal(following, factor)
+    return state
+
+
 def _pointwise(following: SamplePropagation, node: fx.Node, states: dict[Any, State], powers: Powers) -> State:
     """The result of a product, its operands taken for these states."""
     found = [states.get(one, following.states[one]) for one in following.operands(node)]
@@ -145,26 +161,46 @@ def sum_rule(following: SamplePropagation, node: fx.Node) -> State:
             if count is not None and plain and isinstance(other, (int, float)) and value is terms[0]:
                 sign = -1 if g.op_name(node) == "aten::sub" else 1
                 return Whole(frozenset({(replace(count, added=sign * float(other)), 1)}))
-    nothing = [isinstance(value, (int, float)) and value == 0 for value in terms]  # where a loop over losses begins
-    return added(following, node, [state for state, is_none in zip(states, nothing) if not is_none])
+    # A loop over losses begins with 0.
+    operands = {place: state for place, state in enumerate(states) if not _is_nothing(terms[place])}
+    return _added(following, node, operands)
 
 
-def added(following: SamplePropagation, node: fx.Node, states: list[State]) -> State:
+def _is_nothing(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _added(following: SamplePropagation, node: fx.Node, operands: Mapping[int, State]) -> State:
     """The sum of terms. One that is the same for every batch is a mean of itself, whatever it is a mean over."""
+    states = list(operands.values())
     parts = {state.powers for state in states if isinstance(state, PartsOfSum)}
-    if not parts:
+    if not parts and not any(isinstance(state, Terms) for state in states):
         return following.by_links(node, linear=True)
-    if len(parts) > 1:
-        raise Lost("adds terms of the loss that are divided by different numbers")
-    (powers,) = parts
-    for state in states:
-        if isinstance(state, SampleRows | RowNumbers | NewTensor):
-            raise Lost(EVERY_OTHER)
-        if isinstance(state, Whole):
-            missing = dict(times(powers, state.powers, -1))
-            if len(missing) != 1 or next(iter(missing.values())) != -1:
-                raise Lost("adds a term that is the same for every microbatch to one that is a sum over them")
-    return PartsOfSum(powers)
+    if any(isinstance(state, SampleRows | RowNumbers | NewTensor) for state in states):
+        raise Lost(EVERY_OTHER)
+    if len(parts) == 1 and all(isinstance(state, PartsOfSum | Whole) for state in states):
+        (powers,) = parts
+        beside = [dict(times(powers, state.powers, -1)) for state in states if isinstance(state, Whole)]
+        if all(list(missing.values()) == [-1] for missing in beside):
+            return PartsOfSum(powers)
+    return Terms(frozenset().union(*(_terms(following, node, place, state) for place, state in operands.items())))
+
+
+def _terms(following: SamplePropagation, node: fx.Node, place: int, state: State) -> frozenset[TermOfSum]:
+    """Those of one operand; none of a sum over samples, which is not divided."""
+    if isinstance(state, Terms):
+        return state.terms
+    if state == Whole():
+        rows = next(one.entry for one in following.entries.values() if isinstance(one, SampleRows))
+        return frozenset({TermOfSum(node.name, place, Count("rows", rows))})
+    if not isinstance(state, PartsOfSum):
+        raise Lost("adds a term that is the same for every microbatch to one that is a sum over them")
+    if not state.powers:
+        return frozenset()
+    ((count, power), *more) = state.powers
+    if more or power != -1:
+        raise Lost(f"adds terms of the loss that are divided by different numbers, one {OFTEN}")
+    return frozenset({TermOfSum(node.name, place, count)})
 
 
 def _offset_numbers(following: SamplePropagation, node: fx.Node, states: list[State]) -> State:
@@ -182,6 +218,15 @@ def _offset_numbers(following: SamplePropagation, node: fx.Node, states: list[St
             result = moved
     assert result is not None
     return RowNumbers(result.axis, numbers.count, numbers.entry, numbers.step)
+
+
+def stack_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`stack`: terms of a loss beside each other, which are summed later."""
+    values: Any = given(node)["tensors"]
+    states = dict(enumerate(of(following, value) for value in values))
+    if all(isinstance(state, PartsOfSum | Terms | Whole) for state in states.values()):
+        return _added(following, node, states)
+    return following.by_links(node, linear=True)
 
 
 def power_rule(following: SamplePropagation, node: fx.Node) -> State:

@@ -6,8 +6,8 @@
 
 
 The samples are followed from the batch to the loss (csc.analysis.samples.propagation). The loss is found to be a sum
-over them, or one divided by a number that adds up over microbatches; or the operation is named that makes it anything
-else.
+over them, or one divided by a number that adds up over microbatches, or a sum of such terms; or the operation is named
+that makes it anything else.
 
 A proof holds for every size if it was made with more samples than the batch has, and no two sizes that are free were
 the same, nor one of them 1: then which dimensions an operation joins, splits and sums cannot have been a coincidence.
@@ -31,12 +31,14 @@ from csc.analysis.samples.propagation import (
     SamplePropagation,
     SampleRows,
     State,
+    Terms,
     Whole,
 )
-from csc.analysis.samples.rules import RULES
+from csc.analysis.samples.rules import OF_TERMS, RULES
 from csc.analysis.sized import sized
 from csc.ir import graph as g
-from csc.ir.program import Combination, Input, Program
+from csc.ir.combination import Combination, Divisor, Term
+from csc.ir.program import Input, Program
 from csc.ir.sizes import evaluated
 
 ONE_NUMBER = (
@@ -85,7 +87,7 @@ def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collecti
             continue
         entries = _entries(program, primary, shapes, whole)
         apart = {primary.name} if program.guards and program.guards.values else {one.name for one in program.inputs}
-        following = SamplePropagation(entries, RULES, not scaled or _fixed(program, whole), apart)
+        following = SamplePropagation(entries, RULES, OF_TERMS, not scaled or _fixed(program, whole), apart)
         states = following.run(at_size)
         (loss,) = g.outputs(at_size)
         found = _verdict(loss, states[loss], primary.name)
@@ -119,6 +121,11 @@ def _verdict(loss: fx.Node, state: State, rows: str) -> Combination:
         ((count, power),) = state.powers
         if power == -1:
             return _divided(count, rows)
+    if isinstance(state, Terms):
+        found = sorted(state.terms, key=lambda one: (one.call, one.operand))
+        return Combination(
+            "terms", rows, terms=tuple(Term(one.call, one.operand, _divisor(one.count)) for one in found)
+        )
     if isinstance(state, Mixed):
         where = state.node.meta.get("source") or state.node.meta.get("module") or state.node.name
         return Combination(rows=rows, problem=f"{g.op_name(state.node)} {state.why}", where=where)
@@ -130,6 +137,12 @@ def _divided(count: Count, rows: str) -> Combination:
     if count.kind == "rows":
         return Combination("mean", count.name)
     return Combination("tokens", rows, count.name, count.added, count.least)
+
+
+def _divisor(count: Count) -> Divisor:
+    if count.kind == "rows":
+        return Divisor(rows=count.name)
+    return Divisor(counted=count.name, added=count.added, least=count.least)
 
 
 def _primary(program: Program) -> Input | None:

@@ -27,6 +27,7 @@ from csc.analysis.samples.propagation import (
     SamplePropagation,
     SampleRows,
     State,
+    Terms,
     Whole,
     times,
 )
@@ -62,6 +63,8 @@ def _of_gradient(value: State) -> State:
         return PartsOfSum(times(NONE, value.powers, -1))
     if isinstance(value, PartsOfSum):
         return Whole(times(NONE, value.powers, -1))
+    if isinstance(value, Terms):
+        raise Lost("has a backward for terms of the loss that are divided by different numbers")
     if isinstance(value, RowNumbers | Mixed):
         raise Lost("has a backward for the numbers of samples")
     return value

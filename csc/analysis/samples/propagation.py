@@ -4,10 +4,11 @@ A batch is cut into microbatches along the sample dimension of its entries. For 
   Whole    does not change with the samples that are there: parameters, tables
   Rows     of the batch it is, along an axis, those of its microbatches one behind the other
   Parts    of the batch it is the sum of those of its microbatches
+  Terms    sums of Parts that are divided by different numbers, and of what is Whole
   Numbers  numbers of rows: those of a microbatch count from 0 again
   Made     made by the model's own code of one microbatch, before the step, for its rows
   Mixed    none of these: something looked at several samples at once, or csc has no rule for it
-Each but the last three times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
+Each but the last four times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
 sum of those of its microbatches. So a mean over samples is Parts with the number of samples to the power of -1.
 
     follow(graph, entries) -> {node: State}     of a graph of csc.analysis.sized, its entries being these States
@@ -74,6 +75,20 @@ class PartsOfSum:
 
 
 @dataclass(frozen=True)
+class TermOfSum:
+    """An operand of a call that adds or stacks, and the number that it is divided by."""
+
+    call: str
+    operand: int
+    count: Count
+
+
+@dataclass(frozen=True)
+class Terms:
+    terms: frozenset[TermOfSum]
+
+
+@dataclass(frozen=True)
 class RowNumbers:
     """step: by how much the numbers of one sample are larger than those of the sample before."""
 
@@ -100,7 +115,7 @@ class Mixed:
     unless: str = ""
 
 
-State = Whole | SampleRows | PartsOfSum | RowNumbers | NewTensor | Mixed
+State = Whole | SampleRows | PartsOfSum | Terms | RowNumbers | NewTensor | Mixed
 
 
 class Lost(Exception):
@@ -127,14 +142,21 @@ class SamplePropagation:
     """The states of a graph's values, as far as they are known; what the rules of csc.analysis.samples.rules ask."""
 
     def __init__(
-        self, entries: Mapping[str, State], special: Mapping[str, Any], specialised: bool, apart: Collection[str]
+        self,
+        entries: Mapping[str, State],
+        special: Mapping[str, Any],
+        linear: Collection[str],
+        specialised: bool,
+        apart: Collection[str],
     ) -> None:
         """special: rules by the name of the operation, (following, node) -> State, before those of the table of links.
+        linear: operations whose rule knows Terms.
 
         specialised: the trace may hold numbers of samples as plain numbers. apart: entries whose rows are never split
         by values of the batch that the model has decided by (how many patches each image has).
         """
-        self.entries, self.special, self.specialised, self.apart = entries, special, specialised, apart
+        self.entries, self.special, self.linear = entries, special, linear
+        self.specialised, self.apart = specialised, apart
         self.states: dict[fx.Node, State] = {}
         self.of_batch: set[fx.Node] = set()  # made of the batch and constants alone
 
@@ -166,6 +188,8 @@ class SamplePropagation:
                 return self._after(node, lost)
             if all(one == Whole() for one in used) and name not in GRADIENTS:
                 return Whole()
+            if name not in self.linear and any(isinstance(one, Terms) for one in used):
+                return Mixed(node, NOT_LINEAR)
         try:
             rule = self.special.get(name)
             return rule(self, node) if rule is not None else self.by_links(node)
@@ -198,9 +222,11 @@ class SamplePropagation:
         kinds = {type(one) for one in used}
         if powers is None:
             powers = self._common_powers(used, linear)
-        if PartsOfSum in kinds:
-            if not linear or kinds != {PartsOfSum} or self._sized_by_samples(node):
+        if kinds & {PartsOfSum, Terms}:
+            if not linear or len(kinds) > 1 or self._sized_by_samples(node):
                 raise Lost(NOT_LINEAR)
+            if Terms in kinds:
+                return Terms(frozenset().union(*(one.terms for one in used if isinstance(one, Terms))))
             return PartsOfSum(powers)
         if kinds & {SampleRows, RowNumbers} and not (
             kinds <= {RowNumbers, NewTensor, Whole} and {RowNumbers, NewTensor} <= kinds

@@ -1,6 +1,7 @@
 """Rules of single operations for following samples, where the table of links does not say all.
 
 RULES: {operation: rule}        rule(following, node) -> State; Lost if the call mixes samples
+OF_TERMS: operations that keep terms of a loss, which are divided by different numbers, apart
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
     return {f"aten::{name}": rule for name in names.split()}
 
 
+_SCALED = _each("mul", arithmetic.product_rule(1)) | _each("div", arithmetic.product_rule(-1))
 RULES: dict[str, Rule] = {
     "mul": sizes.number_rule(1),
     **dict.fromkeys(("truediv", "floordiv"), sizes.number_rule(-1)),
@@ -45,9 +47,9 @@ RULES: dict[str, Rule] = {
     **_each("sym_size", sizes.size_rule),
     **_each("arange", sizes.range_rule),
     **_each("expand repeat", sizes.expand_rule),
-    **_each("mul", arithmetic.product_rule(1)),
-    **_each("div", arithmetic.product_rule(-1)),
+    **_SCALED,
     **_each("add sub rsub", arithmetic.sum_rule),
+    **_each("stack", arithmetic.stack_rule),
     **_each("pow reciprocal", arithmetic.power_rule),
     **_each("clamp clamp_min", arithmetic.clamp_rule),
     **_each("_to_copy to", arithmetic.cast_rule),
@@ -70,3 +72,7 @@ RULES: dict[str, Rule] = {
     "csc::with_hooks": functions.hooked_rule,
     "getitem": layers.item_rule,
 }
+_OF_TERMS = (
+    arithmetic.linear_rule, arithmetic.sum_rule, arithmetic.stack_rule, arithmetic.cast_rule, products.reduction_rule,
+)  # fmt: skip
+OF_TERMS = frozenset({*_SCALED, *(name for name, rule in RULES.items() if rule in _OF_TERMS)})

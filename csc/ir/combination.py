@@ -1,0 +1,58 @@
+"""How the losses of microbatches make that of the whole batch.
+
+Combination(weight="tokens", counted="cross_entropy_loss")          the mean over counted labels
+Combination(weight="terms", terms=(Term("add", 0, ..), ..))         a sum of terms, each divided by another number
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What a loss, or a term of it, is divided by: max(n + added, least). n is the number of rows of the batch entry
+    `rows`; or of the labels that the call `counted` of the captured graph is a mean over; or that call's value.
+    """
+
+    rows: str = ""
+    counted: str = ""
+    added: float = 0.0
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
+class Term:
+    """The operand of the call of the captured graph that adds it to the others, or stacks them. One that is the same
+    for every batch is a mean over whatever its divisor counts.
+    """
+
+    call: str
+    operand: int
+    divisor: Divisor
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What the graph shows (csc.analysis.samples.combining).
+
+    weight: "tokens", "mean", "sum" or "terms"; "" if it could not be proven, and `problem` (a phrase with an operation
+    as its subject) and `where` say why. rows: the batch entry whose rows count, with "mean"; counted, added, least: see
+    Divisor, with "tokens". terms: those that do not weigh alike; what is added to them is a sum over samples. whole:
+    batch entries without a sample dimension, which every microbatch has whole.
+    """
+
+    weight: str = ""
+    rows: str = ""
+    counted: str = ""
+    added: float = 0.0
+    least: float = 0.0
+    terms: tuple[Term, ...] = ()
+    whole: tuple[str, ...] = ()
+    problem: str = ""
+    where: str = ""
+
+    @property
+    def divisors(self) -> tuple[Divisor, ...]:
+        """Of the terms, each once."""
+        return tuple(dict.fromkeys(term.divisor for term in self.terms))
