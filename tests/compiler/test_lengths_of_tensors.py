@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,6 +126,37 @@ def test_where_a_plain_number_is_needed_it_is_that_of_the_batch() -> None:
         agrees(model, compiled, batch(samples))
     with pytest.raises(csc.CscError, match=r"one number of samples|number of samples in Python"):
         csc.compile(model, example=batch(), microbatches=2).train_step(batch())
+
+
+def enumerated(ids: torch.Tensor) -> int:
+    number = 0
+    for place, _ in enumerate(ids):
+        number = place + 1
+    return number
+
+
+COUNTS: list[Callable[[torch.Tensor], int]] = [
+    lambda ids: sum(1 for _ in ids), lambda ids: len([0 for _ in ids]), lambda ids: len(ids.unbind()), enumerated,
+    lambda ids: len([*ids, *ids]) // 2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_samples_that_python_counts(count: Callable[[torch.Tensor], int]) -> None:
+    """By going through them: then the trace holds for as many."""
+
+    class Counted(Resampler):
+        def forward(self, ids: torch.Tensor, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            x = self.head(self.embed(ids))
+            return F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="sum") / count(ids)
+
+    torch.manual_seed(0)
+    model = Counted()
+    compiled = csc.compile(model, example=batch(), check=False)
+    for samples in (4, 6):
+        agrees(model, compiled, batch(samples))
+    with pytest.raises(csc.CscError, match=r"one number of samples|number of samples in Python"):
+        csc.compile(model, example=batch(), microbatches=2, check=False).train_step(batch())
 
 
 def test_the_models_files_are_as_they_were() -> None:

@@ -119,6 +119,7 @@ class Watching(TorchFunctionMode):
         modules = self._rows.real_for_modules() if self._rows is not None else nullcontext()
         with self, modules, lists_from(self._listed):
             yield
+            self._chunks.settle()
             self._loops.refuse_left()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

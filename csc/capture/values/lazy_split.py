@@ -16,6 +16,7 @@ Terms
     chunks.reshaped(name, args, kwargs) -> Tensor | None         a chunk whose rows were flattened
     chunks.shape(name, func, args) -> tuple | None               the shape of a chunk
     chunks.real(leaf) -> Any                                     what a chunk stands for, or the leaf itself
+    chunks.settle()                                              at the end: slices that were not put together again
     length(name, args) -> int | None                             for `list(tensor)`, which asks how long it will become
 
 The length of a list cannot be watched. Where a function between the split and the join (both of them included) has a
@@ -102,6 +103,7 @@ class _Cut:
     really: Callable[[], Sequence[torch.Tensor]]
     stack: list[CodeType]
     parts: Sequence[torch.Tensor] = field(default=())
+    joined: bool = False
     reshaped: dict[tuple[int, ...], _Cut] = field(default_factory=dict)
 
     def part(self, place: int) -> torch.Tensor:
@@ -227,11 +229,20 @@ class LazyChunks:
         whole, in_order = cut.whole, [id(one) for one in parts] == [id(chunk) for chunk in cut.chunks]
         if not in_order or cut.parts or _asks_for_a_length(cut.stack, _codes()):
             return None
+        cut.joined = True
         if not cut.unbound:
             return self._copy(whole) if name != "stack" and along % whole.dim() == cut.along else None
         if along != 0:
             return None
         return self._copy(whole if name == "stack" else self._run(torch.Tensor.flatten, "flatten", (whole, 0, 1), {}))
+
+    def settle(self) -> None:
+        """Make slices real that were made and not joined: a model that went through them, and did nothing with them,
+        has counted them.
+        """
+        for cut, place in list(self._cuts.values()):
+            if not place and cut.unbound and not cut.joined:
+                cut.part(place)
 
     def _copy(self, whole: torch.Tensor) -> torch.Tensor:
         """As a join makes one: what is written to it later is not written to what was split. Pass `shapes` takes out a
