@@ -193,10 +193,11 @@ class _Step:
 
     def _counts_nothing(self, item: tuple[int, int]) -> bool:
         """Whether a stage's microbatch has nothing that the loss is a mean over. What B makes of 0 over 0 is NaN, the
-        gradient of the whole batch is not.
+        gradient of the whole batch is not. A rank whose tokens have no labels still has what others' tokens see of it.
         """
         stage, mb = item
-        return self.loss_weights.get(mb) == 0 and stage == self.rank.program.manifest.loss.stage
+        manifest = self.rank.program.manifest
+        return self.loss_weights.get(mb) == 0 and stage == manifest.loss.stage and manifest.mesh.cp == 1
 
     def _hand_on(self, kind: str, stage: int, mb: int, sent: Mapping[str, torch.Tensor]) -> None:
         """Keep what has to be sent until its SEND; give the other stages of this rank what is theirs now."""
