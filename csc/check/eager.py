@@ -110,13 +110,16 @@ def _loss(model: nn.Module, batch: Batch | Sequence[Batch], rule: str) -> tuple[
     if rule != "auto":
         return _weighted(losses, weights[rule]), True
     weights["samples"] = _shares([_samples(microbatch) for microbatch in batch])
-    whole = _of_all(model, batch)
+    together = joined(batch)
+    whole = _seen(model, together)
     for found in ("tokens", "samples", "sum"):
         if found in weights:
             loss = _weighted(losses, weights[found])
             if whole is not None and abs(float(loss.detach()) - whole) <= ALIKE * abs(whole):
                 return loss, True
-    return _weighted(losses, weights.get("tokens", weights["samples"])), "tokens" in weights and whole is None
+    if together is not None and whole is not None:  # a sum of terms, each of which weighs otherwise
+        return _of_one(model, together), True
+    return _weighted(losses, weights.get("tokens", weights["samples"])), "tokens" in weights
 
 
 def _shares(counts: Sequence[float]) -> list[float]:
@@ -135,11 +138,10 @@ def _samples(microbatch: Batch) -> int:
 
 
 @torch.no_grad()
-def _of_all(model: nn.Module, batch: Sequence[Batch]) -> float | None:
+def _seen(model: nn.Module, together: Batch | None) -> float | None:
     """The loss of microbatches as one batch, to see by it how they count; None if they cannot be one."""
-    whole = joined(batch)
     try:
-        return None if whole is None else float(_of_one(model, whole))
+        return None if together is None else float(_of_one(model, together))
     except Exception:  # models that are written for batches of a kind
         return None
 

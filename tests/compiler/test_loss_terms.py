@@ -175,6 +175,17 @@ def test_one_microbatch_is_the_model_s_own_step(loss: Loss) -> None:
             own.train_step(given, microbatches=microbatches)
 
 
+def test_listed_microbatches_are_compared_with_the_batch_of_all(caplog: pytest.LogCaptureFixture) -> None:
+    """No one weight of each makes its loss; of other lengths they are no batch, and nothing is compared."""
+    given = batch()
+    parts = [{name: tensor[start : start + 4] for name, tensor in given.items()} for start in (0, 4)]
+    model = csc.compile(Model(many).double(), example=parts, microbatches=2)
+    with caplog.at_level("INFO", logger="csc"):
+        found = model.train_step(parts)
+    assert float(found) == pytest.approx(float(Model(many).double()(**given).detach()), rel=1e-12)
+    assert any(line.startswith("checked against eager PyTorch") for line in caplog.messages)
+
+
 def test_the_program_says_what_terms_are_divided_by(tmp_path: Any) -> None:
     model = compiled(on_the_way, mesh="pp=2", microbatches=4)
     assert model.program.loss_weight == "terms"
