@@ -227,6 +227,11 @@ def _gradients(program: Program) -> dict[tuple[int, str], torch.Tensor]:
 
 
 def _loss_count(program: Program) -> dict[str, Any]:
+    """See `_divided`; and whether ranks that share tokens have parts of a loss."""
+    return {**_divided(program), **({"summed": True} if program.combination.summed else {})}
+
+
+def _divided(program: Program) -> dict[str, Any]:
     """What tells how much a microbatch's loss weighs: the entry whose rows count, or what is added to
     a count; of a loss of several terms that of each."""
     found = program.combination

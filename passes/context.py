@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+import torch
 from csc.passes.encoder_context import component_of, named, sizes_for, spread_encoder
 from csc.passes.loss import labels_of
 from csc.passes.shard_edges import PartsEdge
@@ -13,6 +15,7 @@ from torch import fx
 
 from csc.analysis.axes import counting
 from csc.analysis.cutting import shared_nodes
+from csc.analysis.operators.reductions import LABELS
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program
@@ -27,7 +30,8 @@ def context(program: Program, options: Options) -> Program:
               follows them, work on a shard of the tokens; what enters them is computed for the whole sequence and
               dispatched: embeddings where encoders and text have merged, position tables, labels after their shift.
               A spread encoder works on shards of its own tokens and is made whole again where its values leave.
-              Attention sees the keys of all ranks; no other operation on shards mixes tokens.
+              Attention sees the keys of all ranks; no other operation on shards mixes tokens. A loss that is more
+              than a mean over labels is summed over a rank's own tokens, and divided by what the microbatch has.
     Before    %x : f32[2, 1000, 48];  %o = csc.attention(%q, %k, %v, %mask);  cross_entropy_loss(%logits, %labels)
     After     %mine = aten.index_select(%x, 1, %tokens) : f32[2, 512, 48];  %o = csc.context_attention(.., %plan, 0)
     """
@@ -36,14 +40,15 @@ def context(program: Program, options: Options) -> Program:
         return program
     (loss,) = g.outputs(program.graph)
     averaged = labels_of(loss)
-    if averaged is None:
+    labels = _labels(program) if averaged is None else _labels_of([averaged])
+    sequence = labels[0][0] if labels else _token_ids(program)
+    if sequence is None:
         raise InputError(
-            "with cp > 1 the loss must be a mean over labels (cross entropy): the ranks' shares of it are added up",
+            "with cp > 1 the batch must have token ids or labels: they say which tokens are spread",
             loss.meta.get("source") or "model output",
             "leave cp at 1",
         )
-    labels, ignored = g.bind(averaged)["target"], int(g.bind(averaged)["ignore_index"])
-    dims = _Dims(program, labels)
+    dims = _Dims(program, sequence)
     spread = dims.spread(program)
     if not spread:
         raise InputError(
@@ -56,7 +61,9 @@ def context(program: Program, options: Options) -> Program:
     sizes = sizes_for(_tokens(spread[0]), options.mesh.cp, own[-1], "cp")
     local = _local(program, spread)
     edge = PartsEdge()
-    spreading = Spreading(program, own[-1], dims, sizes, local, options.mesh.cp, edge, labels, ignored, last=True)
+    spreading = Spreading(
+        program, own[-1], dims, sizes, local, options.mesh.cp, edge, labels, last=True, sums=averaged is None
+    )
     language = replace(program, graph=spreading.graph())
     context = spreading.context(spread[0])
     for component, ranks in encoders.items():
@@ -64,12 +71,32 @@ def context(program: Program, options: Options) -> Program:
     return replace(language, contexts=(*language.contexts, context))
 
 
-class _Dims:
-    """Which dimensions of a value count tokens: those that lead to the labels' sequence."""
+def _labels(program: Program) -> list[tuple[fx.Node, int]]:
+    """What the losses of the graph are over."""
+    return _labels_of([node for node in g.calls(program.graph) if g.op_name(node) in LABELS])
 
-    def __init__(self, program: Program, labels: fx.Node) -> None:
+
+def _labels_of(losses: Sequence[fx.Node]) -> list[tuple[fx.Node, int]]:
+    """Each with the number that stands for none."""
+    found = [(g.bind(node)["target"], int(g.bind(node)["ignore_index"])) for node in losses]
+    return [(target, none) for target, none in found if target.meta["val"].dtype is torch.int64]
+
+
+def _token_ids(program: Program) -> fx.Node | None:
+    """The first entry with a whole number for each token."""
+    for node in g.placeholders(program.graph):
+        val = node.meta["val"]
+        if node.meta["role"][0] == "input" and val.dtype is torch.int64 and val.dim() > 1:
+            return node
+    return None
+
+
+class _Dims:
+    """Which dimensions of a value count tokens: those that lead to the sequence of labels, or of token ids."""
+
+    def __init__(self, program: Program, sequence: fx.Node) -> None:
         entries = {item.name: item for item in program.inputs}
-        sources = [node for node in g.ancestors([labels]) if node.meta.get("role", ("",))[0] == "input"]
+        sources = [node for node in g.ancestors([sequence]) if node.meta.get("role", ("",))[0] == "input"]
         seeds = [(node, dim) for node in sources for dim in entries[node.meta["role"][1]].dynamic]
         if len({node.meta["val"].shape[dim] for node, dim in seeds}) != 1:
             raise InputError(

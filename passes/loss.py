@@ -23,7 +23,7 @@ from csc.torch_private.exported import OpOverload
 
 aten = torch.ops.aten
 
-OF_TERMS = "adds terms of the loss that are divided by different numbers, which csc can do with cp=1 alone"
+OF_TERMS = "adds terms of the loss that are divided by different numbers"
 ONE_SAMPLE = (
     "the model asks for the number of samples and was traced for one: that microbatches of one sample combine by their "
     "labels is read off the loss, and not proven"
@@ -42,9 +42,10 @@ def loss(program: Program, options: Options) -> Program:
     """
     (result,) = g.outputs(program.graph)
     program, found = _combination(program)
+    found = replace(found, summed=options.mesh.cp > 1 and labels_of(result) is None)
     weight = found.weight if options.loss_weight == "auto" else options.loss_weight
     counted = _named(program.graph, found.counted)
-    if options.mesh.cp > 1 or not weight or (weight == "tokens" and counted is None):
+    if (options.mesh.cp > 1 and not found.summed) or not weight or (weight == "tokens" and counted is None):
         counted = labels_of(result)
         if options.loss_weight == "auto":
             weight = "mean" if counted is None else "tokens"
@@ -52,7 +53,7 @@ def loss(program: Program, options: Options) -> Program:
         program = replace(program, notes=(*program.notes, ONE_SAMPLE))
         found = replace(found, problem="", where="")
     if weight == "terms":
-        return _of_terms(program, options, found)
+        return _of_terms(program, found)
     program = replace(program, combination=found, loss_weight=weight)
     if weight != "tokens":
         return program
@@ -68,11 +69,11 @@ def loss(program: Program, options: Options) -> Program:
     return replace(program, graph=graph)
 
 
-def _of_terms(program: Program, options: Options, found: Combination) -> Program:
-    """Terms of a loss over spread tokens are not counted by ranks of cp: that is as good as nothing proven."""
+def _of_terms(program: Program, found: Combination) -> Program:
+    """If a pass has changed the calls that add terms, or what they are divided by, nothing is proven."""
     graph, mapping = g.copy_graph(program.graph)
     divisors, (result,) = found.divisors, g.outputs(program.graph)
-    count = loss_terms.counts(program, graph, divisors) if options.mesh.cp == 1 else None
+    count = loss_terms.counts(program, graph, divisors)
     if count is not None:
         graph.output_node().args = ((mapping[result], count),)
     if count is None or not loss_terms.weighed(program, graph, found.terms, divisors):

@@ -10,7 +10,8 @@ is its share of that of all microbatches; the runtime knows it before F, and han
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ def weighed(program: Program, graph: fx.Graph, terms: Sequence[Term], divisors: 
 
 def _never_zero(writer: Writer, counted: fx.Node, weight: fx.Node, counting: Collection[fx.Node]) -> None:
     """Where the weight is 0, 0 for the mean over nothing, 1 for a count. counting: what counts, and sees zeros."""
+    if g.op_name(counted) not in LABELS:
+        counted = number_of(counted)
     readers = [user for user in counted.users if user not in counting and user.op != "output"]
     value = 0 if g.op_name(counted) in LABELS else 1
     with writer.graph.inserting_after(weight):
@@ -112,16 +115,25 @@ def _count(
 def counted(writer: Writer, node: fx.Node) -> fx.Node:
     """What a loss function is a mean over; of a value that is the count, a copy that nothing else reads."""
     if g.op_name(node) not in LABELS:
-        return writer.call(None, aten._to_copy.default, node, dtype=torch.float64)
+        return writer.call(None, aten._to_copy.default, number_of(node), dtype=torch.float64)
     bound = g.bind(node)
-    labels, ignored, weight = bound["target"], int(bound["ignore_index"]), bound.get("weight")
-    mask = writer.call(None, aten.ne.Scalar, labels, ignored)
-    if weight is not None:  # each label counts as much as its class weighs
-        classes = writer.call(None, aten.mul.Tensor, labels, mask)
-        mask = writer.call(None, aten.mul.Tensor, writer.call(None, aten.index.Tensor, weight, [classes]), mask)
-    count = writer.call(None, aten.sum.default, mask)
+    count = counted_labels(partial(writer.call, None), bound["target"], int(bound["ignore_index"]), bound.get("weight"))
     count.meta["hint"] = "counted_labels"
     return count
+
+
+def number_of(node: fx.Node) -> fx.Node:
+    """The number that a mean over spread tokens is divided by (csc.passes.token_sums), or a count itself."""
+    return node.args[1] if g.op_name(node) == "aten::div" else node  # type: ignore[return-value]
+
+
+def counted_labels(call: Callable[..., fx.Node], labels: fx.Node, ignored: int, weight: fx.Node | None) -> fx.Node:
+    """How many labels there are, or what their classes weigh. call(target, *arguments): makes a call."""
+    mask = call(aten.ne.Scalar, labels, ignored)
+    if weight is not None:  # each label counts as much as its class weighs
+        classes = call(aten.mul.Tensor, labels, mask)
+        mask = call(aten.mul.Tensor, call(aten.index.Tensor, weight, [classes]), mask)
+    return call(aten.sum.default, mask)
 
 
 def _named(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,8 +31,8 @@ def shapes(program: Program, options: Options) -> Program:
     """Evaluate every size of the graph for the shapes in `program.inputs`.
 
     Requires  a captured Program (sizes may be symbolic).
-    Ensures   no symbolic size is left; every `val` has a concrete shape; views and casts that change nothing are gone,
-              but those that make a region of a parameter, which is there for any number of samples;
+    Ensures   no symbolic size is left; every `val` has a concrete shape; views, casts, broadcasts that change nothing
+              are gone, but those that make a region of a parameter, which is there for any number of samples;
               whole numbers that have the sizes of a hidden state, and nothing else of it, do not depend on it.
     Before    %size = aten.sym_size.int(%input_ids, 1);  %view = aten.view(%x, [2, %size, 4])
     After     %view = aten.view(%x, [2, 20, 4])          : f32[2, 20, 4]
@@ -85,14 +86,24 @@ def _lower(
     except Exception as error:
         raise _misfit(node, error, program.inputs) from error
     values[node] = result
+    broadcast = _broadcast(node)
     if isinstance(result, (int, float, bool)):
         mapping[node] = result
+    elif broadcast is not None and _same_layout(values[broadcast], result):
+        mapping[node] = mapping[broadcast]
     elif g.op_name(node) in IDENTITY_IF_UNCHANGED and _same_layout(arguments[0], result) and not _stands(node, program):
         mapping[node] = mapping[node.args[0]]  # type: ignore[index]
     else:
         copied = g.copy_node(graph, node, mapping)
         copied.target = target
         copied.meta["val"] = result
+
+
+def _broadcast(node: fx.Node) -> fx.Node | None:
+    """The operand of which an item of `broadcast_tensors`, as losses call it, is made."""
+    if node.target is not operator.getitem or g.op_name(node.args[0]) != "aten::broadcast_tensors":  # type: ignore[arg-type]
+        return None
+    return node.args[0].args[0][node.args[1]]  # type: ignore[union-attr, index, return-value]
 
 
 def _stands(node: fx.Node, program: Program) -> bool:

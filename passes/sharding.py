@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from csc.kernels.context import ATTENTION
 from csc.passes.shard_edges import ShardEdge, remedy
+from csc.passes.shard_views import Views, moved
 from csc.passes.spread_masks import SpreadMasks, TokenSizes
+from csc.passes.token_sums import TokenSums
 from torch import fx
 
 from csc.analysis.operators.made import NEW
 from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
 from csc.analysis.operators.reductions import LABELS
-from csc.analysis.operators.views import is_view
 from csc.analysis.routing import TOKENS, SortedRows, positions
 from csc.analysis.token_order import Place, TokenOrder
 from csc.analysis.tokens import mixes
@@ -48,18 +49,20 @@ class Spreading:
 
     def __init__(
         self, program: Program, component: str, dims: Callable[[fx.Node], tuple[int, ...]], sizes: TokenSizes,
-        local: Collection[fx.Node], ranks: int, edge: ShardEdge, labels: fx.Node | None = None, ignored: int = 0,
-        last: bool = False, leaving: Collection[fx.Node] = (),
+        local: Collection[fx.Node], ranks: int, edge: ShardEdge, labels: Sequence[tuple[fx.Node, int]] = (),
+        last: bool = False, leaving: Collection[fx.Node] = (), sums: bool = False,
     ) -> None:  # fmt: skip
-        """labels: filled with `ignored` in slots without a token. last: everything behind the local calls is local, and
-        what the plan says needs no component in its name. leaving: gathered where they are made.
+        """labels: each with the number that says none, for slots without a token. last: everything behind the local
+        calls is local, and what the plan says needs no component in its name. leaving: gathered where they are made.
+        sums: the loss is summed over tokens, else a mean over the labels.
         """
         self.program, self.component, self.dims, self.sizes, self.ranks = program, component, dims, sizes, ranks
-        self.local, self.ignored, self.last, self.leaving = local, ignored, last, leaving
+        self.local, self.last, self.leaving = local, last, leaving
         self.edge, self.over = edge, f"{edge.axis}={ranks}"
         self.without = "leave cp at 1" if last else remedy(edge.axis, component)
-        self.labels = _what_moves(labels)
-        self.viewable: dict[Any, bool] = {}  # whether a layout can be seen in a shape without a copy
+        self.labels = {one: none for node, none in labels for one in moved(node)}
+        self.sums = TokenSums(self) if sums else None
+        self.views = Views(program.fake_mode)
         self.new = fx.Graph()
         self.writer = Writer(self.new, Evaluation(program.fake_mode))
         self.mapping: dict[fx.Node, Any] = {}  # of local values: shards
@@ -87,6 +90,8 @@ class Spreading:
                     self.wholes[used] = self._gathered(used, node)
             self.mapping[node] = g.copy_node(self.new, node, self.wholes)
         (loss,) = g.outputs(self.program.graph)
+        if self.sums is not None and loss not in self.sums.parts:
+            raise self.mixed(loss, "gives a loss that is no sum over the tokens")
         self.new.output((self.mapping[loss],))
         g.erase_dead(self.new)
         for placeholder in g.placeholders(self.new):
@@ -96,7 +101,7 @@ class Spreading:
 
     def context(self, attention: fx.Node) -> Context:
         """How the component's tokens are spread; its layers' attention is like the given one of the old graph."""
-        return self.masks.context(self.program, self.component, self.ranks, self.sizes, attention, self._mixed)
+        return self.masks.context(self.program, self.component, self.ranks, self.sizes, attention, self.mixed)
 
     def _placeholders(self) -> None:
         """What the runtime tells a rank for each microbatch: its tokens, which slots hold one, the plan itself."""
@@ -120,8 +125,8 @@ class Spreading:
             return shard
         dims, val = self.dims(node), node.meta["val"]
         if len(dims) != 1 or self.places[node] != (0, self.sizes.tokens) or val.shape[dims[0]] != self.sizes.tokens:
-            raise self._mixed(node, "leaves as a part of the sequence, or with its tokens joined to something else")
-        return self.edge.whole(partial(self._call, reader), shard, self.own["plan"], dims[0], self.sizes.tokens)
+            raise self.mixed(node, "leaves as a part of the sequence, or with its tokens joined to something else")
+        return self.edge.whole(partial(self.call, reader), shard, self.own["plan"], dims[0], self.sizes.tokens)
 
     # local calls
 
@@ -131,9 +136,13 @@ class Spreading:
             self._attention(node)
             return
         place = self._common_place(node)
+        summed = self.sums.made(node, place) if self.sums is not None else None
+        if summed is not None:
+            self.mapping[node] = summed
+            return
         if place is None:
             if name in g.SEEDED and self.dims(node):
-                raise self._mixed(node, "draws a random number for every token")
+                raise self.mixed(node, "draws a random number for every token")
             g.copy_node(self.new, node, self.mapping)
             return
         routed = self.order.follow(node)
@@ -141,17 +150,17 @@ class Spreading:
             self._routed(node, place, routed)
             return
         if self.order.mixed(node, place):
-            raise self._mixed(node, OTHER_ORDER)
+            raise self.mixed(node, OTHER_ORDER)
         if name == "csc::dropout":
             self._dropout(node, place)
             return
         if name in SIZED_VIEWS:
-            self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
+            self.mapping[node] = self._reshaped(node, self.given(node.args[0], place), place)
             self.places[node] = place
             return
         if name in NEW:
-            self.mapping[node] = self._call(
-                node, node.target, self._given(node.args[0], place), self._shape(node, place), *node.args[2:],
+            self.mapping[node] = self.call(
+                node, node.target, self.given(node.args[0], place), self._shape(node, place), *node.args[2:],
                 **node.kwargs,
             )  # fmt: skip
             self.places[node] = place
@@ -165,39 +174,39 @@ class Spreading:
         if not (name in LABELS and not node.meta["val"].dim()):
             why = mixes(node, self.dims)
             if why is not None:
-                raise self._mixed(node, why)
+                raise self.mixed(node, why)
             self.places[node] = place
-        arguments = fx.map_arg(node.args, lambda n: self._given(n, place))
-        self.mapping[node] = self._call(
-            node, node.target, *arguments, **fx.map_arg(node.kwargs, lambda n: self._given(n, place))
+        arguments = fx.map_arg(node.args, lambda n: self.given(n, place))
+        self.mapping[node] = self.call(
+            node, node.target, *arguments, **fx.map_arg(node.kwargs, lambda n: self.given(n, place))
         )
 
     def _routed(self, node: fx.Node, place: Place, found: SortedRows | str) -> None:
         """A call on tokens that are sorted by expert: the same on a rank's own, of which there are fewer."""
         if isinstance(found, str) and found != TOKENS:
-            raise self._mixed(node, found)
+            raise self.mixed(node, found)
         if not self.order.keep(node, place, found):
-            raise self._mixed(node, OTHER_ORDER)
+            raise self.mixed(node, OTHER_ORDER)
         self.places[node] = place
         if g.op_name(node) in SIZED_VIEWS:
-            self.mapping[node] = self._reshaped(node, self._given(node.args[0], place), place)
+            self.mapping[node] = self._reshaped(node, self.given(node.args[0], place), place)
             return
         numbers = positions(node)
-        given = {used: self._given(used, place) for used in node.all_input_nodes if used is not numbers}
+        given = {used: self.given(used, place) for used in node.all_input_nodes if used is not numbers}
         if numbers is not None:
             length = g.bind(node)["self"].meta["val"].shape[0] // (place[1] - place[0]) * self.sizes.shard
-            given[numbers] = self._call(numbers, aten.arange.default, length, **numbers.kwargs)
+            given[numbers] = self.call(numbers, aten.arange.default, length, **numbers.kwargs)
         arguments, keywords = fx.map_arg((node.args, node.kwargs), given.__getitem__)
-        self.mapping[node] = self._call(node, node.target, *arguments, **keywords)
+        self.mapping[node] = self.call(node, node.target, *arguments, **keywords)
 
     def _dropout(self, node: fx.Node, place: Place) -> None:
         """Each token's part of the mask that the whole sequence would have."""
         x, p, seed, index = node.args
         dims = self.dims(node)
         if place != (0, self.sizes.tokens) or [node.meta["val"].shape[dim] for dim in dims] != [self.sizes.tokens]:
-            raise self._mixed(node, "drops out tokens joined with something else, or a part of the sequence")
-        given, seed = self._given(x, place), self.mapping[seed]  # type: ignore[index]
-        self.mapping[node] = self._call(
+            raise self.mixed(node, "drops out tokens joined with something else, or a part of the sequence")
+        given, seed = self.given(x, place), self.mapping[seed]  # type: ignore[index]
+        self.mapping[node] = self.call(
             node, node.target, given, p, seed, index, self.own["tokens"], dims[0], self.sizes.tokens
         )
         self.places[node] = place
@@ -208,33 +217,33 @@ class Spreading:
             return (0, self.sizes.tokens)
         places = {self.places[used] for used in node.all_input_nodes if used in self.places}
         if len(places) > 1:
-            raise self._mixed(node, "combines tokens of different places in the sequence")
+            raise self.mixed(node, "combines tokens of different places in the sequence")
         if places:
             return places.pop()
         entering = [used for used in node.all_input_nodes if self.dims(used)]
         return (0, self.sizes.tokens) if entering else None
 
-    def _given(self, node: Any, place: Place) -> Any:
+    def given(self, node: Any, place: Place) -> Any:
         """An operand on shards: a local value, a dispatched one, or one without tokens as it is."""
         if node in self.local:
             return self.mapping[node]
         if self.dims(node):
             return self._dispatch(node, place)
         if node not in self.read:
-            self.read[node] = self.edge.read(partial(self._call, node), node, self.mapping[node])
+            self.read[node] = self.edge.read(partial(self.call, node), node, self.mapping[node])
         return self.read[node]
 
     def _reshaped(self, node: fx.Node, operand: fx.Node, place: Place) -> fx.Node:
         """A reshape in the sizes of shards. It may join tokens with samples or heads, never cut between tokens."""
         shape = self._shape(node, place)
         if not self.dims(node) and self.dims(node.args[0]):  # type: ignore[arg-type]
-            raise self._mixed(node, "joins tokens")
+            raise self.mixed(node, "joins tokens")
         if self.order.step(node.args[0], place) is not None and self.order.step(node, place) is None:
-            raise self._mixed(node, "gives tokens the places of others")
+            raise self.mixed(node, "gives tokens the places of others")
         target = aten.expand.default if g.op_name(node) == "aten::expand" else aten.reshape.default
-        if g.op_name(node) == "aten::view" and self._viewable(operand, shape):
+        if g.op_name(node) == "aten::view" and self.views.fit(operand.meta["val"], shape):
             target = aten.view.default
-        return self._call(node, target, operand, shape)
+        return self.call(node, target, operand, shape)
 
     def _shape(self, node: fx.Node, place: Place) -> list[int]:
         """A value's sizes on shards."""
@@ -242,21 +251,9 @@ class Spreading:
         shape = list(node.meta["val"].shape)
         for dim in self.dims(node):
             if shape[dim] % length:
-                raise self._mixed(node, "joins or cuts neighbouring tokens")
+                raise self.mixed(node, "joins or cuts neighbouring tokens")
             shape[dim] = shape[dim] // length * self.sizes.shard
         return shape
-
-    def _viewable(self, operand: fx.Node, shape: Sequence[int]) -> bool:
-        val = operand.meta["val"]
-        key = (tuple(val.shape), val.stride(), *shape)
-        if key not in self.viewable:
-            try:
-                with self.program.fake_mode:
-                    val.view(shape)
-                self.viewable[key] = True
-            except (RuntimeError, ValueError):
-                self.viewable[key] = False
-        return self.viewable[key]
 
     def _along_tokens(self, node: fx.Node) -> bool:
         dim = g.bind(node)["dim"] % node.meta["val"].dim()
@@ -265,7 +262,7 @@ class Spreading:
     def _cut(self, node: fx.Node, place: Place) -> Place:
         bound, length = g.bind(node), place[1] - place[0]
         if node.args[0].meta["val"].shape[bound["dim"]] != length or bound["step"] != 1:  # type: ignore[union-attr]
-            raise self._mixed(node, "takes some of the tokens in steps")
+            raise self.mixed(node, "takes some of the tokens in steps")
         start, stop, _ = slice(bound["start"], bound["end"]).indices(length)
         return place[0] + start, place[0] + max(start, stop)
 
@@ -281,7 +278,7 @@ class Spreading:
             self.places[one][1] - self.places[one][0] != size for one, size in zip(bound["tensors"], lengths)
             if one in self.places
         ):  # fmt: skip
-            raise self._mixed(node, "moves tokens to other places in the sequence")
+            raise self.mixed(node, "moves tokens to other places in the sequence")
         edge = first = starts[0] if starts else 0
         result: fx.Node | None = None
         for one, length in zip(bound["tensors"], lengths):
@@ -291,12 +288,12 @@ class Spreading:
                 result = shard
             else:
                 shape = [-1 if d == dim else 1 for d in range(node.meta["val"].dim())]
-                behind = self._call(node, aten.ge.Scalar, self.own["tokens"], edge)
-                behind = self._call(node, aten.view.default, behind, shape)
-                result = self._call(node, aten.where.self, behind, shard, result)
+                behind = self.call(node, aten.ge.Scalar, self.own["tokens"], edge)
+                behind = self.call(node, aten.view.default, behind, shape)
+                result = self.call(node, aten.where.self, behind, shard, result)
             edge += length
         if first < 0 or edge > self.sizes.tokens:
-            raise self._mixed(node, "puts something in front of the first token or behind the last one")
+            raise self.mixed(node, "puts something in front of the first token or behind the last one")
         self.mapping[node], self.places[node] = result, (first, edge)
 
     def _attention(self, node: fx.Node) -> None:
@@ -306,24 +303,24 @@ class Spreading:
             g.copy_node(self.new, node, self.mapping)
             return
         if place != (0, self.sizes.tokens):
-            raise self._mixed(node, "attends within a part of the sequence")
+            raise self.mixed(node, "attends within a part of the sequence")
         if self.dims(key) and not self.dims(query):  # type: ignore[arg-type]
-            raise self._mixed(node, "lets queries that are not of the sequence see its tokens")
-        q, k, v = (self._given(one, place) for one in (query, key, value))
+            raise self.mixed(node, "lets queries that are not of the sequence see its tokens")
+        q, k, v = (self.given(one, place) for one in (query, key, value))
         if self.dims(key):  # type: ignore[arg-type]
             number = self.masks.number(packed if isinstance(packed, fx.Node) else None)
             last: tuple[Any, ...] = (self.own["plan"], number, self.sizes.tokens, scale, softcap)
-            self.mapping[node] = self._call(node, ATTENTION, q, k, v, *last)
+            self.mapping[node] = self.call(node, ATTENTION, q, k, v, *last)
         else:
             mask = self._packed_again(packed, place) if isinstance(packed, fx.Node) else None
-            self.mapping[node] = self._call(node, node.target, q, k, v, mask, *node.args[4:])
+            self.mapping[node] = self.call(node, node.target, q, k, v, mask, *node.args[4:])
         self.places[node] = place
 
     def _packed_again(self, packed: fx.Node, place: Place) -> fx.Node:
         """The mask of a rank's queries over keys that are not spread (cross-attention)."""
         ranges, admits, kinds, *sizes = packed.args
         of_queries = [self._queries(one, place) if isinstance(one, fx.Node) else None for one in (ranges, admits)]
-        return self._call(packed, packed.target, *of_queries, fx.map_arg(kinds, self.mapping.__getitem__), *sizes)
+        return self.call(packed, packed.target, *of_queries, fx.map_arg(kinds, self.mapping.__getitem__), *sizes)
 
     def _queries(self, node: fx.Node, place: Place) -> fx.Node:
         """Ranges or admits, whose dimension of queries comes behind samples and rules."""
@@ -349,52 +346,47 @@ class Spreading:
                 operand = self._dispatch(moved, place)
                 if g.op_name(node) in SIZED_VIEWS:
                     return self._reshaped(node, operand, place)
-                return self._call(node, node.target, operand, *node.args[1:], **node.kwargs)
+                return self.call(node, node.target, operand, *node.args[1:], **node.kwargs)
             raise InputError(
                 f"{g.op_name(node)} gives a value of shape {list(node.meta['val'].shape)} whose tokens csc cannot "
                 f"spread over {self.over}", node.meta.get("source") or node.name, self.without,
             )  # fmt: skip
-        fill = self.ignored if node in self.labels else 0
+        fill = self.labels.get(node, 0)
         whole = self.wholes[node]
         if place != (0, self.sizes.tokens):
             behind = node.meta["val"].dim() - 1 - dims[0]
             pads = [0, 0] * behind + [place[0], self.sizes.tokens - place[1]]
-            whole = self._call(node, aten.constant_pad_nd.default, whole, pads, fill)
+            whole = self.call(node, aten.constant_pad_nd.default, whole, pads, fill)
         like = self.reader if node.op == "placeholder" else node  # a parameter is of the module that reads it
-        taken = self.edge.own(partial(self._call, like), node, whole, self.own, dims[0], self.sizes.shard)
+        taken = self.edge.own(partial(self.call, like), node, whole, self.own, dims[0], self.sizes.shard)
         if node in self.labels:
             shape = [-1 if d == dims[0] else 1 for d in range(node.meta["val"].dim())]
-            real = self._call(node, aten.view.default, self.own["real"], shape)
-            none = self._call(node, aten.full_like.default, taken, fill)
-            taken = self._call(node, aten.where.self, real, taken, none)
+            real = self.call(node, aten.view.default, self.own["real"], shape)
+            none = self.call(node, aten.full_like.default, taken, fill)
+            taken = self.call(node, aten.where.self, real, taken, none)
             taken.meta["hint"] = "labels"
         return taken
 
     # nodes
 
-    def _call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+    def call(self, like: fx.Node, target: Any, /, *arguments: Any, **keywords: Any) -> fx.Node:
+        """A call in the place of `like`, and named after it."""
         name = "" if target is operator.getitem else target._schema.name.split("::")[1].strip("_")
         kept = like.name if target is like.target else f"{like.name}_{name}"
+        return self.named(kept, like, target, *arguments, **keywords)
+
+    def named(self, kept: str, like: fx.Node, target: Any, /, *arguments: Any, **keywords: Any) -> fx.Node:
+        """As `call`, under a name of one's own."""
         try:
             node = self.writer.named(kept, like, target, *arguments, **keywords)
         except Exception as error:  # whatever the operation raises on these sizes
-            raise self._mixed(like, f"cannot run on a shard of the tokens: {error}") from error
+            raise self.mixed(like, f"cannot run on a shard of the tokens: {error}") from error
         if "hint" in like.meta:
             node.meta["hint"] = like.meta["hint"]
         return node
 
-    def _mixed(self, node: fx.Node, why: str) -> InputError:
+    def mixed(self, node: fx.Node, why: str) -> InputError:
         where = g.place(node)
         notes = "".join(f" ({note})" for note in self.program.notes if note.startswith(where.split(",")[0]))
         what = f"{g.op_name(node)} {why}, and with {self.over} the tokens are on different ranks{notes}"
         return InputError(what, where, f"{self.without}, or move this operation in front of the first layer")
-
-
-def _what_moves(node: fx.Node | None) -> set[fx.Node]:
-    """A value and what it is a mere view or copy of."""
-    found: set[fx.Node] = set()
-    while isinstance(node, fx.Node):
-        found.add(node)
-        moves = node.op == "call_function" and (is_view(node) or g.op_name(node) in SIZED_VIEWS | COPIES)
-        node = node.args[0] if moves else None  # type: ignore[assignment]
-    return found

@@ -39,7 +39,8 @@ class Combination:
     weight: "tokens", "mean", "sum" or "terms"; "" if it could not be proven, and `problem` (a phrase with an operation
     as its subject) and `where` say why. rows: the batch entry whose rows count, with "mean"; counted, added, least: see
     Divisor, with "tokens". terms: those that do not weigh alike; what is added to them is a sum over samples. whole:
-    batch entries without a sample dimension, which every microbatch has whole.
+    batch entries without a sample dimension, which every microbatch has whole. summed: ranks that share the tokens of a
+    microbatch have parts of its loss, and count alike; else each has a loss over its own labels.
     """
 
     weight: str = ""
@@ -49,6 +50,7 @@ class Combination:
     least: float = 0.0
     terms: tuple[Term, ...] = ()
     whole: tuple[str, ...] = ()
+    summed: bool = False
     problem: str = ""
     where: str = ""
 

@@ -197,7 +197,8 @@ class _Step:
         """
         stage, mb = item
         manifest = self.rank.program.manifest
-        return self.loss_weights.get(mb) == 0 and stage == manifest.loss.stage and manifest.mesh.cp == 1
+        alike = manifest.mesh.cp == 1 or manifest.loss.summed
+        return self.loss_weights.get(mb) == 0 and stage == manifest.loss.stage and alike
 
     def _hand_on(self, kind: str, stage: int, mb: int, sent: Mapping[str, torch.Tensor]) -> None:
         """Keep what has to be sent until its SEND; give the other stages of this rank what is theirs now."""

@@ -97,7 +97,8 @@ def _weights(ranks: Sequence[Rank], microbatches: Sequence[Batch]) -> Generator[
     if manifest.loss.weight == "mean":
         what, counting, counts = "samples", Group.SAMPLES, _samples(manifest, microbatches)
     else:
-        what, counting, counts = "labels", Group.DATA, _labels(ranks, microbatches)
+        counting = Group.SAMPLES if manifest.loss.summed else Group.DATA
+        what, counts = "labels", _labels(ranks, microbatches)
     total = counts.sum(0)
     why = f"count of {what} over {' and '.join(counting.along)}"
     yield from wait_sum(rank.endpoint, total, rank.group(counting), why)

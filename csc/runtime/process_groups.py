@@ -27,8 +27,8 @@ def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
     mesh, trained = manifest.mesh, [p for p in manifest.parameters if p.trainable]
     kinds = dict.fromkeys([Group.DATA, *(p.gradient.parts for p in trained if p.gradient.parts is not None)])
     sets = [ranks for kind in kinds for ranks in mesh.groups(kind)]
-    if manifest.loss.weight == "mean":
-        sets += [mesh.group(Group.SAMPLES, rank) for rank in mesh.groups(Group.POSITION)[manifest.loss_rank]]
+    if manifest.loss.weight == "mean" or manifest.loss.summed:
+        sets += mesh.groups(Group.SAMPLES)
     tied = sorted({tuple(sorted(p.ranks)) for p in trained})
     sets += [ranks for holders in tied for ranks in mesh.groups(Group.PIPELINE, holders)]
     sets += mesh.groups(Group.WORLD)

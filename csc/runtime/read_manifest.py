@@ -138,7 +138,15 @@ def _loss(top: Fields, stages: int) -> LossSpec:
     )
     if (weight == "terms") != bool(divisors):
         raise ProgramError(f"its loss is weighted by {weight} and has {len(divisors)} divisors", top.where, REMEDY)
-    return LossSpec(stage, weight, loss.get("rows", str, ""), _finite(loss, "added"), _finite(loss, "least"), divisors)
+    return LossSpec(
+        stage,
+        weight,
+        loss.get("rows", str, ""),
+        _finite(loss, "added"),
+        _finite(loss, "least"),
+        divisors,
+        loss.get("summed", bool, False),
+    )
 
 
 def _features(top: Fields) -> FeatureSpec | None:

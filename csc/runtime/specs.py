@@ -150,7 +150,8 @@ class LossSpec:
     """The stage that computes the loss, and how microbatches' losses combine: tokens, sum, mean or terms.
 
     rows: with mean, the input whose rows are counted; "": every microbatch counts the same. added, least: with tokens,
-    the loss is divided by max(count + added, least). divisors: with terms, those of its terms.
+    the loss is divided by max(count + added, least). divisors: with terms, those of its terms. summed: ranks that share
+    tokens have parts of a microbatch's loss, and count alike.
     """
 
     stage: int
@@ -159,6 +160,7 @@ class LossSpec:
     added: float = 0.0
     least: float = 0.0
     divisors: tuple[DivisorSpec, ...] = ()
+    summed: bool = False
 
 
 @dataclass(frozen=True)

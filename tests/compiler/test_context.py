@@ -317,16 +317,6 @@ def test_groups_that_do_not_stand_together_are_an_error_before_the_step(mesh: st
     assert all(p.grad is None for p in compiled.model.parameters())
 
 
-def test_a_loss_that_is_no_mean_over_labels_is_refused() -> None:
-    class Summed(Mixing):
-        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return self.head(self.layers[1](self.layers[0](self.embed(ids)))).sum()
-
-    batch = mixing(lambda x: x)[1]
-    with pytest.raises(InputError, match="the loss must be a mean over labels"):
-        csc.compile(Summed(lambda x: x), example=batch, mesh="cp=2")
-
-
 @pytest.mark.slow
 def test_an_attention_that_cannot_be_read_is_named() -> None:
     class Odd(plain_layer):

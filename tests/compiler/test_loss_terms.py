@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.errors import CscError, InputError
+from csc.errors import CscError
 from csc.runtime.loaded_program import load
 from tests.launching import ranks
 
@@ -199,11 +199,6 @@ def test_the_program_says_what_terms_are_divided_by(tmp_path: Any) -> None:
     (tmp_path / "program.json").write_text(json.dumps(content))
     with pytest.raises(CscError, match="weighted by terms and has 0 divisors"):
         load(tmp_path)
-
-
-def test_terms_over_spread_tokens_are_refused() -> None:
-    with pytest.raises(InputError, match="mean over labels"):
-        compiled(small_logits, mesh="cp=2", microbatches=2)
 
 
 # --- microbatches that have nothing to be a mean over ---------------------------------------------------------------
