@@ -32,7 +32,7 @@ NOT_LINEAR = "does more than add up or scale what was summed over tokens"
 JOINED = "sums tokens that do not stand in their order"
 
 
-class Spread(Protocol):
+class SpreadTokens(Protocol):
     """What csc.passes.sharding.Spreading knows."""
 
     dims: Callable[[fx.Node], tuple[int, ...]]
@@ -54,7 +54,7 @@ class Spread(Protocol):
 class TokenSums:
     """See the module."""
 
-    spread: Spread
+    spread: SpreadTokens
     parts: set[fx.Node] = field(default_factory=set)
 
     def made(self, node: fx.Node, place: Place | None) -> fx.Node | None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from csc.analysis.samples.combining import combination
-from csc.analysis.samples.other_number import unlike
+from csc.analysis.samples.combining import assumed, combination, proven
+from csc.analysis.samples.other_number import named_alike, unlike
 from csc.analysis.sized import sized
 from csc.analysis.token_counts import places_for_features
 from csc.cache.model_entries import ModelEntries
@@ -150,13 +150,17 @@ class Compiler:
 
     def _unlike(self, microbatch: Mapping[str, Any], batch: Mapping[str, Any], times: int) -> str:
         """What is not the same in the captures of two batches, as a phrase; "" where one capture is for both."""
-        ready = [self._captured(one, quiet, False) for one in (microbatch, batch)]
-        (own, mine), (its, other) = ready
-        if own.capture is not None and its.capture is not None and own.capture.name == its.capture.name:
+        mine, other = (self._in_size(one) for one in (microbatch, batch))
+        if name_of(mine[0]) == name_of(other[0]):
             return ""
-        shapes = [{name: tensor.shape for name, tensor in split_batch(one.batch)[0].items()} for one, _ in ready]
-        graphs = [sized(program.graph, shape) for (_, program), shape in zip(ready, shapes)]
-        return unlike(graphs[0], graphs[1], times, (mine.constants.__getitem__, other.constants.__getitem__))
+        values = mine[0].constants.__getitem__, other[0].constants.__getitem__
+        return unlike(mine[1], other[1], times, values)
+
+    def _in_size(self, batch: Mapping[str, Any]) -> tuple[Program, fx.Graph]:
+        """The capture that is for a batch, and its graph in that batch's sizes."""
+        match, captured = self._captured(batch, quiet, False)
+        program = with_sizes_of(captured, split_batch(match.batch)[0])
+        return program, sized(program.graph, {one.name: one.shape for one in program.inputs})
 
     def divided(self, traced: TracedProgram, options: Options, progress: Progress = quiet) -> Program:
         """The Program after pass `split`: F, B and W of every region, which is what is costed."""
@@ -183,12 +187,38 @@ class Compiler:
         from_cache = any(captured is one for one in self.restored.values())
         alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1, own_replicas=()))
         begins = with_sizes_of(captured, split_batch(match.batch)[0])
-        history = self.shared.history((from_cache, _key(match, undivided(alone))), begins, alone, progress)
+        key = from_cache, _key(match, undivided(alone))
+        history = self.shared.history(key, begins, alone, progress)
+        if history[-1].combination.problem and self._two_prove_it(microbatch, begins):
+            self.shared.begun.pop(key)
+            history = self.shared.history(key, begins, alone, progress)
         places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
         made = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))
         self.kept.keep_trace(made, match, options)
         self.traced[_key(match, options)] = made
         return match, made
+
+    def _two_prove_it(self, microbatch: Mapping[str, Any], one: Program) -> bool:
+        """Whether a capture that is for one sample alone, which tells nothing of how the losses of several combine, is
+        that of two in all but sizes, and that says it. The next trace knows.
+        """
+        if not any(entry.shape[:1] == (1,) for entry in one.inputs):
+            return False
+        batch, times = repeated(microbatch, 2, ())
+        try:
+            if self._unlike(microbatch, batch, times):
+                return False
+            two, graph = self._in_size(batch)
+        except CscError:
+            return False
+        found, always = proven(two, two.graph)
+        joints = self.shared.joints[name_of(one)]
+        if found.problem or not always or joints is None:
+            return False
+        names = named_alike(self._in_size(microbatch)[1], graph)
+        known = {**joints.combinations, assumed(one): found.renamed(names)}
+        self.shared.joints[name_of(one)] = replace(joints, combinations=known)
+        return True
 
     def adopt(self, guards: Guards) -> None:
         """Know what another process knows, if it is more."""

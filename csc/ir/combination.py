@@ -6,7 +6,8 @@ Combination(weight="terms", terms=(Term("add", 0, ..), ..))         a sum of ter
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,10 @@ class Divisor:
     counted: str = ""
     added: float = 0.0
     least: float = 0.0
+
+    def renamed(self, names: Mapping[str, str]) -> Divisor:
+        """With another name for the call that is counted."""
+        return replace(self, counted=names.get(self.counted, ""))
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,11 @@ class Combination:
     summed: bool = False
     problem: str = ""
     where: str = ""
+
+    def renamed(self, names: Mapping[str, str]) -> Combination:
+        """With other names for the calls of the captured graph."""
+        terms = tuple(replace(term, call=names[term.call], divisor=term.divisor.renamed(names)) for term in self.terms)
+        return replace(self, counted=names.get(self.counted, ""), terms=terms)
 
     @property
     def divisors(self) -> tuple[Divisor, ...]:

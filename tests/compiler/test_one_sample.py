@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaModel
 
 import csc
 from benchmarks.coverage.models import CASES
 from csc.reports.verification import verify
 from tests.exactness import FLOAT32
+from tests.models import hf
 from tests.models.images import Batch
 from tests.tiers import long
 
@@ -142,3 +145,48 @@ def test_models_that_start_with_one_sample(name: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[name]()
     check(model, one_of(batch), [batch], 1, FLOAT32 if name in ("LLaVA-NeXT", "SmolVLM") else 0.0)
+
+
+class WithLogits(nn.Module):
+    """A Llama, whose masks and positions are made otherwise for one sample; its labels, and a mean over all tokens."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.language_model = LlamaModel(hf.llama_config(2))
+        self.head = nn.Linear(48, 50)
+        self.between = between
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.between(self.head(self.language_model(input_ids=input_ids).last_hidden_state))
+        loss = F.cross_entropy(x[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return loss + 0.1 * x.logsumexp(-1).square().mean()
+
+
+def tokens(samples: int = 4) -> Batch:
+    ids = torch.randint(0, 50, (samples, 9), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(ids % 3 == 0, -100)
+    labels[0] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": "pp=2", "microbatches": 4}, {"mesh": "dp=2,tp=2", "microbatches": 2}, {"mesh": "cp=2,dp=4"}]
+)
+def test_two_samples_show_how_the_losses_of_one_combine(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    compiled = csc.compile(WithLogits(torch.Tensor.clone), example=tokens(), cache=False, **options)
+    result = verify(compiled)
+    assert result.params_missing == () and max(result.loss_rel, result.grad_rel_max) <= FLOAT32
+    assert compiled.program.loss_weight == "terms" and captures(compiled) == 2
+    found = compiled.train_step(tokens(8), microbatches=8) if options["mesh"] == "pp=2" else None
+    if found is not None:
+        assert float(found) == pytest.approx(float(compiled.model(**tokens(8)).detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("between", [if_alone, if_several])
+def test_one_sample_that_is_dealt_with_otherwise_shows_nothing(
+    between: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(csc.CscError, match=r"cannot prove that the losses of microbatches"):
+        csc.compile(WithLogits(between), example=tokens(), microbatches=4, check=False, cache=False)

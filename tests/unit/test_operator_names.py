@@ -58,6 +58,7 @@ NAMES = {
     "csc.passes.tensor_graph": "writes the calls of a shard",
     "csc.passes.token_rows": "a pattern: a sum, its bias and the view behind them",
     "csc.passes.token_shards": "writes the calls of a shard of tokens",
+    "csc.passes.token_sums": "writes the calls of sums over a shard of tokens",
     "csc.passes.written_out": "a pattern: attention written out",
     "csc.torch_private.dropped_attention": "attention in the parts that torch has for it",
 }

@@ -2,6 +2,7 @@
 and of more.
 
     unlike(one, other, times, values) -> str        a phrase that says what is not the same; "": nothing
+    named_alike(one, other) -> {name: name}         of calls of two graphs that are alike: of `other` in `one`
 
 A trace that was made for one number of samples n has what Python made of that number as literals: `math.sqrt(n)`,
 `torch.tensor(n)`, one branch of `if n > 8`. No rule for an operation can tell them from numbers of the model's own. In
@@ -17,9 +18,11 @@ import torch
 from torch import fx
 
 from csc.analysis.operators.made import COUNTED
+from csc.analysis.operators.moves import CASTS, COPIES, EXPAND, RESHAPES, SLICE, STOPS
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload
 
+REPEATS = (COPIES - CASTS - STOPS) | {EXPAND, SLICE}
 SIZES = frozenset({"size", "shape", "repeats"})  # arguments that say how large a result is, and nothing else
 
 Values = Callable[[str], torch.Tensor]  # of a constant of the trace, by name
@@ -30,13 +33,13 @@ def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Val
     calls, others = _tensor_calls(one), _tensor_calls(other)
     same: dict[fx.Node, fx.Node] = {}
     for node, its in zip(calls, others):
-        if node.target is not its.target:
+        if node.target is not its.target and not {g.op_name(node), g.op_name(its)} <= RESHAPES:
             return f"{g.op_name(node)} becomes {g.op_name(its)} ({g.line(node)})"
         assert isinstance(node.target, OpOverload)
         mine, theirs = g.bind(node), g.bind(its)
-        for name, argument in mine.items():
+        for (name, argument), its_argument in zip(mine.items(), theirs.values()):
             sizes = times if name in SIZES or COUNTED.get(g.op_name(node)) == name else 1
-            if not _alike(argument, theirs[name], same, sizes, values):
+            if not _alike(argument, its_argument, same, sizes, values):
                 return f"{g.op_name(node)} is given another '{name}' ({g.line(node)})"
         same[node] = its
     if len(calls) != len(others):
@@ -44,8 +47,27 @@ def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Val
     return ""
 
 
+def named_alike(one: fx.Graph, other: fx.Graph) -> dict[str, str]:
+    """Graphs as captured, or of csc.analysis.sized."""
+    return {its.name: node.name for node, its in zip(_tensor_calls(one), _tensor_calls(other), strict=True)}
+
+
 def _tensor_calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in g.calls(graph) if isinstance(node.target, OpOverload) and not _is_number(node)]
+    """Without those that repeat a value for each of several samples, or copy it so that these lie one behind the other:
+    for one there is nothing to do.
+    """
+    return [
+        node for node in g.calls(graph)
+        if isinstance(node.target, OpOverload) and not _is_number(node) and not _repeats(node)
+    ]  # fmt: skip
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether a call expands or copies a value, or takes all of it."""
+    if node.op != "call_function" or g.op_name(node) not in REPEATS:
+        return False
+    sizes = [one.meta["val"].shape for one in (node, node.args[0])]  # type: ignore[union-attr]
+    return g.op_name(node) != SLICE or sizes[0] == sizes[1]
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -55,6 +77,7 @@ def _is_number(node: fx.Node) -> bool:
 def _alike(one: Any, other: Any, same: dict[fx.Node, fx.Node], times: int, values: tuple[Values, Values]) -> bool:
     """times: by which a number may be larger, as it is a size."""
     if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        one, other = _unexpanded(one), _unexpanded(other)
         if one.op == "placeholder" and other.op == "placeholder":
             return _given_alike(one, other, values)
         if one in same:
@@ -67,6 +90,12 @@ def _alike(one: Any, other: Any, same: dict[fx.Node, fx.Node], times: int, value
             and all(_alike(*both, same, times, values) for both in zip(one, other))
         )
     return one == other or (times > 1 and isinstance(one, int) and isinstance(other, int) and one * times == other)
+
+
+def _unexpanded(node: fx.Node) -> fx.Node:
+    while _repeats(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _given_alike(one: fx.Node, other: fx.Node, values: tuple[Values, Values]) -> bool:
