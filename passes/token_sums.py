@@ -12,7 +12,7 @@ Terms
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ class SpreadTokens(Protocol):
     """What csc.passes.sharding.Spreading knows."""
 
     dims: Callable[[fx.Node], tuple[int, ...]]
+    local: Collection[fx.Node]
     mapping: dict[fx.Node, Any]
     own: dict[str, fx.Node]
     order: TokenOrder
@@ -83,6 +84,8 @@ class TokenSums:
         target, weight, ignored = bound["target"], bound.get("weight"), int(bound["ignore_index"])
         if target.meta["val"].dtype is not torch.int64:
             raise self.spread.mixed(node, "is a loss over probabilities")
+        if target in self.spread.local:  # in slots without a token it would be some label
+            raise self.spread.mixed(node, "is a loss over labels that the model computes")
         logits, labels = (self.spread.given(one, place) for one in (bound["self"], target))
         classes = self.spread.mapping[weight] if isinstance(weight, fx.Node) else None
         rest = [bound["label_smoothing"]] if "label_smoothing" in bound else []

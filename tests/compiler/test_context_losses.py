@@ -136,6 +136,7 @@ REFUSED: dict[str, tuple[str, Loss]] = {
     "the last token": ("works along the tokens", lambda m, h, x, i, y: F.cross_entropy(x[:, -1], i[:, 0])),
     "the largest": ("", lambda m, h, x, i, y: entropy(x, y) + h.amax()),
     "a quotient": ("does more than add up", lambda m, h, x, i, y: entropy(x, y) / h.square().mean()),
+    "labels of its own": ("labels that the model computes", lambda m, h, x, i, y: entropy(x, m.other(h).argmax(-1))),
     "probabilities": ("", lambda m, h, x, i, y: F.cross_entropy(x.flatten(0, 1), m.other(h).softmax(-1).flatten(0, 1))),
 }  # fmt: skip
 
