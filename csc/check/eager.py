@@ -160,6 +160,8 @@ def _of_one(model: nn.Module, batch: Batch) -> torch.Tensor:
 def joined(microbatches: Sequence[Batch]) -> dict[str, Any] | None:
     """Microbatches as one batch; None if their entries do not fit together."""
     whole: dict[str, Any] = {}
+    if any(microbatch.keys() != microbatches[0].keys() for microbatch in microbatches):
+        return None
     for name, first in microbatches[0].items():
         values: list[Any] = [microbatch.get(name) for microbatch in microbatches]
         if isinstance(first, torch.Tensor):
