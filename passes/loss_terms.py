@@ -3,7 +3,7 @@
 Terms: a *divisor* is what one or several of the terms are divided by (csc.ir.combination). Its *weight* in a microbatch
 is its share of that of all microbatches; the runtime knows it before F, and hands it in with the batch.
 
-    weighed(program, graph, terms) -> bool       in place; False, and nothing is changed, if a term is no longer there
+    weighed(program, graph, terms, divisors) -> bool        in place, after `counts`; False if a term is no longer there
     counted(writer, node) -> fx.Node             what a loss function is a mean over, or the copy of a count
     counts(program, graph, divisors) -> fx.Node | None      of all divisors, float64[divisors]
 """
@@ -123,8 +123,12 @@ def counted(writer: Writer, node: fx.Node) -> fx.Node:
 
 
 def number_of(node: fx.Node) -> fx.Node:
-    """The number that a mean over spread tokens is divided by (csc.passes.token_sums), or a count itself."""
-    return node.args[1] if g.op_name(node) == "aten::div" else node  # type: ignore[return-value]
+    """The number that a mean over spread tokens is divided by (csc.passes.token_sums), or a count itself, which may be
+    a quotient too.
+    """
+    total, *divisor = node.args
+    spread = isinstance(total, fx.Node) and g.op_name(total) in LABELS and total.name == f"{node.name}_sum"
+    return divisor[0] if spread else node  # type: ignore[return-value]
 
 
 def counted_labels(call: Callable[..., fx.Node], labels: fx.Node, ignored: int, weight: fx.Node | None) -> fx.Node:

@@ -86,6 +86,10 @@ def _common(program: LoadedProgram) -> dict[str, Any]:
             for p in manifest.parameters
         ],
         # A step of one microbatch alone has none to combine.
-        "losses": manifest.loss if manifest.microbatches * manifest.mesh.dp > 1 else manifest.loss.stage,
+        "losses": (
+            (manifest.loss, [s.weighs for s in manifest.stages])
+            if manifest.microbatches * manifest.mesh.dp > 1
+            else manifest.loss.stage
+        ),
         "schedules": str(program.schedule),
     }

@@ -131,6 +131,15 @@ def sums_of_sums(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, 
     return 0.3 * one + (one + other) / 2
 
 
+def by_quotients(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """What terms are divided by is a quotient itself."""
+    h = m.hidden(ids)
+    scale = torch.full((), 2.0, dtype=h.dtype)
+    return (h.square().mean(-1) * (v > 0)).sum() / ((v > 0).sum() / scale) + (h.abs().mean((1, 2)) * w).sum() / (
+        w.sum() / 3
+    )
+
+
 TERMS = [two_heads, small_logits, many, on_the_way, stacked, learned, sums_of_sums]
 MESHES: list[dict[str, Any]] = [
     {"microbatches": 4},
@@ -141,7 +150,7 @@ MESHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", MESHES, ids=lambda one: one.get("mesh", "one"))
-@pytest.mark.parametrize("loss", TERMS)
+@pytest.mark.parametrize("loss", [*TERMS, by_quotients])
 def test_each_term_is_a_mean_over_what_the_whole_batch_has(loss: Loss, options: dict[str, Any]) -> None:
     agrees(compiled(loss, **options), loss, batch())
 
@@ -208,6 +217,10 @@ def masked(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: tor
     return (m.hidden(ids).square().mean(-1) * (v > 0)).sum() / (v > 0).sum()
 
 
+def over_half(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (m.hidden(ids).square().mean(-1) * (v > 0)).sum() / ((v > 0).sum() / torch.full((), 2.0, dtype=w.dtype))
+
+
 def normalised(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     mask = (v > 0).double()
     return (m.hidden(ids).square().mean(-1) * (mask / mask.sum())).sum()
@@ -218,7 +231,7 @@ def scaled(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: tor
 
 
 @pytest.mark.parametrize("options", MESHES, ids=lambda one: one.get("mesh", "one"))
-@pytest.mark.parametrize("loss", [masked, normalised, scaled])
+@pytest.mark.parametrize("loss", [masked, over_half, normalised, scaled])
 def test_what_counts_nothing_has_no_gradient(loss: Loss, options: dict[str, Any]) -> None:
     """The gradient of 0 over 0 is NaN, and times 0 it is NaN again."""
     agrees(compiled(loss, **options), loss, batch())
