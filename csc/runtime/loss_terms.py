@@ -132,6 +132,13 @@ def _labels(ranks: Sequence[Rank], microbatches: Sequence[Batch]) -> torch.Tenso
     return torch.stack(counts)
 
 
+def _infinite(loss: torch.Tensor) -> torch.Tensor:
+    """Of a microbatch that weighs 0: its own mean is NaN, and counts 0. It is infinite where weights of both signs add
+    up to 0; what they weigh counts, and cannot be told from its mean: then it stays so, and is reported.
+    """
+    return torch.where(loss.isinf(), loss, 0)
+
+
 def combine(
     rank: Rank, losses: Mapping[int, torch.Tensor], weights: Mapping[int, float], counts: StepCounts
 ) -> Generator[str, None, Losses]:
@@ -142,16 +149,19 @@ def combine(
     count, counts_once = manifest.microbatches, rank.group(Group.TENSOR)[0] == rank.rank
     everyone = rank.group(Group.WORLD)
     if len(everyone) == 1:
-        alone = tuple((losses[mb], weights[mb]) if weights[mb] != 0 else (0.0, 1.0) for mb in range(count))
+        alone = tuple(
+            (losses[mb], weights[mb]) if weights[mb] != 0 else (_infinite(losses[mb]), 1.0) for mb in range(count)
+        )
         return Losses(alone, losses[0].dtype, counts)
     dtype_at = manifest.mesh.dp * count
     row = [0.0] * (dtype_at + 1 + len(astuple(counts)))
     if rank.position == 0 and rank.cp_rank == 0 and counts_once:
         row[dtype_at + 1 :] = map(float, astuple(counts))
     for mb, loss in losses.items():
-        if weights[mb] != 0 and counts_once:
+        if counts_once:
             replica, own = rank.served(mb)
-            row[replica * count + own] = float(loss) * weights[mb]
+            part = float(loss) * weights[mb] if weights[mb] != 0 else float(_infinite(loss))
+            row[replica * count + own] = part
         if rank.group(Group.POSITION)[0] == rank.rank and mb == 0:
             row[dtype_at] = float(_DTYPES.index(loss.dtype))
     whole = torch.tensor(row, dtype=torch.float64, device=rank.device)

@@ -237,6 +237,23 @@ def test_what_counts_nothing_has_no_gradient(loss: Loss, options: dict[str, Any]
     agrees(compiled(loss, **options), loss, batch())
 
 
+def signed(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    signs = torch.where(ids % 2 == 0, 1.0, -1.0)
+    return (m.hidden(ids).square().mean(-1) * signs).sum() / signs.sum()
+
+
+def test_weights_of_both_signs_that_add_up_to_nothing() -> None:
+    """What they weigh is not nothing: it is an error, and no gradient is touched."""
+    given = batch()
+    given["ids"] = given["ids"] // 2 * 2
+    given["ids"][:2, ::2] += 1
+    for options in ({"microbatches": 4}, {"mesh": "pp=2,dp=2", "microbatches": 2}):
+        alone = compiled(signed, **options)
+        with pytest.raises(CscError, match=r"microbatch 0.* is not finite"):
+            alone.train_step(given)
+        assert all(p.grad is None for _, p in alone.named_parameters())
+
+
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
