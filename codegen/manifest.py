@@ -241,6 +241,7 @@ def _divided(program: Program) -> dict[str, Any]:
         return {
             "divisors": [
                 {"counts": f"rows of {one.rows}" if one.rows else one.counted, "added": one.added, "least": one.least}
+                | ({"for_zero": one.for_zero} if one.for_zero else {})
                 for one in found.divisors
             ]
         }

@@ -29,8 +29,8 @@ OPERANDS = ("self", "other")
 
 
 def weighed(program: Program, graph: fx.Graph, terms: Sequence[Term], divisors: Sequence[Divisor]) -> bool:
-    """Call it after `counts`. A divisor that weighs nothing, as where a microbatch has no label, makes no NaN: a loss
-    over no label is 0, and what would be divided by 0 is divided by 1.
+    """Call it after `counts`. A microbatch that has nothing of a divisor, as one without labels, makes no NaN: a loss
+    over no label is 0, and what would be divided by 0 is divided by 1, as its weight then has it.
     """
     named = _named(graph)
     if any(term.call not in named for term in terms):
@@ -46,8 +46,8 @@ def weighed(program: Program, graph: fx.Graph, terms: Sequence[Term], divisors: 
         with graph.inserting_after(weights):
             own[divisor] = writer.call(None, aten.select.int, weights, 0, place)
     for divisor, weight in own.items():
-        if divisor.counted and divisor.least <= 0 and divisor.added <= 0:
-            _never_zero(writer, named[divisor.counted], weight, counting)
+        if divisor.can_be_zero:
+            _never_zero(writer, named[divisor.counted], divisor, weight, counting)
     for term in terms:
         call = named[term.call]
         with graph.inserting_before(call):
@@ -55,15 +55,19 @@ def weighed(program: Program, graph: fx.Graph, terms: Sequence[Term], divisors: 
     return True
 
 
-def _never_zero(writer: Writer, counted: fx.Node, weight: fx.Node, counting: Collection[fx.Node]) -> None:
-    """Where the weight is 0, 0 for the mean over nothing, 1 for a count. counting: what counts, and sees zeros."""
-    if g.op_name(counted) not in LABELS:
+def _never_zero(
+    writer: Writer, counted: fx.Node, divisor: Divisor, weight: fx.Node, counting: Collection[fx.Node]
+) -> None:
+    """0 for the mean over no label, whose weight is 0; a divisor of 1 instead of 0. counting: what counts, and sees
+    zeros.
+    """
+    if divisor.value:
         counted = number_of(counted)
     readers = [user for user in counted.users if user not in counting and user.op != "output"]
-    value = 0 if g.op_name(counted) in LABELS else 1
-    with writer.graph.inserting_after(weight):
-        nothing = writer.call(None, aten.eq.Scalar, weight, 0)
-    with writer.graph.inserting_after(counted):
+    with writer.graph.inserting_after(counted if divisor.value else weight):
+        nothing = writer.call(None, aten.eq.Scalar, *((counted, -divisor.added) if divisor.value else (weight, 0)))
+    with writer.graph.inserting_after(nothing if divisor.value else counted):
+        value = 1 - divisor.added if divisor.value else 0
         instead = writer.call(counted, aten.masked_fill.Scalar, counted, nothing, value)
     for reader in readers:
         reader.replace_input_with(counted, instead)

@@ -12,14 +12,26 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Divisor:
-    """What a loss, or a term of it, is divided by: max(n + added, least). n is the number of rows of the batch entry
-    `rows`; or of the labels that the call `counted` of the captured graph is a mean over; or that call's value.
+    """What a loss, or a term of it, is divided by: n + added, or `least` if that is more; no limit with 0. n is the
+    number of rows of the batch entry `rows`; or of the labels that the call `counted` of the captured graph is a mean
+    over; or, with `value`, what that call gives: where it is 0, what is divided by it need not be.
     """
 
     rows: str = ""
     counted: str = ""
     added: float = 0.0
     least: float = 0.0
+    value: bool = False
+
+    @property
+    def can_be_zero(self) -> bool:
+        """Whether a microbatch may have nothing of it, other than rows, and would divide by 0."""
+        return bool(self.counted) and self.least <= 0 and self.added <= 0
+
+    @property
+    def for_zero(self) -> int:
+        """What a microbatch divides by where this is 0: a value is 1 then, a mean over no label is 0 without it."""
+        return int(self.can_be_zero and self.value)
 
     def renamed(self, names: Mapping[str, str]) -> Divisor:
         """With another name for the call that is counted."""

@@ -3,7 +3,7 @@
 Terms: a microbatch's *weight* is its share in the whole loss. With `tokens` it is n / N: its counted labels
 over those of all microbatches and replicas, so that the whole loss is the mean over all tokens, as one
 process would compute it. With `mean` it is the same with its samples, with `sum` it is 1. A loss that is divided by
-no count but by max(n + added, least) has the weight max(n + added, least) / max(N + added, least). A loss of *terms*
+no count but by n + added, or by `least` if that is more, has the weight of that of n over that of N. A loss of *terms*
 that are divided by different numbers has a weight for each; F multiplies the terms by these, so that the whole loss is
 the sum of the microbatches'.
 
@@ -106,13 +106,19 @@ def _weights(ranks: Sequence[Rank], microbatches: Sequence[Batch]) -> Generator[
     whole = [_divided(one, n) for one, n in zip(divisors, total.tolist(), strict=True)]
     # The mean over nothing is NaN as in one process, reported by name at the end of the step.
     return [
-        [_divided(one, n) / all_of_it if all_of_it else math.nan for one, n, all_of_it in zip(divisors, row, whole)]
+        [_divides(one, n) / all_of_it if all_of_it else math.nan for one, n, all_of_it in zip(divisors, row, whole)]
         for row in counts.tolist()
     ]
 
 
 def _divided(divisor: LossSpec | DivisorSpec, count: float) -> float:
-    return max(count + divisor.added, divisor.least)
+    divided = count + divisor.added
+    return max(divided, divisor.least) if divisor.least else divided
+
+
+def _divides(divisor: LossSpec | DivisorSpec, count: float) -> float:
+    """What F divides by in a microbatch."""
+    return _divided(divisor, count) or (divisor.for_zero if isinstance(divisor, DivisorSpec) else 0.0)
 
 
 def _samples(manifest: Manifest, microbatches: Sequence[Batch]) -> torch.Tensor:

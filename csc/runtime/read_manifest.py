@@ -133,7 +133,7 @@ def _loss(top: Fields, stages: int) -> LossSpec:
         raise ProgramError(f"loss weight {weight!r} is none of {', '.join(LOSS_WEIGHTS)}", top.where, REMEDY)
     stage = _end(loss, "stage", stages)
     divisors = tuple(
-        DivisorSpec(row.get("counts", str), _finite(row, "added"), _finite(row, "least"))
+        DivisorSpec(row.get("counts", str), *(_finite(row, name) for name in ("added", "least", "for_zero")))
         for row in loss.rows("divisors", [])
     )
     if (weight == "terms") != bool(divisors):

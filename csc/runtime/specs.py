@@ -136,13 +136,14 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class DivisorSpec:
-    """What terms of the loss are divided by: max(n + added, least). counts: what n is, so that programs whose losses
-    have other terms are told apart.
+    """What terms of the loss are divided by: n + added, or `least` if that is more, no limit with 0; in a microbatch
+    where that is 0, for_zero. counts: what n is, so that programs whose losses have other terms are told apart.
     """
 
     counts: str
     added: float = 0.0
     least: float = 0.0
+    for_zero: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class LossSpec:
     """The stage that computes the loss, and how microbatches' losses combine: tokens, sum, mean or terms.
 
     rows: with mean, the input whose rows are counted; "": every microbatch counts the same. added, least: with tokens,
-    the loss is divided by max(count + added, least). divisors: with terms, those of its terms. summed: ranks that share
+    the loss is divided by the count as terms are. divisors: with terms, those of its terms. summed: ranks that share
     tokens have parts of a microbatch's loss, and count alike.
     """
 

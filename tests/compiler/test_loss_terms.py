@@ -242,16 +242,62 @@ def signed(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: tor
     return (m.hidden(ids).square().mean(-1) * signs).sum() / signs.sum()
 
 
-def test_weights_of_both_signs_that_add_up_to_nothing() -> None:
-    """What they weigh is not nothing: it is an error, and no gradient is touched."""
+def signed_batch() -> dict[str, torch.Tensor]:
+    """Each of the first two samples has signs that add up to 0."""
     given = batch()
     given["ids"] = given["ids"] // 2 * 2
     given["ids"][:2, ::2] += 1
+    return given
+
+
+def test_weights_of_both_signs_that_add_up_to_nothing() -> None:
+    """What they weigh is not nothing: it is an error, and no gradient is touched."""
+    given = signed_batch()
     for options in ({"microbatches": 4}, {"mesh": "pp=2,dp=2", "microbatches": 2}):
         alone = compiled(signed, **options)
         with pytest.raises(CscError, match=r"microbatch 0.* is not finite"):
             alone.train_step(given)
         assert all(p.grad is None for _, p in alone.named_parameters())
+
+
+@pytest.mark.parametrize("options", MESHES, ids=lambda one: one.get("mesh", "one"))
+def test_weights_that_add_up_to_less_than_nothing(options: dict[str, Any]) -> None:
+    given = signed_batch()
+    given["ids"][:2, 1] += 1
+    agrees(compiled(signed, **options), signed, given)
+
+
+def signed_and_more(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """What is the same for every batch stands beside what the signs weigh."""
+    decay = 0.1 * m.head.weight.square().sum()
+    return (1 - signed(m, ids, y, w, v) + decay) * 2 + entropy(m.head(m.hidden(ids)), y)
+
+
+def signed_and_decay(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return signed(m, ids, y, w, v) + 0.1 * m.head.weight.square().sum()
+
+
+def over_what_others_count(
+    m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """A sum over all tokens, divided by the number of some."""
+    return m.hidden(ids).square().sum() / (v > 0).sum() + entropy(m.other(m.hidden(ids)), ids)
+
+
+def less_one(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """An estimate without bias, where a microbatch has one of what it counts."""
+    return m.hidden(ids).square().sum() / ((v > 0).sum() - 1) + entropy(m.other(m.hidden(ids)), ids)
+
+
+@pytest.mark.parametrize("options", MESHES, ids=lambda one: one.get("mesh", "one"))
+@pytest.mark.parametrize("loss", [signed_and_more, signed_and_decay, over_what_others_count, less_one])
+def test_a_term_that_a_microbatch_would_divide_by_zero(loss: Loss, options: dict[str, Any]) -> None:
+    """Its share of the whole is no 0."""
+    given = signed_batch()
+    given["values"][:2], given["values"][0, 0], given["values"][1, 0] = -1.0, 1.0, 1.0
+    if loss is over_what_others_count:
+        given["values"][:4] = -1.0
+    agrees(compiled(loss, **options), loss, given)
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 FILLED: every entry is the same number                           NEW: of the type of an operand (`x.new_zeros(..)`)
 FACTORIES: of no operand, and known without a batch              filled_with(node): the number that all entries are
-SIZES_READ: made for the sizes of an operand alone               OF_VALUES: whose size, or number, is a matter of values
-MADE: all of them, whatever their entries are                    RULES: see csc.analysis.operators.table
+SIZES_READ: made for the sizes of an operand alone               SIZE_NUMBERS: those that are numbers
+OF_VALUES: whose size, or number, is a matter of values          RULES: see csc.analysis.operators.table
+MADE: all of them, whatever their entries are
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from csc.ir import graph as g
 FILLED = {f"aten::{name}" for name in ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones")}
 NEW = {f"aten::new_{name}" for name in ("empty", "zeros", "ones", "full")}
 FACTORIES = {f"aten::{name}" for name in ("full", "zeros", "ones", "scalar_tensor", "arange")}
-SIZES_READ = {"aten::sym_size", "aten::sym_numel"} | {
-    f"aten::{name}_like" for name in ("zeros", "ones", "empty", "rand", "randn")
-}  # fmt: skip
+SIZE_NUMBERS = {"aten::sym_size", "aten::sym_numel"}
+SIZES_READ = SIZE_NUMBERS | {f"aten::{name}_like" for name in ("zeros", "ones", "empty", "rand", "randn")}
 OF_VALUES = {
     f"aten::{name}" for name in ("item", "_local_scalar_dense", "nonzero", "nonzero_numpy", "argwhere", "_unique2")
 }  # fmt: skip

@@ -181,9 +181,16 @@ def _added(following: SamplePropagation, node: fx.Node, operands: Mapping[int, S
     if len(parts) == 1 and all(isinstance(state, PartsOfSum | Whole) for state in states):
         (powers,) = parts
         beside = [dict(times(powers, state.powers, -1)) for state in states if isinstance(state, Whole)]
-        if all(list(missing.values()) == [-1] for missing in beside):
+        if all(list(missing.values()) == [-1] for missing in beside) and not (beside and _may_be_zero(powers)):
             return PartsOfSum(powers)
     return Terms(frozenset().union(*(_terms(following, node, place, state) for place, state in operands.items())))
+
+
+def _may_be_zero(powers: Powers) -> bool:
+    """Whether a microbatch may have 0 of a number that it is divided by, and yet something to divide: that weighs
+    what a mean over it would not.
+    """
+    return any(count.kind == "value" and count.least <= 0 and count.added <= 0 for count, _ in powers)
 
 
 def _terms(following: SamplePropagation, node: fx.Node, place: int, state: State) -> frozenset[TermOfSum]:

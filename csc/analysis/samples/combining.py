@@ -142,7 +142,7 @@ def _divided(count: Count, rows: str) -> Combination:
 def _divisor(count: Count) -> Divisor:
     if count.kind == "rows":
         return Divisor(rows=count.name)
-    return Divisor(counted=count.name, added=count.added, least=count.least)
+    return Divisor(counted=count.name, added=count.added, least=count.least, value=count.kind == "value")
 
 
 def _primary(program: Program) -> Input | None:

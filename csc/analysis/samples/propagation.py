@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.made import FILLED, SIZES_READ
+from csc.analysis.operators.made import FILLED, SIZE_NUMBERS, SIZES_READ
 from csc.analysis.operators.moves import CASTS, COPIES, LOOK_UPS, RESHAPES, SIZED_VIEWS
 from csc.analysis.operators.randomness import draws
 from csc.analysis.operators.relation import Axis, reshaped, shape_of
@@ -37,7 +37,8 @@ class Count:
     """A number that adds up over microbatches.
 
     kind: "rows", those of the batch entry `name`; "value", of the call `name`, made of the batch alone; "labels", those
-    that the loss `name` is a mean over. added, least: what is divided by is max(count + added, least).
+    that the loss `name` is a mean over. added, least: what is divided by is count + added, or
+    least if that is more; no limit with 0.
     """
 
     kind: str
@@ -168,7 +169,8 @@ class SamplePropagation:
                 if kind != "parameter":
                     self.of_batch.add(node)
             elif node.op == "call_function":
-                if not draws(node) and all(used in self.of_batch for used in self.operands(node)):
+                known = all(used in self.of_batch for used in self.operands(node)) and not draws(node)
+                if known or g.op_name(node) in SIZE_NUMBERS:  # sizes are a matter of those of the batch
                     self.of_batch.add(node)
                 self.states[node] = self._state(node)
         return self.states
