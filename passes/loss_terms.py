@@ -10,7 +10,7 @@ is its share of that of all microbatches; the runtime knows it before F, and han
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ OPERANDS = ("self", "other")
 
 def weighed(program: Program, graph: fx.Graph, terms: Sequence[Term], divisors: Sequence[Divisor]) -> bool:
     """Call it after `counts`. A microbatch that has nothing of a divisor, as one without labels, makes no NaN: a loss
-    over no label is 0, and what would be divided by 0 is divided by 1, as its weight then has it.
+    over no label is 0, and what would be divided by 0 is divided by -1, as its weight then has it.
     """
     named = _named(graph)
     if any(term.call not in named for term in terms):
@@ -40,14 +40,13 @@ def weighed(program: Program, graph: fx.Graph, terms: Sequence[Term], divisors: 
         each = torch.empty(len(divisors), dtype=torch.float64, device=program.device)
         weights = g.add_placeholder(graph, "loss_weights", each, LOSS_WEIGHTS)
     writer = Writer(graph, program.fake_mode)
-    counting = g.ancestors(g.outputs(graph)[1:])
     own = {}
     for place, divisor in enumerate(divisors):
         with graph.inserting_after(weights):
             own[divisor] = writer.call(None, aten.select.int, weights, 0, place)
     for divisor, weight in own.items():
         if divisor.can_be_zero:
-            _never_zero(writer, named[divisor.counted], divisor, weight, counting)
+            (_never_divide_by_zero if divisor.value else _zero_for_no_label)(writer, named, divisor, weight)
     for term in terms:
         call = named[term.call]
         with graph.inserting_before(call):
@@ -55,22 +54,40 @@ def weighed(program: Program, graph: fx.Graph, terms: Sequence[Term], divisors: 
     return True
 
 
-def _never_zero(
-    writer: Writer, counted: fx.Node, divisor: Divisor, weight: fx.Node, counting: Collection[fx.Node]
-) -> None:
-    """0 for the mean over no label, whose weight is 0; a divisor of 1 instead of 0. counting: what counts, and sees
-    zeros.
-    """
-    if divisor.value:
-        counted = number_of(counted)
-    readers = [user for user in counted.users if user not in counting and user.op != "output"]
-    with writer.graph.inserting_after(counted if divisor.value else weight):
-        nothing = writer.call(None, aten.eq.Scalar, *((counted, -divisor.added) if divisor.value else (weight, 0)))
-    with writer.graph.inserting_after(nothing if divisor.value else counted):
-        value = 1 - divisor.added if divisor.value else 0
-        instead = writer.call(counted, aten.masked_fill.Scalar, counted, nothing, value)
+def _zero_for_no_label(writer: Writer, named: Mapping[str, fx.Node], divisor: Divisor, weight: fx.Node) -> None:
+    """Instead of the mean over nothing, where the weight is 0."""
+    mean = named[divisor.counted]
+    readers = _readers(writer.graph, mean)
+    with writer.graph.inserting_after(weight):
+        nothing = writer.call(None, aten.eq.Scalar, weight, 0)
+    with writer.graph.inserting_after(mean):
+        instead = writer.call(mean, aten.masked_fill.Scalar, mean, nothing, 0)
+    _read(readers, mean, instead)
+
+
+def _never_divide_by_zero(writer: Writer, named: Mapping[str, fx.Node], divisor: Divisor, weight: fx.Node) -> None:
+    """A microbatch that is alone weighs 1, and divides by 0 as the model does."""
+    count = number_of(named[divisor.counted])
+    readers = _readers(writer.graph, count)
+    with writer.graph.inserting_after(weight):
+        shared = writer.call(None, aten.ne.Scalar, weight, 1)
+    with writer.graph.inserting_before(count.next):
+        zero = writer.call(count, aten.eq.Scalar, count, -divisor.added)
+        zero = writer.call(count, aten.logical_and.default, zero, shared)
+        value = divisor.for_zero - divisor.added
+        instead = writer.call(count, aten.masked_fill.Scalar, count, zero, value)
+    _read(readers, count, instead)
+
+
+def _readers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """All but what counts, which sees zeros."""
+    counting = g.ancestors(g.outputs(graph)[1:])
+    return [user for user in node.users if user not in counting and user.op != "output"]
+
+
+def _read(readers: Sequence[fx.Node], node: fx.Node, instead: fx.Node) -> None:
     for reader in readers:
-        reader.replace_input_with(counted, instead)
+        reader.replace_input_with(node, instead)
 
 
 def _weigh(writer: Writer, call: fx.Node, operand: int, weight: fx.Node) -> None:

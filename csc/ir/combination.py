@@ -30,8 +30,10 @@ class Divisor:
 
     @property
     def for_zero(self) -> int:
-        """What a microbatch divides by where this is 0: a value is 1 then, a mean over no label is 0 without it."""
-        return int(self.can_be_zero and self.value)
+        """What a microbatch divides by where this is 0: -1 instead of a value, for no count of a batch is -1, and so
+        no weight is 1 then, as that of a batch alone; a mean over no label is 0 whatever it is.
+        """
+        return -int(self.can_be_zero and self.value)
 
     def renamed(self, names: Mapping[str, str]) -> Divisor:
         """With another name for the call that is counted."""

@@ -300,6 +300,18 @@ def test_a_term_that_a_microbatch_would_divide_by_zero(loss: Loss, options: dict
     agrees(compiled(loss, **options), loss, given)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_batch_that_would_divide_by_zero_is_reported(microbatches: int) -> None:
+    """As eager PyTorch has no finite loss either. One token counts as it does in a batch of several."""
+    given = batch()
+    given["values"][:] = -1.0
+    own = compiled(over_what_others_count, microbatches=microbatches)
+    with pytest.raises(CscError, match="is not finite"):
+        own.train_step(given)
+    given["values"][5, 1] = 1.0
+    agrees(own, over_what_others_count, given)
+
+
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
