@@ -18,7 +18,7 @@ from torch import fx
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.groups import Group
-from csc.ir.rank_entries import CONTEXT, LOSS_WEIGHTS, MEETINGS, RANDOM, WEIGHTS
+from csc.ir.rank_entries import CONTEXT, LOSS_WEIGHTS, RANDOM, WEIGHTS, meeting
 from csc.torch_private.exported import OpOverload
 
 WIDTH = 100  # of code
@@ -103,9 +103,9 @@ def source(role: tuple[str, str]) -> str:
     if role == LOSS_WEIGHTS:
         return f"batch[{quoted(WEIGHTS)}]"
     if kind == "tensor":
-        return f"batch[{quoted(MEETINGS[Group.TENSOR if label == 'number' else Group(label)])}]"
+        return f"batch[{quoted(meeting(Group.TENSOR if label == 'number' else Group.of(label)))}]"
     if kind == "context group":
-        return f"batch[{quoted(MEETINGS[Group.CONTEXT])}]"
+        return f"batch[{quoted(meeting(Group.CONTEXT))}]"
     if kind == "context":
         component, _, what = label.rpartition(".")
         return f"batch[{quoted(CONTEXT)}][{quoted(component)}].{what}"

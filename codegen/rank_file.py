@@ -21,7 +21,7 @@ from csc.codegen.python import WIDTH, comment, wrapped
 from csc.codegen.segments import Segment
 from csc.codegen.stage_functions import StageWriter, place
 
-from csc.ir.groups import Group
+from csc.ir.groups import Group, group_over
 from csc.ir.mesh import Mesh
 from csc.ir.program import Message, Program, Stage
 
@@ -135,20 +135,21 @@ def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> li
 
 def _copies(mesh: Mesh, rank: int) -> list[str]:
     """Which part the rank has of components whose layers fewer tp ranks divide."""
-    copy, part = mesh.place("copies", rank), mesh.place("division", rank)
     there = mesh.width(mesh.coordinates(rank).pp)
-    held = [component for component in mesh.held_in_copies if mesh.tp_ranks(component) == there]
-    return [
-        f"{'Divided' if not i else '':<9} part {part} of {mesh.division} of {comment(component)}, copy {copy} of "
-        f"{there // mesh.division}"
-        for i, component in enumerate(held)
-    ]
+    lines: list[str] = []
+    for component in [one for one in mesh.held_in_copies if mesh.tp_ranks(one) == there]:
+        (part, copy), parts = mesh.part(component, rank), mesh.dividing(component)
+        lines.append(
+            f"{'' if lines else 'Divided':<9} part {part} of {parts} of {comment(component)}, copy {copy} of "
+            f"{there // parts}"
+        )
+    return lines
 
 
 def _token_shards(program: Program, mesh: Mesh, rank: int) -> list[str]:
     """Which part of the tokens of each component the rank has, where they are spread."""
     rows = [
-        f"shard {mesh.place(one.axis, rank) % one.ranks} of {one.ranks} of {comment(one.component)}: "
+        f"shard {mesh.place(group_over(one.axis), rank) % one.ranks} of {one.ranks} of {comment(one.component)}: "
         f"{one.shard} slots for {one.tokens} tokens"
         for one in program.contexts
     ]

@@ -13,6 +13,7 @@ from torch import fx
 from csc.analysis.cutting import shared_nodes
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 
 
@@ -32,7 +33,7 @@ def data_parallel(program: Program, options: Options) -> Program:
     """
     mesh, known = options.mesh, {info.component for info in program.modules.values()}
     own = dict(mesh.components)
-    for component in dict.fromkeys((*own, *mesh.whole_sequences, *dict(mesh.own_ranks))):
+    for component in _readers_first(program, {*own, *mesh.whole_sequences, *dict(mesh.own_ranks)}):
         if component not in known:
             raise InputError(
                 f"the mesh names {component!r}, which is no component of the model", "mesh",
@@ -47,10 +48,20 @@ def data_parallel(program: Program, options: Options) -> Program:
         levels = {"cp": mesh.cp} if component in mesh.whole_sequences else {}
         tp, ranks = own.get(component, mesh.tp), mesh.tp_ranks(component)
         if tp < ranks:
-            levels["copies" if tp > 1 else "tp" if ranks >= mesh.tp else "division"] = ranks // tp
+            shares = Group.copies(tp) if tp > 1 else Group.division(ranks)
+            levels["tp" if tp == 1 and ranks >= mesh.tp else str(shares)] = ranks // tp
         if levels:
             program = _spread(program, component, levels, ranks > mesh.tp)
     return program
+
+
+def _readers_first(program: Program, components: Collection[str]) -> list[str]:
+    """In front of what it reads a component does not find yet how that is gathered, which is among its own calls."""
+    if len(components) < 2:
+        return list(components)
+    found = dict.fromkeys(component_of(program, node) for node in g.calls(program.graph))
+    order = {component: place for place, component in enumerate(found)}
+    return sorted(components, key=lambda component: (-order.get(component, -1), component))
 
 
 def _spread(program: Program, component: str, levels: Mapping[str, int], gathers: bool) -> Program:
@@ -84,13 +95,19 @@ def _spread(program: Program, component: str, levels: Mapping[str, int], gathers
 
 def _sharing(levels: Mapping[str, int]) -> str:
     return " of ".join(
-        f"{ranks} groups of tp ranks" if axis == "copies" else f"{ranks} {'cp' if axis == 'cp' else 'tp'} ranks"
+        f"{ranks} groups of tp ranks"
+        if axis.startswith("copies")
+        else f"{ranks} {'cp' if axis == 'cp' else 'tp'} ranks"
         for axis, ranks in reversed(list(levels.items()))
     )
 
 
 def _held(levels: Mapping[str, int]) -> str:
-    return "; its layers are divided within each of these" if "copies" in levels else "; its weights are whole"
+    return (
+        "; its layers are divided within each of these"
+        if any(axis.startswith("copies") for axis in levels)
+        else "; its weights are whole"
+    )
 
 
 def _samples(

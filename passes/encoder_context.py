@@ -26,6 +26,7 @@ from csc.analysis.operators.products import ATTENTION, SDPA
 from csc.analysis.operators.views import is_view
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.groups import group_over
 from csc.ir.program import Options, Parameter, Program
 
 BLOCKS_PER_RANK = 8  # fewer leave the dispatch nothing to choose from
@@ -36,6 +37,7 @@ ASKED = {
     **dict.fromkeys(("tp", "division"), "the mesh has tp ranks share out the tokens of {component}"),
     "copies": "the mesh has groups of tp ranks share out the tokens of {component}",
 }  # fmt: skip
+"""By the kind of an axis."""
 
 
 def sizes_for(tokens: int, ranks: int, component: str, axis: str) -> TokenSizes:
@@ -84,7 +86,7 @@ def spread_encoder(program: Program, component: str, ranks: int, axis: str, gath
     """
     tables = shared_nodes(program.graph)
     calls = [n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component]
-    asked = ASKED[axis].format(component=component)
+    asked = ASKED[axis.split()[0]].format(component=component)
     attentions = _attentions(program, asked, remedy(axis, component), calls)
     tokens = _shape(attentions[0])[2]
     sizes = sizes_for(tokens, ranks, component, axis)
@@ -120,8 +122,9 @@ def spread_encoder(program: Program, component: str, ranks: int, axis: str, gath
 
 def summed_over(parameters: Collection[Parameter], parts: Collection[str], axis: str) -> tuple[Parameter, ...]:
     """The same; gradients of those of these names are parts over the axis."""
-    if axis == "copies":
-        return tuple(replace(one, copied=one.copied or one.name in parts) for one in parameters)
+    group = group_over(axis)
+    if group.along == ("copies",):
+        return tuple(replace(one, copied=group.size if one.name in parts else one.copied) for one in parameters)
     return tuple(replace(one, parts=one.parts or one.name in parts) for one in parameters)
 
 

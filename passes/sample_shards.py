@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 from csc.kernels.collectives import ALL_GATHER, GATHER_SHARED, OWN_PART, SHARE, slots
-from csc.passes.tensor import GROUPS
+from csc.passes.tensor import group_number
 from torch import fx
 
 from csc.analysis.dimension_trees import Dim, contains, flat, found, leaf, leaves
@@ -70,7 +70,7 @@ class SampleShards:
             self.wholes[node] = g.add_placeholder(self.graph, node.name, node.meta["val"], node.meta["role"])
         taken = {node.name for node in self.old.nodes}
         for axis in self.levels:
-            name, role = GROUPS[axis]
+            name, role = group_number(axis)
             self.groups[axis] = g.add_placeholder(self.graph, unique(name, taken), number, role)
         for node in g.calls(self.old):
             if node in self.local:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from csc.kernels.collectives import SHARE
 from csc.kernels.context import GATHER, OWN, WHOLE
-from csc.passes.tensor import GROUPS
+from csc.passes.tensor import group_number
 from torch import fx
 
 from csc.analysis.gradient_flow import carrying
@@ -95,7 +95,7 @@ class EqualEdge:
         """The number of the group."""
         with self._mode:
             number = torch.empty((), dtype=torch.int64)
-        name, role = GROUPS[self.axis]
+        name, role = group_number(self.axis)
         self.group = g.add_placeholder(graph, unique(name, self._names), number, role)
 
     def whole(self, call: Write, shard: fx.Node, plan: fx.Node, dim: int, tokens: int) -> fx.Node:

@@ -13,6 +13,7 @@ from torch import fx
 from csc.analysis.divisions import fits
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.naming import unique
 from csc.ir.own_ranks import on_fewer, on_more
@@ -25,12 +26,12 @@ DROPPED = (
     "without that dropout tp may be larger than the number of key heads"
 )
 GROUP = ("tensor", "number")  # the role of the number of a rank's group
-COPIES, DIVISION = ("tensor", "copies"), ("tensor", "division")  # of its groups within that: see csc.ir.groups
-GROUPS = {
-    "tp": ("tp_group", GROUP), "copies": ("tp_copies", COPIES), "division": ("tp_division", DIVISION),
-    "cp": ("cp_group", CONTEXT_GROUP),
-}  # fmt: skip
-"""By axis, the name and role of a placeholder for the number."""
+
+
+def group_number(axis: str) -> tuple[str, tuple[str, str]]:
+    """The name and the role of a placeholder for the number of a group along an axis (csc.ir.groups.group_over)."""
+    known = {"tp": ("tp_group", GROUP), "cp": ("cp_group", CONTEXT_GROUP)}
+    return known[axis] if axis in known else (f"tp_{axis.replace(' ', '_')}", ("tensor", axis))
 
 
 def tensor(program: Program, options: Options) -> Program:
@@ -48,7 +49,7 @@ def tensor(program: Program, options: Options) -> Program:
         return program
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
-    fewer = dict.fromkeys(mesh.held_in_copies, mesh.division)
+    fewer = {component: mesh.dividing(component) for component in mesh.held_in_copies}
     fewer = on_fewer(mesh) | dict.fromkeys(on_more(mesh), 1) | fewer  # more have whole ones
     program = _templates_apart(program, fewer)
     ranks = {region.template: fewer.get(region.component, mesh.tp) for region in program.regions}
@@ -64,17 +65,20 @@ def tensor(program: Program, options: Options) -> Program:
     return _applied(program, found, number, ranks, mesh)
 
 
-def _templates_apart(program: Program, components: Collection[str]) -> Program:
-    """The same; none of these components has a template with others, which divide it over more ranks."""
-    used = {region.template for region in program.regions if region.component not in components}
-    templates, regions, names = dict(program.templates), [], dict[str, str]()
+def _templates_apart(program: Program, ranks: Mapping[str, int]) -> Program:
+    """The same; components that another number of ranks divides have no template in common. ranks: by component, of
+    those that fewer divide than the rest.
+    """
+    first = {region.template: ranks.get(region.component, 0) for region in reversed(program.regions)}
+    first |= {region.template: 0 for region in program.regions if region.component not in ranks}
+    templates, regions, names = dict(program.templates), [], dict[tuple[str, int], str]()
     for region in program.regions:
-        name = region.template
-        if region.component in components and name in used:
-            if name not in names:
-                names[name] = unique(name, templates)
-                templates[names[name]] = replace(templates[name], name=names[name])
-            region = replace(region, template=names[name])
+        name, own = region.template, ranks.get(region.component, 0)
+        if own != first[name]:
+            if (name, own) not in names:
+                names[name, own] = unique(name, templates)
+                templates[names[name, own]] = replace(templates[name], name=names[name, own])
+            region = replace(region, template=names[name, own])
         regions.append(region)
     return replace(program, templates=templates, regions=tuple(regions)) if names else program
 
@@ -195,7 +199,7 @@ def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh:
         )  # fmt: skip
     if not any(choice.graph is not None for choice in found.values()):
         reasons = list(dict.fromkeys(reason for choice in found.values() for reason in choice.reasons))
-        less = max(n for n in (1, mesh.division, *dict(mesh.components).values()) if n < ranks)
+        less = max(n for n in (1, *mesh.divisions, *dict(mesh.components).values()) if n < ranks)
         raise InputError(
             f"{asked} divides nothing of {what}: csc found neither heads nor hidden features in a layer", "mesh",
             "; ".join([f"make tp {less}" if less > 1 else "leave tp at 1", *reasons[:3]]),
@@ -216,13 +220,16 @@ def _applied(
 ) -> Program:
     """The program with these choices."""
     assert program.shared is not None
-    shared, tables, held = program.shared, dict[bool, str](), mesh.held_in_copies
-    within = {region.name: ranks[region.template] < mesh.tp or region.component in held for region in program.regions}
+    shared, tables, held = program.shared, dict[str, str](), mesh.held_in_copies
+    within = {
+        region.name: str(Group.division(ranks[region.template]))
+        if ranks[region.template] < mesh.tp or region.component in held else "tp" for region in program.regions
+    }  # fmt: skip
     met = {within[region.name] for region in program.regions if found[region.template].meets}
-    for apart in sorted(met, reverse=True):
-        role, name = (DIVISION, "tp_division") if apart else (GROUP, "tp")
-        tables[apart] = unique(name, set(shared.output_node().meta["names"]))
-        shared = _with_group(shared, tables[apart], number, role)
+    for axis in sorted(met):
+        name, role = ("tp", GROUP) if axis == "tp" else group_number(axis)
+        tables[axis] = unique(name, set(shared.output_node().meta["names"]))
+        shared = _with_group(shared, tables[axis], number, role)
     templates = {name: _template(one, found[name]) for name, one in program.templates.items()}
     regions = tuple(
         replace(region, shared=(*region.shared, tables[within[region.name]])) if found[region.template].meets

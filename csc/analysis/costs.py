@@ -145,7 +145,7 @@ def region_costs(
     others: dict[str, exchanges.Wires] = {}
     if mesh is not None:
         others |= {one: exchanges.wires(mesh, hardware, one) for one, _ in mesh.own_ranks}
-        others |= {one: exchanges.within(others.get(one, wires)) for one in mesh.held_in_copies}
+        others |= {one: exchanges.within(exchanges.wires(mesh, hardware, one)) for one in mesh.held_in_copies}
     sharers = {} if mesh is None else {one: mesh.dp // replicas for one, replicas in mesh.own_replicas}
     timed: dict[tuple[str, tuple[str, ...], str], Seconds] = {}
     found = []

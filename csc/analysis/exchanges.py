@@ -22,7 +22,7 @@ from torch import fx
 
 from csc.analysis.hardware import Hardware, Wire
 from csc.ir import graph as g
-from csc.ir.groups import SHARING
+from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.kernels.collectives import arriving
 
@@ -80,10 +80,13 @@ def wires(mesh: Mesh, hardware: Hardware, component: str = "") -> dict[str, tupl
     """Devices fill nodes in the order of their global ranks. component: with as many tp ranks as it has."""
     found = {}
     positions = [place for place in range(mesh.pp) if mesh.width(place) == mesh.tp_ranks(component)]
-    for axis, group in SHARING.items():
+    met = {"cp": Group.CONTEXT, "tp": Group.TENSOR}
+    if component in mesh.held_in_copies:
+        met["division"] = Group.division(mesh.dividing(component))
+    for axis, group in met.items():
         listed = [ranks for place in positions for ranks in mesh.groups(group, [place])]
         most = max(map(len, listed), default=1)
-        if most == 1 or (axis == "division" and mesh.copies == 1):
+        if most == 1:
             continue
         apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
         found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)

@@ -3,8 +3,9 @@
     verify_on(mesh, program, after, checked)                 VerificationError, with the value
     verify_placements(program, after, checked, apart, over)  the same, over the ranks of one axis
 
-With a component whose layers fewer ranks divide than others', it is asked twice: over the ranks that hold the same of
-it, and over those that divide it. What meets ranks along the other of these axes does the same on each along the one.
+With components whose layers fewer ranks divide than others', it is asked twice for each number of these: over the ranks
+that hold the same, and over those that divide it. What meets ranks along the other of these axes does the same on each
+along the one. What another number of ranks divides is asked for itself, and taken for equal on all.
 
 Terms: see csc.analysis.placements.
 """
@@ -18,6 +19,7 @@ from torch import fx
 
 from csc.analysis.placements import ELSEWHERE, EQUAL, PART, UNKNOWN, Followed, Placement, said
 from csc.ir import graph as g
+from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.own_ranks import on_fewer, on_more
 from csc.ir.program import Box, Parameter, Program, Region, Template, Variant
@@ -39,34 +41,41 @@ class CheckedGraphs:
 
 @dataclass(frozen=True)
 class Over:
-    """Ranks that are asked about. axis: tp, or one of what it is made of; division: then the size of that; single:
-    components of which there is one copy; within: groups over tp are of such ranks of one copy.
+    """Ranks that are asked about. group: all of tp, or one of what that is made of; single: components of which there
+    is one copy; within: groups over tp are of such ranks of one copy; others: components that are not asked about.
     """
 
-    axis: str = "tp"
-    division: int = 0
+    group: Group = Group.TENSOR
     single: frozenset[str] = frozenset()
     within: bool = False
+    others: frozenset[str] = frozenset()
+
+    @property
+    def axis(self) -> str:
+        return "tp" if self.group == Group.TENSOR else str(self.group)
 
     def boxes(self, parameter: Parameter) -> tuple[Box, ...]:
         """Of one of its groups."""
-        if self.axis == "copies":
-            return parameter.boxes[:: self.division]
-        return parameter.boxes[: self.division] if self.axis == "division" else parameter.boxes
+        if self.group.kind == "copies":
+            return parameter.boxes[:: self.group.size]
+        return parameter.boxes[: self.group.size] if self.group.kind == "division" else parameter.boxes
 
     def parts(self, parameter: Parameter, component: str) -> bool:
         """Whether gradients are."""
-        if self.axis == "copies":
-            return component not in self.single and (parameter.parts or parameter.copied)
+        if self.group.kind == "copies":
+            return component not in self.single and (parameter.parts or parameter.copied > 0)
         return parameter.parts
 
     def elsewhere(self, program: Program) -> set[tuple[str, str]]:
         """The roles of what leads to ranks along another axis."""
         if self.axis == "tp":
             return {CONTEXT_GROUP}
-        other = "division" if self.axis == "copies" else "copies"
-        plans = {("context", f"{one.component}.plan") for one in program.contexts if one.axis == other}
-        return {CONTEXT_GROUP, ("tensor", other), *plans, *[("tensor", "number")] * self.within}
+        assert program.shared is not None
+        roles = {node.meta["role"] for node in g.placeholders(program.shared)}
+        groups = {role for role in roles if role[0] == "tensor" and role[1] not in ("number", self.axis)}
+        others = {one.component for one in program.contexts if one.axis not in ("cp", "tp", self.axis)}
+        plans = {("context", f"{component}.plan") for component in others}
+        return {CONTEXT_GROUP, *groups, *plans, *[("tensor", "number")] * self.within}
 
 
 ALL = Over()
@@ -74,18 +83,26 @@ ALL = Over()
 
 def verify_on(mesh: Mesh, program: Program, after: str, checked: dict[str, CheckedGraphs]) -> None:
     """checked: by axis; grows."""
+    for over, loose in _asked(mesh, {region.component for region in program.regions}).items():
+        verify_placements(program, after, checked.setdefault(over.axis, CheckedGraphs()), loose, over)
+
+
+def _asked(mesh: Mesh, components: Collection[str]) -> Mapping[Over, Collection[str]]:
+    """With the components of which each rank computes other samples or tokens."""
     fewer, more = set(on_fewer(mesh)), set(on_more(mesh))
     whole = {component for component, tp in mesh.components if tp == 1} | more
     apart = {component for component, tp in mesh.components if tp < mesh.tp_ranks(component)} - fewer | more
-    single = fewer
-    if mesh.division == mesh.tp:  # of which there are several at positions with more ranks alone
-        single = {region.component for region in program.regions} - set(mesh.held_in_copies)
-    asked = {ALL: apart} if mesh.copies == 1 else {
-        Over("copies", mesh.division, frozenset(single), mesh.division == mesh.tp): apart,
-        Over("division", mesh.division): whole,
-    }  # fmt: skip
-    for over, loose in asked.items():
-        verify_placements(program, after, checked.setdefault(over.axis, CheckedGraphs()), loose, over)
+    if not mesh.divisions:
+        return {ALL: apart}
+    own = on_fewer(mesh) | {component: mesh.dividing(component) for component in mesh.held_in_copies}
+    found = dict[Over, Collection[str]]()
+    for size in mesh.divisions:
+        alone = size == mesh.tp  # groups of which there are several at positions with more ranks alone
+        single = frozenset(set(components) - set(mesh.held_in_copies) if alone else fewer)
+        others = frozenset(component for component, ranks in own.items() if ranks != size)
+        found[Over(Group.copies(size), single, alone, others)] = apart
+        found[Over(Group.division(size), others=others)] = whole
+    return found
 
 
 def verify_placements(
@@ -108,7 +125,9 @@ def verify_placements(
     tables = _tables(program, over, checked.followed)
     left: dict[object, list[Placement]] = {}  # what equal regions hand on
     entering: dict[str, dict[tuple[str, str], Placement]] = {}
-    for region in program.regions:
+    asked = [region for region in program.regions if region.component not in over.others]
+    made.update({v: EQUAL for region in program.regions if region.component in over.others for v in region.outputs})
+    for region in asked:
         template = program.templates[region.template]
         held = _held(region, template, made, tables, [_of(parameters[name], over) for name in region.parameters])
         like = (region.template, tuple(held.items()))
@@ -116,9 +135,9 @@ def verify_placements(
             left[like] = _outputs(checked.followed, template.graph, held)
         made.update(zip(region.outputs, left[like]))
         entering[region.name] = held
-    _gradients_enter(program, made, loose, entering, checked.followed)
+    _gradients_enter(program, asked, made, loose, entering, checked.followed)
     seen: set[object] = set()
-    for region in program.regions:  # in this order: what is amiss in one makes those behind it unknown
+    for region in asked:  # in this order: what is amiss in one makes those behind it unknown
         held, free = entering[region.name], tuple(value in loose for value in region.activations)
         parts = tuple(over.parts(parameters[name], region.component) for name in region.parameters)
         key = (region.template, region.variant, free, tuple(held.items()), parts)
@@ -132,12 +151,12 @@ def verify_placements(
 
 
 def _gradients_enter(
-    program: Program, made: Mapping[str, Placement], loose: Collection[str],
+    program: Program, asked: Sequence[Region], made: Mapping[str, Placement], loose: Collection[str],
     entering: Mapping[str, dict[tuple[str, str], Placement]], followed: Followed,
 ) -> None:  # fmt: skip
     """Enter what the gradients are that a region is given: as their values are, or parts where they may be."""
     back, known = dict(made), dict[object, dict[str, Placement]]()
-    for region in reversed(program.regions):
+    for region in reversed(asked):
         template, held = program.templates[region.template], entering[region.name]
         held |= {("tangent", name): back[value] for name, value in zip(template.outputs, region.outputs)}
         held |= {("tangent", name): back[value] for name, value in zip(template.activations, region.activations)}

@@ -26,7 +26,6 @@ OWN = (".tp", ".pp", ".dp", ".cp")  # behind the name of a component, its own
 
 def check_own_tp(mesh: Any) -> None:
     """See the module."""
-    between: dict[int, str] = {}
     for component, tp in mesh.components:
         if mesh.tp % tp:
             nearest = max(size for size in range(1, min(tp, mesh.tp) + 1) if mesh.tp % size == 0)
@@ -36,15 +35,6 @@ def check_own_tp(mesh: Any) -> None:
                 f"The nearest that fits is {component}.tp={nearest}, where {nearest} ranks divide its layers and "
                 f"{mesh.tp // nearest} share out its samples, or no {component}.tp, where all divide its layers",
             )  # fmt: skip
-        if 1 < tp < mesh.tp:
-            between[tp] = component
-    if len(between) > 1:
-        one, other = list(between)[:2]
-        raise InputError(
-            f"{between[one]} has tp={one} and {between[other]} has tp={other} in a mesh of tp={mesh.tp}: csc makes "
-            "groups of one size within tp", "mesh",
-            f"Give both the same, or one of them tp=1 or tp={mesh.tp}",
-        )  # fmt: skip
 
 
 def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:

@@ -6,85 +6,127 @@ a group, *equal* (each has all of it), a *shard* (each has its own elements), or
 that it stands for). Of several positions of the pipeline that hold one parameter a group does not tell: its stages do.
 
     Group.DATA, ...                              the kinds
-    SHARING                                      groups among which the tokens of a sequence can be
+    Group.copies(4), Group.division(4), Group.holders(4)      those within tp, for a size
+    group_over(axis) -> Group                    whose ranks share the tokens of a sequence that lies along an axis
     Placement(parts=Group.DATA, equal=Group.TENSOR)      over which group a tensor is what
     WHOLE, SUMMED                                of a parameter that no axis divides, and of its gradient
     SHARD, SHARD_SUMMED                          of one that tensor-parallel ranks divide
-    HELD, HELD_SUMMED                            of one that fewer of them divide, so that several hold the same of it
-    HELD_EQUAL                                   of its gradient where those compute the same
-    COPIES_SUMMED                                of the gradient of a whole one beside it
+    held(4), held_summed(4)                      of one that fewer of them divide, so that several hold the same of it
+    held_equal(4)                                of its gradient where those compute the same
+    copies_summed(4)                             of the gradient of a whole one beside it
     ALL_SUMMED                                   of the gradient of a whole one that these read in different calls
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from enum import StrEnum
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from csc.errors import InputError
 
 
-class Group(StrEnum):
-    """What ranks have in common. Each rank is in exactly one group of each kind, but for `PIPELINE`."""
+@dataclass(frozen=True, order=True)
+class Group:
+    """What ranks have in common. Each rank is in exactly one group of each kind, but for `PIPELINE`.
 
-    WORLD = "world"
-    """Everyone: meetings, the seed of a step, the loss that all return."""
-    POSITION = "position"
-    """Those that run the same stages, whatever of the batch they have: one file, one set of parameters."""
-    DATA = "data"
-    """Those of a position that do the same work on other samples and tokens: they add gradients and count labels."""
-    SAMPLES = "samples"
-    """Those of `DATA` with other samples, and the same place in each sequence."""
-    CONTEXT = "context"
-    """Those that share the tokens of the same samples: context-parallel attention."""
-    TENSOR = "tensor"
-    """Those that compute the same tokens in the same stages, each with its part of every layer."""
-    COPIES = "copies"
-    """Those of `TENSOR` that hold the same of a component which fewer ranks divide: they share out its samples."""
-    DIVISION = "division"
-    """Those of `TENSOR` that divide the layers of such a component: neighbours. Without one these are all of them;
-    where some positions have fewer ranks than others, so many of them; where some have more, as many as the rest has.
+    size: how many neighbours of a tensor-parallel group divide the layers of a component, where these are fewer than
+    all; of the kinds that differ by it (`copies`, `division`, `holders`), 0 of the others.
     """
-    HOLDERS = "holders"
-    """`DATA` and `COPIES` together: those of a position that hold the same of such a component."""
-    LAYER = "layer"
+
+    kind: str
+    size: int = 0
+
+    WORLD: ClassVar[Group]
+    """Everyone: meetings, the seed of a step, the loss that all return."""
+    POSITION: ClassVar[Group]
+    """Those that run the same stages, whatever of the batch they have: one file, one set of parameters."""
+    DATA: ClassVar[Group]
+    """Those of a position that do the same work on other samples and tokens: they add gradients and count labels."""
+    SAMPLES: ClassVar[Group]
+    """Those of `DATA` with other samples, and the same place in each sequence."""
+    CONTEXT: ClassVar[Group]
+    """Those that share the tokens of the same samples: context-parallel attention."""
+    TENSOR: ClassVar[Group]
+    """Those that compute the same tokens in the same stages, each with its part of every layer."""
+    LAYER: ClassVar[Group]
     """Those that meet within a stage: `CONTEXT` and `TENSOR` together."""
-    PIPELINE = "pipeline"
+    PIPELINE: ClassVar[Group]
     """One of each position, in its order: they hand activations and their gradients to each other. A rank of a position
     with fewer ranks than others is in several.
     """
-    REPLICA = "replica"
+    REPLICA: ClassVar[Group]
     """Those that are given the same samples, at all positions."""
+
+    @classmethod
+    def copies(cls, size: int) -> Group:
+        """Those of `TENSOR` that hold the same of a component which fewer ranks divide: they share out its samples."""
+        return cls("copies", size)
+
+    @classmethod
+    def division(cls, size: int) -> Group:
+        """Those of `TENSOR` that divide the layers of such a component: neighbours. Where a position has fewer ranks,
+        these.
+        """
+        return cls("division", size)
+
+    @classmethod
+    def holders(cls, size: int) -> Group:
+        """`DATA` and `copies` together: those of a position that hold the same of such a component."""
+        return cls("holders", size)
+
+    @classmethod
+    def of(cls, text: str) -> Group:
+        """Read what str gives. ValueError: it is none of these."""
+        kind, _, size = text.partition(" ")
+        if (
+            kind not in _ALONG
+            or (kind in _SIZED) != (size.isdecimal() and int(size) > 1)
+            or (size and kind not in _SIZED)
+        ):
+            raise ValueError(f"{text!r} is no group of ranks: {', '.join(_ALONG)}, of {', '.join(_SIZED)} with a size")
+        return cls(kind, int(size or 0))
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.size}" if self.size else self.kind
 
     @property
     def along(self) -> tuple[str, ...]:
         """The axes of the mesh along which its ranks differ; of tp that may be one of the two that it is made of."""
-        return _ALONG[self]
+        return _ALONG[self.kind]
 
 
-_ALONG: Mapping[Group, tuple[str, ...]] = {
-    Group.WORLD: ("dp", "pp", "cp", "tp"),
-    Group.POSITION: ("dp", "cp", "tp"),
-    Group.DATA: ("dp", "cp"),
-    Group.SAMPLES: ("dp",),
-    Group.CONTEXT: ("cp",),
-    Group.TENSOR: ("tp",),
-    Group.COPIES: ("copies",),
-    Group.DIVISION: ("division",),
-    Group.HOLDERS: ("dp", "cp", "copies"),
-    Group.LAYER: ("cp", "tp"),
-    Group.PIPELINE: ("pp",),
-    Group.REPLICA: ("pp", "cp", "tp"),
+_ALONG: Mapping[str, tuple[str, ...]] = {
+    "world": ("dp", "pp", "cp", "tp"),
+    "position": ("dp", "cp", "tp"),
+    "data": ("dp", "cp"),
+    "samples": ("dp",),
+    "context": ("cp",),
+    "tensor": ("tp",),
+    "copies": ("copies",),
+    "division": ("division",),
+    "holders": ("dp", "cp", "copies"),
+    "layer": ("cp", "tp"),
+    "pipeline": ("pp",),
+    "replica": ("pp", "cp", "tp"),
 }
-
+_SIZED = ("copies", "division", "holders")
+Group.WORLD, Group.POSITION, Group.DATA, Group.SAMPLES = map(Group, ("world", "position", "data", "samples"))
+Group.CONTEXT, Group.TENSOR, Group.LAYER = map(Group, ("context", "tensor", "layer"))
+Group.PIPELINE, Group.REPLICA = map(Group, ("pipeline", "replica"))
 
 WITHIN_TP = ("copies", "division")
 """What tp is made of, the last one fastest: ranks that hold the same, and those that divide what they hold."""
-SHARING: Mapping[str, Group] = {
-    "cp": Group.CONTEXT, "tp": Group.TENSOR, "copies": Group.COPIES, "division": Group.DIVISION,
-}  # fmt: skip
-"""By axis, the groups whose ranks can share the tokens of one sequence."""
+
+
+def group_over(axis: str) -> Group:
+    """The groups whose ranks can share the tokens of one sequence. axis: cp, tp, or the text of a group within tp.
+    ValueError: another.
+    """
+    group = {"cp": Group.CONTEXT, "tp": Group.TENSOR}.get(axis) or Group.of(axis)
+    if group.along[0] not in ("cp", "tp", *WITHIN_TP):
+        raise ValueError(f"tokens cannot be spread over {axis!r}")
+    return group
 
 
 def places(axes: Iterable[str]) -> tuple[str, ...]:
@@ -96,7 +138,7 @@ def places(axes: Iterable[str]) -> tuple[str, ...]:
 class Placement:
     """How a tensor lies on the ranks of a position: over which group it is what; None: over none.
 
-    InputError if two of them share an axis, or one runs along the pipeline.
+    InputError if two of them share an axis, or are within tp and of different sizes, or one runs along the pipeline.
     """
 
     equal: Group | None = None
@@ -110,6 +152,17 @@ class Placement:
             axis = "tp" if twice in WITHIN_TP else twice
             what = "places tensors over the pipeline" if twice == "pp" else f"says two things of axis {axis}"
             raise InputError(f"{self.to_dict()} {what}", "placement", "Give each of dp, cp and tp to one group at most")
+        sizes = {group.size for kind in fields(self) if (group := getattr(self, kind.name)) is not None and group.size}
+        if len(sizes) > 1:
+            what = f"{self.to_dict()} has groups of {' and of '.join(map(str, sorted(sizes)))} within tp"
+            raise InputError(what, "placement", "A tensor is divided by groups of one size")
+
+    @property
+    def size(self) -> int:
+        """Of its groups within tp; 0: it has none."""
+        return max(
+            getattr(self, kind.name).size if getattr(self, kind.name) is not None else 0 for kind in fields(self)
+        )
 
     def _along(self, kind: str) -> tuple[str, ...]:
         group: Group | None = getattr(self, kind)
@@ -123,19 +176,25 @@ class Placement:
 
     def to_dict(self) -> dict[str, str]:
         """The form that program.json holds."""
-        return {kind: str(group) for kind, group in asdict(self).items() if group is not None}
+        given = {kind.name: getattr(self, kind.name) for kind in fields(self)}
+        return {kind: str(group) for kind, group in given.items() if group is not None}
 
     @classmethod
     def of(cls, table: Mapping[str, str]) -> Placement:
         """Read what `to_dict` gives. InputError for another word or group."""
         kinds = [kind.name for kind in fields(cls)]
+        found = {}
         for kind, name in table.items():
-            if kind not in kinds or name not in list(Group):
+            try:
+                found[kind] = Group.of(name if isinstance(name, str) else "")
+            except ValueError:
+                found.pop(kind, None)
+            if kind not in kinds or kind not in found:
                 raise InputError(
                     f"a tensor cannot be {kind!r} over {name!r}", "placement",
-                    f"Say {', '.join(kinds)}, over one of {', '.join(Group)}",
+                    f"Say {', '.join(kinds)}, over one of {', '.join(_ALONG)}",
                 )  # fmt: skip
-        return cls(**{kind: Group(name) for kind, name in table.items()})
+        return cls(**found)
 
 
 WHOLE = Placement(equal=Group.POSITION)
@@ -143,7 +202,23 @@ SUMMED = Placement(parts=Group.DATA, equal=Group.TENSOR)
 SHARD = Placement(equal=Group.DATA, shard=Group.TENSOR)
 SHARD_SUMMED = Placement(parts=Group.DATA, shard=Group.TENSOR)
 ALL_SUMMED = Placement(parts=Group.POSITION)
-HELD = Placement(equal=Group.HOLDERS, shard=Group.DIVISION)
-HELD_SUMMED = Placement(parts=Group.HOLDERS, shard=Group.DIVISION)
-HELD_EQUAL = Placement(parts=Group.DATA, equal=Group.COPIES, shard=Group.DIVISION)
-COPIES_SUMMED = Placement(parts=Group.HOLDERS, equal=Group.DIVISION)
+
+
+def held(size: int) -> Placement:
+    """size: of the division."""
+    return Placement(equal=Group.holders(size), shard=Group.division(size))
+
+
+def held_summed(size: int) -> Placement:
+    """See the module."""
+    return Placement(parts=Group.holders(size), shard=Group.division(size))
+
+
+def held_equal(size: int) -> Placement:
+    """See the module."""
+    return Placement(parts=Group.DATA, equal=Group.copies(size), shard=Group.division(size))
+
+
+def copies_summed(size: int) -> Placement:
+    """See the module."""
+    return Placement(parts=Group.holders(size), equal=Group.division(size))

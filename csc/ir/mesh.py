@@ -12,7 +12,7 @@ each; all of these stand in front.
     .orders()                                          the mesh in every order of ranks, this one first
     Mesh(ranks=64)                  one that csc chooses      .is_open
     .components                                        those that have another tp: (("vision_tower", 1),)
-    .division  .copies                                 what tp is made of: see `Mesh.division`
+    .divisions  .dividing(component)                   groups within tp: see `Mesh.divisions`
     .own_stages                                        and those with pipeline stages of their own, out of pp
     .whole_sequences                                   those with a cp of 1 beside the mesh's: ("vision_tower",)
     .own_ranks                                         of these those on fewer ranks, or more: (("vision_tower", 2),)
@@ -247,26 +247,26 @@ class Mesh:
         part %= width
         if "tp" in along:
             return range(width)
-        first = part // self.division * self.division
+        first = part // what.size * what.size if what.size else part
         if "copies" in along:
-            return range(part - first, width, self.division)
-        return range(first, min(first + self.division, width)) if "division" in along else (part,)
+            return range(part - first, width, what.size)
+        return range(first, min(first + what.size, width)) if "division" in along else (part,)
 
     @cached_property
-    def division(self) -> int:
-        """How many neighbours divide the layers of components with a tp between 1 and the mesh's, or are a narrow
-        position's; the mesh's tp without these.
+    def divisions(self) -> tuple[int, ...]:
+        """The sizes of the groups within tp: how many neighbours divide the layers of the components that several of
+        these hold, or are a narrow position's.
         """
-        return next((tp for _, tp in (*self.components, *self.own_ranks) if 1 < tp < self.tp), self.tp)
+        narrow = {ranks for _, ranks in self.own_ranks if 1 < ranks < self.tp}
+        return tuple(sorted(narrow | {self.dividing(component) for component in self.held_in_copies}))
 
-    @property
-    def copies(self) -> int:
-        """How many ranks hold the same of such components, at most."""
-        return max(map(self.tp_ranks, self.held_in_copies), default=self.tp) // self.division
+    def dividing(self, component: str) -> int:
+        """How many neighbours divide the layers of a component."""
+        return dict(self.components).get(component, min(self.tp, self.tp_ranks(component)))
 
     @property
     def held_in_copies(self) -> tuple[str, ...]:
-        """Those components."""
+        """The components of which several groups of ranks hold the same, and divide it."""
         own = {**dict.fromkeys(dict(self.own_ranks), self.tp), **dict(self.components)}
         return tuple(component for component, tp in own.items() if 1 < tp < self.tp_ranks(component))
 
@@ -274,15 +274,22 @@ class Mesh:
         """How many tp ranks of a replica have a component."""
         return dict(self.own_ranks).get(component, self.tp)
 
-    def place(self, axis: str, rank: int) -> int:
-        """A rank's index on an axis, or on one of those that tp is made of.
+    def place(self, what: Group, rank: int) -> int:
+        """A rank's index among those of a group that runs along one axis.
 
         Raises:
             IndexError: The mesh has no such rank.
         """
-        at = self.coordinates(rank)
-        copy, part = divmod(at.tp, self.division)
-        return {**at._asdict(), "copies": copy, "division": part}[axis]
+        return self.group(what, rank).index(rank)
+
+    def part(self, component: str, rank: int) -> tuple[int, int]:
+        """Which part of a component's layers a rank has, and of how many copies which.
+
+        Raises:
+            IndexError: The mesh has no such rank.
+        """
+        copy, part = divmod(self.coordinates(rank).tp, self.dividing(component))
+        return part, copy
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -309,8 +316,9 @@ class Mesh:
 
     def sizes(self, what: Group) -> tuple[int, ...]:
         """Of the axes along which groups of this kind run; of tp the most that a position has."""
-        sizes = {axis: getattr(self, axis) for axis in what.along if axis != "tp"}
-        return tuple(max(width for _, width in self._extents) if a == "tp" else sizes[a] for a in what.along)
+        widest = max(width for _, width in self._extents)
+        within = {"tp": widest, "copies": widest // (what.size or 1), "division": what.size}
+        return tuple(within[axis] if axis in within else getattr(self, axis) for axis in what.along)
 
     def orders(self) -> list[Mesh]:
         """This mesh, and those of its sizes whose ranks count in another order; tp stays the fastest."""

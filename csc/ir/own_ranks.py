@@ -68,12 +68,12 @@ def check_own_ranks(mesh: Any) -> None:
                 f"The nearest on the same ranks: {component} with tp={own} and dp={max(1, whole // own)}. For ranks of "
                 f"its own give {component} a pp, and the components on the other ranks one",
             )  # fmt: skip
-        nearest = _fitting(component, replicas * ranks, own, replicas, mesh.tp, mesh.division)
-        if ranks > mesh.tp and (ranks % mesh.tp or own not in (1, mesh.division)):
+        nearest = _fitting(component, replicas * ranks, own, replicas, mesh.tp)
+        if ranks > mesh.tp and ranks % mesh.tp:
             raise InputError(
                 says, "mesh",
                 f"A stage on more ranks has a multiple of tp={mesh.tp} for each replica, which share out its samples, "
-                f"each with whole weights (tp=1) or groups of {mesh.division} that divide them: {nearest}",
+                f"each with whole weights (tp=1) or groups that divide them: {nearest}",
             )  # fmt: skip
         if ranks < mesh.tp and (mesh.tp % ranks or own not in (1, ranks)):
             raise InputError(
@@ -86,20 +86,11 @@ def check_own_ranks(mesh: Any) -> None:
             f"{mesh.own_ranks[0][0]} is on another number of ranks than others, whose order is {'-'.join(mesh.order)}",
             "mesh", "Let tp ranks stand beside each other: put pp in front of tp, or leave the order out",
         )  # fmt: skip
-    sizes = {ranks: component for component, ranks in mesh.own_ranks if ranks < mesh.tp}
-    between = {one: component for component, one in mesh.components if 1 < one < mesh.tp}
-    if sizes and len(sizes | between) > 1:
-        (one, first), (other, second) = list((sizes | between).items())[:2]
-        raise InputError(
-            f"{first} is on groups of {one} tp ranks and {second} on groups of {other}: csc makes groups of one size "
-            "within tp", "mesh", "Give both the same number, or one of them all ranks of a stage",
-        )  # fmt: skip
 
 
-def _fitting(component: str, asked: int, own: int, replicas: int, tp: int, division: int = 1) -> str:
-    """The nearest number of ranks that a component can be on, in words. division: what a tp on more than tp may be."""
+def _fitting(component: str, asked: int, own: int, replicas: int, tp: int) -> str:
+    """The nearest number of ranks that a component can be on, in words."""
     known = [(n, own if own in (1, n) else n) for n in range(1, tp + 1) if tp % n == 0 and (own in (1, n) or n == tp)]
-    more = own if own == division else 1
-    known += [(n, more) for times in (0, 1) if (n := (asked // (replicas * tp) + times) * tp) > tp]
+    known += [(n, own) for times in (0, 1) if (n := (asked // (replicas * tp) + times) * tp) > tp]
     near, with_tp = min(known, key=lambda one: abs(one[0] * replicas - asked))
     return f"the nearest that fits is {component} with tp={with_tp} and dp={near * replicas // with_tp}"

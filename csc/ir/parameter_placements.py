@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from csc.ir.groups import (
     ALL_SUMMED,
-    COPIES_SUMMED,
-    HELD,
-    HELD_EQUAL,
-    HELD_SUMMED,
     SHARD,
     SHARD_SUMMED,
     SUMMED,
     WHOLE,
     Placement,
+    copies_summed,
+    held,
+    held_equal,
+    held_summed,
 )
 from csc.ir.program import Parameter
 
@@ -26,20 +26,23 @@ def weight_placement(parameter: Parameter) -> Placement:
     """Whole, or in boxes."""
     if not parameter.boxes:
         return WHOLE
-    return HELD if _held_twice(parameter) else SHARD
+    size = _division(parameter)
+    return held(size) if size else SHARD
 
 
 def gradient_placement(parameter: Parameter) -> Placement:
     """Its parts are over the group that REDUCE adds over."""
-    if _held_twice(parameter):
-        return HELD_SUMMED if parameter.copied else HELD_EQUAL
+    size = _division(parameter)
+    if size:
+        return held_summed(size) if parameter.copied else held_equal(size)
     if parameter.boxes:
         return SHARD_SUMMED
     if parameter.parts:
         return ALL_SUMMED
-    return COPIES_SUMMED if parameter.copied else SUMMED
+    return copies_summed(parameter.copied) if parameter.copied else SUMMED
 
 
-def _held_twice(parameter: Parameter) -> bool:
-    """Whether several tensor-parallel ranks have a box."""
-    return len(set(parameter.boxes)) < len(parameter.boxes)
+def _division(parameter: Parameter) -> int:
+    """How many boxes several tensor-parallel ranks have; 0: none is held twice."""
+    different = len(set(parameter.boxes))
+    return different if different < len(parameter.boxes) else 0

@@ -50,7 +50,8 @@ class Parameter:
     """A parameter under the model's own name; `aliases` are the other names of a tied one.
 
     boxes: what each tensor-parallel rank holds of it; empty: all have it whole. parts: its gradients on these ranks are
-    parts of a sum. copied: those of ranks that hold the same of it are (csc.ir.groups.Group.COPIES).
+    parts of a sum. copied: those of ranks that hold the same of it are, beside as many that divide its component
+    (csc.ir.groups.Group.copies); 0: they are not.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     boxes: tuple[Box, ...] = ()
     parts: bool = False
-    copied: bool = False
+    copied: int = 0
 
     @property
     def numel(self) -> int:
@@ -314,7 +315,8 @@ class ContextMask:
 
 @dataclass(frozen=True)
 class Context:
-    """How the sequence of a component is spread over `ranks` of those along an axis, cp or tp; the next share it again.
+    """How the sequence of a component is spread over `ranks` of those along an axis (see csc.ir.groups.group_over); the
+    next share it again.
 
     tokens: of the whole sequence; block: those that stay together; shard: slots of each rank, padding included.
     graph: from the batch to what the masks are made of: ranges, admits, kinds of each as far as it has them.

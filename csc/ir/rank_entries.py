@@ -6,12 +6,10 @@ among the entries. No entry of a batch begins as they do: a model may well have 
     OWN                       how names begin
     RANDOM, CONTEXT           the seed of its random numbers; by component, how tokens are spread
     LOSS_WEIGHTS, WEIGHTS     the role and the name of what the terms of its loss weigh
-    MEETINGS                  {Group: name}: the numbers of the groups within which collectives of layers meet
+    meeting(group) -> name    the number of a group within which collectives of layers meet
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from csc.ir.groups import Group
 
@@ -20,6 +18,9 @@ CONTEXT_GROUP = ("context group", "number")
 LOSS_WEIGHTS = ("loss", "loss_weights")
 OWN = "csc."
 RANDOM, CONTEXT, WEIGHTS = "csc.random", "csc.context", "csc.loss_weights"
-MEETINGS: Mapping[Group, str] = {
-    Group.TENSOR: "csc.tp", Group.COPIES: "csc.tp_copies", Group.DIVISION: "csc.tp_division", Group.CONTEXT: "csc.cp",
-}  # fmt: skip
+
+
+def meeting(group: Group) -> str:
+    """See the module. group: of tensor or context parallelism, or one within tp."""
+    known = {Group.TENSOR: "csc.tp", Group.CONTEXT: "csc.cp"}
+    return known.get(group, f"csc.tp_{group.kind}_{group.size}")

@@ -4,7 +4,7 @@ Terms: a *box* lists for each dimension the stretches, from start to stop, that 
 rank's tensor as they do in the whole. Boxes of those that divide a tensor have no entry in common, and together all;
 where these are fewer than all ranks, the next so many have the same boxes again.
 
-    read(value, shape, ranks, division) -> (Box, ...)     of program.json; ValueError with a phrase for what is none
+    read(value, shape, ranks, divisions) -> (Box, ...)    of program.json; ValueError with a phrase for what is none
     cut(whole, box) -> tensor                     a dense copy of what is in the box
     put(whole, box, shard)                        the inverse, into the whole
     whole_box(shape) -> Box                       all of it
@@ -24,8 +24,10 @@ import torch
 from csc.runtime.specs import Box
 
 
-def read(value: Any, shape: Sequence[int], ranks: int, division: int) -> tuple[Box, ...]:
-    """As many as there are ranks, all in the same sizes; they divide one dimension, all of them or each `division`."""
+def read(value: Any, shape: Sequence[int], ranks: int, divisions: Sequence[int]) -> tuple[Box, ...]:
+    """As many as there are ranks, all in the same sizes; they divide one dimension, all of them or each so many of
+    `divisions`.
+    """
     try:
         found = tuple(
             tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in box) for box in value
@@ -36,7 +38,7 @@ def read(value: Any, shape: Sequence[int], ranks: int, division: int) -> tuple[B
         raise ValueError(f"should list {ranks} boxes in {len(shape)} dimensions")
     if len({sizes(box) for box in found}) > 1:
         raise ValueError("has boxes of different sizes")
-    apart = found[:division] if found[:division] * (ranks // division) == found else found
+    apart = next((found[:size] for size in divisions if found[:size] * (ranks // size) == found), found)
     for dim, size in enumerate(shape):
         held = [box[dim] for box in apart]
         stretches = sorted(stretch for one in held for stretch in one) if len(set(held)) > 1 else held[0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from csc.errors import CscError, ProgramError
-from csc.ir.groups import SHARING, WHOLE, Group, Placement, places
+from csc.ir.groups import WHOLE, Group, Placement, group_over, places
 from csc.ir.mesh import Mesh
 from csc.ir.strides import overlaps
 from csc.runtime import boxes
@@ -197,9 +197,11 @@ def _contexts(top: Fields, mesh: Mesh, stages: tuple[StageSpec, ...]) -> tuple[C
 def _context(row: Fields, mesh: Mesh) -> ContextSpec:
     ranks, sizes = row.get("ranks", int), {name: row.get(name, int) for name in ("tokens", "block", "shard")}
     axis, component = row.get("axis", str, "cp"), row.get("component", str)
-    if axis not in SHARING:
-        raise ProgramError(f"tokens cannot be spread over {axis!r}", row.where, REMEDY)
-    (size,) = (mesh.tp_ranks(component),) if axis == "tp" else mesh.sizes(SHARING[axis])
+    try:
+        group = group_over(axis)
+    except ValueError:
+        raise ProgramError(f"tokens cannot be spread over {axis!r}", row.where, REMEDY) from None
+    (size,) = (mesh.tp_ranks(component),) if axis == "tp" else mesh.sizes(group)
     along = f"{axis}={size}"
     if ranks < 1 or size % ranks:
         raise ProgramError(f"{ranks} ranks do not divide {along}", row.where, REMEDY)
@@ -225,6 +227,10 @@ def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> Parame
     ranks = max([mesh.tp, *(mesh.width(stages[stage].rank) for stage in users)])
     divided = _boxes(row, mesh, ranks)
     over = () if not divided else places(["tp"]) if len(set(divided)) == len(divided) else ("division",)
+    weight = _placement(row, "weight", ("equal",), over, mesh)
+    if over == ("division",) and weight.size != len(set(divided)):
+        what = f"field 'weight' has groups of {weight.size}, and {len(set(divided))} ranks divide it"
+        raise ProgramError(what, row.where, REMEDY)
     return ParameterSpec(
         row.get("name", str),
         row.sizes("shape"),
@@ -233,7 +239,7 @@ def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> Parame
         users,
         tuple(dict.fromkeys(stages[stage].rank for stage in users)),
         row.dtype("compute") if "compute" in row.table else None,
-        _placement(row, "weight", ("equal",), over, mesh),
+        weight,
         _placement(row, "gradient", ("equal", "parts"), over, mesh) if trainable else WHOLE,
         divided,
         row.get("reached", bool, True),
@@ -246,7 +252,7 @@ def _boxes(row: Fields, mesh: Mesh, ranks: int) -> tuple[Box, ...]:
     if "boxes" not in row.table:
         return ()
     try:
-        return boxes.read(row.get("boxes", list), row.sizes("shape"), ranks, mesh.division)
+        return boxes.read(row.get("boxes", list), row.sizes("shape"), ranks, mesh.divisions)
     except ValueError as error:
         raise ProgramError(f"field 'boxes' {error}", row.where, REMEDY) from None
 
@@ -259,10 +265,13 @@ def _placement(row: Fields, key: str, known: tuple[str, ...], divided: tuple[str
         found = Placement.of(row.get(key, dict))
     except CscError as error:
         raise ProgramError(error.what, f"{row.where}, {key}", error.remedy) from None
+    if found.size and found.size not in mesh.divisions:
+        raise ProgramError(f"field {key!r} has groups of {found.size}, and the mesh none of these", row.where, REMEDY)
     (most,) = mesh.sizes(Group.TENSOR)
     for axis in places(Group.POSITION.along):
-        over, size = found.over(axis), most // mesh.division if axis == "copies" else getattr(mesh, axis)
-        named = "tp" if axis in places(["tp"]) and mesh.copies == 1 else axis
+        within = {"copies": most // (found.size or most), "division": found.size or most}
+        over, size = found.over(axis), within[axis] if axis in within else getattr(mesh, axis)
+        named = "tp" if axis in within and not mesh.divisions else axis
         expected = ("shard",) if axis in divided else known
         if (over or size > 1) and over not in expected:
             said = f"{over} over {named}" if over else f"nothing over {named}, whose size is {size}"

@@ -32,7 +32,7 @@ UNDER_WAY = 1  # buckets that are not waited for while another one fills
 
 def divides(spec: ParameterSpec) -> bool:
     """Whether gradients of a parameter are divided."""
-    return spec.trainable and bool(spec.shape) and spec.gradient.parts is Group.DATA
+    return spec.trainable and bool(spec.shape) and spec.gradient.parts == Group.DATA
 
 
 @dataclass

@@ -15,7 +15,7 @@ box in every step; one of several keeps its own rank's box alone.
     .sources                                    the whole tensors that boxes were cut from
     .check_sources(where)                       InputError if boxes are of tensors that were written to since
     .put_back(spec)                             what they were taken from holds what they do
-    met_of(mesh, rank, endpoint, fused) -> {name: Met}     where a rank's collectives meet: see MEETINGS
+    met_of(mesh, rank, endpoint, fused) -> {name: Met}     where a rank's collectives meet: see csc.ir.rank_entries
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import nn
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.ir.rank_entries import MEETINGS
+from csc.ir.rank_entries import meeting
 from csc.runtime import weights
 from csc.runtime.boxes import cut, part, put, sizes, whole_box
 from csc.runtime.exchange import Membership
@@ -68,9 +68,9 @@ def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> di
     its sequences. fused: its functions are compiled by Inductor.
     """
     asked = [Group.TENSOR]
-    asked += [Group.COPIES, Group.DIVISION] if mesh.copies > 1 else []
+    asked += [one(size) for size in mesh.divisions for one in (Group.copies, Group.division)]
     asked += [Group.CONTEXT] if mesh.whole_sequences else []
-    groups = {MEETINGS[group]: mesh.group(group, rank) for group in asked}
+    groups = {meeting(group): mesh.group(group, rank) for group in asked}
     return {
         name: Met(Membership(endpoint, ranks.index(rank), ranks), copies=fused) for name, ranks in groups.items()
         if len(ranks) > 1

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from csc.ir.groups import SHARING, SUMMED, WHOLE, Group, Placement
+from csc.ir.groups import SUMMED, WHOLE, Group, Placement, group_over
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Message
 
@@ -207,7 +207,7 @@ class ContextSpec:
     @property
     def group(self) -> Group:
         """Of the ranks along the axis."""
-        return SHARING[self.axis]
+        return group_over(self.axis)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from tests.models import keys, mixed
+from tests.models import composed, keys, mixed
 from tests.models.hf import llava, llava_batch
 
 SMALL: dict[str, Any] = {
@@ -84,9 +84,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lorafew": lambda: lora("few"),
     "fusedlora": lambda: lora("phi3few", ["qkv_proj", "o_proj"]),
     "llava": llava,
+    "towers": composed.towers,
     "patches": lambda: mixed.built("Qwen2.5-VL", [1])[0],
 }
 BATCHES: dict[str, Callable[[int], Batch]] = dict.fromkeys(MODELS, text) | {
     "llava": llava_batch,
+    "towers": lambda samples: composed.batch(composed.towers(), samples),
     "patches": lambda samples: mixed.built("Qwen2.5-VL", [1 + i % 2 for i in range(samples)])[1],
 }

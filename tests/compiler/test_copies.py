@@ -38,9 +38,9 @@ def test_an_encoder_divided_by_two_beside_a_language_model_divided_by_four() -> 
     specs = {one.name: one for one in compiled.trainer().program.manifest.parameters}
     up = specs["model.vision_tower.encoder.layers.0.mlp.fc1.weight"]
     assert up.boxes[:2] == up.boxes[2:] and up.boxes[0] != up.boxes[1]
-    assert up.gradient.to_dict() == {"parts": "holders", "shard": "division"}
+    assert up.gradient.to_dict() == {"parts": "holders 2", "shard": "division 2"}
     norm = specs["model.vision_tower.encoder.layers.0.layer_norm1.weight"]
-    assert norm.gradient.to_dict() == {"parts": "holders", "equal": "division"}
+    assert norm.gradient.to_dict() == {"parts": "holders 2", "equal": "division 2"}
     assert len(set(specs["model.language_model.layers.0.mlp.up_proj.weight"].boxes)) == 4
     assert collectives(compiled, "forward").count("csc.all_gather") == 1
     assert "2 groups of tp ranks share out 8 samples of a microbatch" in "".join(compiled.history()[-1].notes)
@@ -99,7 +99,7 @@ def test_images_in_one_row(name: str, counts: Sequence[int], mesh: str, options:
     the heads of each.
     """
     compiled = same(*mixed.built(name, counts), FLOAT32, mesh=mesh, **options)
-    (spread,) = (one for one in compiled.program.contexts if one.axis == "copies")
+    (spread,) = (one for one in compiled.program.contexts if one.axis == "copies 2")
     assert spread.ranks == 2 and spread.tokens > spread.shard
 
 
@@ -151,6 +151,13 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "patches",
         "mesh": "dp=2,pp=2,visual.pp=1,visual.dp=1",
         "microbatches": 1,
+    },
+    "three numbers of ranks": {"model": "towers", "mesh": "tp=8,vision_encoder.tp=2,audio_encoder.tp=4"},
+    "on three numbers of ranks, shards": {
+        "model": "towers",
+        "mesh": "tp=4,pp=3,vision_encoder.pp=1,vision_encoder.tp=1,vision_encoder.dp=1,audio_encoder.pp=1,"
+        "audio_encoder.tp=2,audio_encoder.dp=1",
+        "samples": 4,
     },
     "two ranks beside one, patches": {
         "model": "patches",

@@ -331,7 +331,6 @@ def test_one_mesh_in_four_forms() -> None:
     [
         ({"a": {"tp": 4}, "b": {"tp": 3}}, "b has tp=3.*4 ranks are no groups of 3.*fits is b.tp=2, where 2 ranks"),
         ("tp=4,b.tp=8", "b has tp=8, and the mesh has tp=4: 4 ranks are no groups of 8.*fits is b.tp=4"),
-        ("tp=8,a.tp=2,b.tp=4", "a has tp=2 and b has tp=4 in a mesh of tp=8: csc makes groups of one size within tp"),
         ({"a": {"tp": 4}, "b": {"tp": 2}}, r"b has dp \* tp = 2.*on the same ranks: b with tp=2 and dp=2"),
         ({"a": {"tp": 4}, "b": {"dp": 2}}, r"b has dp \* tp = 2.*on the same ranks: b with tp=1 and dp=4"),
         ({"a": {"tp": 4}, "b": {"dp": 4, "pp": 2}}, "b has pp=2 in a mesh where a has no pp.*those of all components"),

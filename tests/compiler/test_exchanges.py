@@ -49,7 +49,9 @@ def test_wires_are_those_between_the_nodes_where_a_group_is_on_several() -> None
     assert wires(Mesh(dp=5, tp=3), h100) == {"tp": (3, h100.between)}  # ranks 6 to 8 stand on two nodes
     shared = Mesh(tp=8, components=(("visual", 1),))  # whose ranks share tokens, as those of cp do
     assert wires(shared, h100) == {"tp": (8, h100.within), "cp": (8, h100.within)}
-    copies = wires(Mesh(tp=16, components=(("visual", 4),)), h100)  # over two nodes, each with two copies of it
+    visual = Mesh(tp=16, components=(("visual", 4), ("audio", 8)))  # over two nodes, each with two copies of it
+    copies, audio = wires(visual, h100, "visual"), wires(visual, h100, "audio")
+    assert "division" not in wires(visual, h100) and audio["division"] == (8, h100.within)
     assert copies["tp"] == (16, h100.between) and within(copies)["tp"] == copies["division"] == (4, h100.within)
     eye = {"components": (("eye", 1),), "own_stages": (("eye", 1),), "own_ranks": (("eye", 16),)}
     wide = Mesh(tp=2, pp=2, **eye)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from csc.ir.program import Program
 from csc.ir.rewrite import add_call
 from csc.ir.verifier import VerificationError
 from tests.compiler.tensor_models import BATCHES, MODELS
+from tests.compiler.test_several_divisions import three
 from tests.tiers import long
 
 FINISH = APART[ALL_REDUCE][1]
@@ -71,9 +72,10 @@ def flipped_copies(program: Program) -> Iterator[tuple[str, Program]]:
     """The program with one parameter's gradient taken for parts over the ranks that hold the same, or for whole."""
     used = {name for region in program.regions for name in region.parameters}
     for place, one in enumerate(program.parameters):
-        other = (*program.parameters[:place], replace(one, copied=not one.copied), *program.parameters[place + 1 :])
-        if "vision_tower" in one.name and one.name in used:
-            yield f"{one.name}, copied {not one.copied}", replace(program, parameters=other)
+        size = 2 if not one.copied else 0
+        other = (*program.parameters[:place], replace(one, copied=size), *program.parameters[place + 1 :])
+        if any(part in one.name for part in ("vision_tower", "one.", "other.")) and one.name in used:
+            yield f"{one.name}, copied {size}", replace(program, parameters=other)
 
 
 FUNCTIONS = ("forward", "backward_input", "backward_weight", "backward")
@@ -128,6 +130,20 @@ def test_sums_of_a_component_that_fewer_ranks_divide() -> None:
             except VerificationError:
                 pass
         assert len(wrong) >= 4 and not missed, missed
+
+
+@pytest.mark.parametrize("mesh", ["tp=8,one.tp=2,other.tp=4", "tp=8,one.tp=4,other.tp=2"])
+def test_sums_of_components_that_several_numbers_of_ranks_divide(mesh: str) -> None:
+    """Each is asked about over its own ranks."""
+    program = after(three(mesh), "differentiate")
+    verify_on(csc.Mesh.of(mesh), program, "differentiate", {})
+    for which in (broken, flipped, flipped_copies):
+        wrong = list(which(program))
+        for how, one in wrong:
+            with pytest.raises(VerificationError, match="invariant 6"):
+                verify_on(csc.Mesh.of(mesh), one, "here", {})
+                pytest.fail(how)
+        assert len(wrong) >= 4
 
 
 def test_sums_of_functions_are_those_of_their_graph() -> None:

@@ -61,6 +61,22 @@ def valm(**options: Any) -> ComposedModel:
     return composed({"vision": "clip", "audio": "whisper"}, projectors, **options)
 
 
+def towers(layers: int = 2) -> ComposedModel:
+    """CLIP and a Whisper encoder of four heads each, beside a Llama of eight."""
+    torch.manual_seed(0)
+    vision = hf.CLIPVisionConfig(**VISION | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers})
+    text = hf.LlamaConfig(**TEXT | {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    })  # fmt: skip
+    return csc.compose(
+        encoders={"vision": hf.CLIPVisionModel(vision), "audio": WhisperEncoder(whisper_config(layers))},
+        projectors={"vision": "mlp", "audio": "stack-mlp"},
+        language_model=hf.LlamaForCausalLM(text),
+        placeholders={name: PLACEHOLDERS[name] for name in ("vision", "audio")},
+    )
+
+
 def items(model: ComposedModel, modality: str, samples: int, slots: int | None = None) -> torch.Tensor:
     """Random items; slots None: one a sample, without a dimension for slots."""
     shape = (8, 32) if model.modalities[modality].kind.input == "input_features" else (3, 32, 32)

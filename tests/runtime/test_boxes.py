@@ -33,7 +33,7 @@ def test_boxes_are_a_partition(case: tuple[Dim, Dim, int], place: int) -> None:
     shape = [dim.size, 3] if place == 0 else [3, dim.size]
     other = ((0, 3),)
     own = [tuple(ranges(dim, axis, rank, ranks)) for rank in range(ranks)]
-    boxes = read([[one, other] if place == 0 else [other, one] for one in own], shape, ranks, ranks)
+    boxes = read([[one, other] if place == 0 else [other, one] for one in own], shape, ranks, ())
     whole = torch.arange(dim.size * 3).view(shape)
     shards = [cut(whole, box) for box in boxes]
     assert sorted(torch.cat([shard.flatten() for shard in shards]).tolist()) == whole.flatten().tolist()
@@ -82,16 +82,16 @@ def test_a_stretch_without_the_axis_is_not_divided() -> None:
 )
 def test_damaged_boxes(boxes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read(boxes, [4, 3], 2, 2)
+        read(boxes, [4, 3], 2, ())
 
 
 def test_boxes_that_several_ranks_hold() -> None:
     """Each `division` ranks together all of it; none of them something else than those before."""
     first, second = [[[0, 2]], [[0, 3]]], [[[2, 4]], [[0, 3]]]
-    found = read([first, second] * 2, [4, 3], 4, 2)
+    found = read([first, second] * 2, [4, 3], 4, (2,))
     assert found[:2] == found[2:] and found[0] != found[1]
     for boxes in ([first, second, second, first], [first, first, second, second]):
         with pytest.raises(ValueError, match="not together all of dimension 0"):
-            read(boxes, [4, 3], 4, 2)
+            read(boxes, [4, 3], 4, (2,))
     with pytest.raises(ValueError, match="not together all of dimension 0"):
-        read([first, second] * 2, [4, 3], 4, 4)
+        read([first, second] * 2, [4, 3], 4, ())

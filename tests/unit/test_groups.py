@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import product
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.ir.groups import HELD_SUMMED, SUMMED, WHOLE, Group, Placement
+from csc.ir.groups import SUMMED, WHOLE, Group, Placement, held, held_summed
 from csc.ir.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
@@ -23,10 +24,9 @@ AGREE = {
     "replica": ("dp",), "copies": ("dp", "pp", "cp", "part"), "division": ("dp", "pp", "cp", "copy"),
     "holders": ("pp", "part"),
 }  # fmt: skip
-sizes = st.tuples(*[st.integers(1, 3)] * 3, st.sampled_from([1, 2, 3, 4, 6]))
-parts = st.integers(1, 3)
-
-
+WITHIN = ("copies", "division", "holders")
+FIXED = [Group(kind) for kind in AGREE if kind not in WITHIN]
+sizes = st.tuples(*[st.integers(1, 3)] * 3, st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
 orders = st.sampled_from([(*("dp", "cp", "tp")[:i], "pp", *("dp", "cp", "tp")[i:]) for i in range(4)])
 
 
@@ -36,44 +36,58 @@ def places(shape: tuple[int, ...], order: tuple[str, ...] = AXES) -> list[dict[s
     return [dict(zip(order, at, strict=True)) for at in product(*(range(size[axis]) for axis in order))]
 
 
-def meshes(shape: tuple[int, ...], order: tuple[str, ...], parts: int) -> tuple[Mesh, list[dict[str, int]]]:
-    """With a component whose layers `parts` ranks divide, if these are fewer than tp and divide it."""
-    own = (("tower", parts),) if 1 < parts < shape[-1] and shape[-1] % parts == 0 else ()
-    division = parts if own else shape[-1]
-    at = [{**one, "copy": one["tp"] // division, "part": one["tp"] % division} for one in places(shape, order)]
-    return Mesh(*shape, order, components=own), at
+def agree(what: Group, one: dict[str, int], other: dict[str, int], without: str = "") -> bool:
+    """In what the ranks of a group have in common."""
+    size = what.size or 1
+    both = [{**at, "copy": at["tp"] // size, "part": at["tp"] % size} for at in (one, other)]
+    return all(both[0][axis] == both[1][axis] for axis in AGREE[what.kind] if axis != without)
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, int]], Group]:
+    """With components whose layers fewer ranks divide, several numbers of them; and a kind of group."""
+    shape, order = draw(sizes), draw(orders)
+    between = [size for size in range(2, shape[-1]) if shape[-1] % size == 0]
+    own = draw(st.lists(st.sampled_from(between), unique=True)) if between else []
+    mesh = Mesh(*shape, order, components=tuple((f"tower{size}", size) for size in own))
+    assert mesh.divisions == tuple(sorted(own)) and [mesh.dividing(f"tower{size}") for size in own] == own
+    within = [Group(kind, size) for size in own for kind in WITHIN]
+    return mesh, places(shape, order), draw(st.sampled_from([*FIXED, *within]))
 
 
 def test_every_kind_of_group_is_looked_at() -> None:
-    assert sorted(AGREE) == sorted(Group)
+    assert set(FIXED) == {one for one in vars(Group).values() if isinstance(one, Group)}
+    for one in (*FIXED, *(Group(kind, 4) for kind in WITHIN)):
+        assert Group.of(str(one)) == one
+    for wrong in ("", "nobody", "copies", "copies 1", "copies x", "data 2", "division -2", "holders 2 3"):
+        with pytest.raises(ValueError, match="is no group of ranks"):
+            Group.of(wrong)
 
 
-@given(sizes, orders, st.sampled_from(list(Group)), parts)
-def test_a_group_is_who_agrees_in_the_other_coordinates(
-    shape: tuple[int, ...], order: tuple[str, ...], what: Group, parts: int
-) -> None:
-    mesh, at = meshes(shape, order, parts)
+@given(meshes())
+def test_a_group_is_who_agrees_in_the_other_coordinates(given: tuple[Mesh, list[dict[str, int]], Group]) -> None:
+    mesh, at, what = given
     for rank, own in enumerate(at):
-        same = [other for other, its in enumerate(at) if all(its[axis] == own[axis] for axis in AGREE[what])]
+        same = [other for other, its in enumerate(at) if agree(what, its, own)]
         assert mesh.group(what, rank) == tuple(same), "ascending, and with the rank itself"
     listed = [rank for group in mesh.groups(what) for rank in group]
     assert sorted(listed) == list(range(mesh.size)), "each rank is in exactly one group"
     assert set(mesh.groups(what)) == {mesh.group(what, rank) for rank in range(mesh.size)}
+    assert math.prod(mesh.sizes(what)) == len(mesh.group(what, 0))
     if mesh.order == mesh.AXES:
         assert list(mesh.groups(what)) == sorted(mesh.groups(what)), "in an order that all ranks find"
 
 
-@given(sizes, orders, st.sampled_from(list(Group)), parts, st.data())
+@given(meshes(), st.data())
 def test_groups_at_some_positions_of_the_pipeline(
-    shape: tuple[int, ...], order: tuple[str, ...], what: Group, parts: int, data: st.DataObject
+    given: tuple[Mesh, list[dict[str, int]], Group], data: st.DataObject
 ) -> None:
-    mesh, at = meshes(shape, order, parts)
+    mesh, at, what = given
     positions = data.draw(st.lists(st.integers(0, mesh.pp - 1), min_size=1, unique=True))
     for rank, own in enumerate(at):
         found = mesh.group(what, rank, positions)
-        agree = [axis for axis in AGREE[what] if axis != "pp"]
         for position in positions:
-            there = [r for r, its in enumerate(at) if its["pp"] == position and all(its[a] == own[a] for a in agree)]
+            there = [r for r, its in enumerate(at) if its["pp"] == position and agree(what, its, own, "pp")]
             assert [r for r in found if at[r]["pp"] == position] == there
         assert list(dict.fromkeys(at[r]["pp"] for r in found)) == positions, "in the order in which they are given"
     everyone = sorted(rank for group in mesh.groups(what, positions) for rank in group)
@@ -104,16 +118,19 @@ def test_a_torch_device_mesh_has_these_groups(monkeypatch: pytest.MonkeyPatch) -
 
 def test_placements() -> None:
     assert WHOLE.to_dict() == {"equal": "position"} and SUMMED.to_dict() == {"parts": "data", "equal": "tensor"}
-    for placement in (WHOLE, SUMMED, Placement(), Placement(shard=Group.TENSOR, equal=Group.DATA)):
+    for placement in (WHOLE, SUMMED, held(4), Placement(), Placement(shard=Group.TENSOR, equal=Group.DATA)):
         assert Placement.of(placement.to_dict()) == placement
     assert [SUMMED.over(axis) for axis in AXES] == ["parts", "", "parts", "equal"]
     assert [WHOLE.over(axis) for axis in AXES] == ["equal", "", "equal", "equal"]
-    assert [HELD_SUMMED.over(axis) for axis in (*AXES, "copies", "division")] == [
+    assert [held_summed(2).over(axis) for axis in (*AXES, "copies", "division")] == [
         "parts", "", "parts", "", "parts", "shard",
     ]  # fmt: skip
     for wrong, part in (
         ({"equal": "data", "parts": "samples"}, "two things of axis dp"),
-        ({"equal": "tensor", "parts": "copies"}, "two things of axis tp"),
+        ({"equal": "tensor", "parts": "copies 2"}, "two things of axis tp"),
+        ({"equal": "holders 2", "shard": "division 4"}, "groups of 2 and of 4 within tp"),
+        ({"equal": "copies"}, "'equal' over 'copies'"),
+        ({"equal": ["data"]}, "'equal' over"),
         ({"equal": "pipeline"}, "over the pipeline"),
         ({"equal": "nobody"}, "'equal' over 'nobody'"),
         ({"same": "data"}, "'same' over 'data'"),

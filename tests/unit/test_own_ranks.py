@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from tests.unit.test_groups import AGREE, AXES
+from tests.unit.test_groups import AGREE, AXES, FIXED, WITHIN, agree
 
 # tp of the mesh and of the narrow positions, or the wide ones
 widths = st.sampled_from([
@@ -37,8 +37,7 @@ def uneven(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, int]], int, int]:
     size = {"dp": dp, "pp": in_front + rest, "cp": cp, "tp": max(tp, width)}
     at = [dict(zip(order, one, strict=True)) for one in product(*(range(size[axis]) for axis in order))]
     there = [one for one in at if one["tp"] < (tp if one["pp"] >= in_front else width)]
-    division = width if 1 < width < tp else tp
-    return mesh, [{**o, "copy": o["tp"] // division, "part": o["tp"] % division} for o in there], in_front, width
+    return mesh, there, in_front, width
 
 
 @given(uneven())
@@ -55,11 +54,15 @@ def test_ranks_count_through_what_is_there(given: tuple[Mesh, list[dict[str, int
     assert mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
 
 
-@given(uneven(), st.sampled_from(sorted(set(Group) - {Group.PIPELINE})))
-def test_groups_are_of_those_that_are_there(given: tuple[Mesh, list[dict[str, int]], int, int], what: Group) -> None:
+@given(uneven(), st.data())
+def test_groups_are_of_those_that_are_there(
+    given: tuple[Mesh, list[dict[str, int]], int, int], data: st.DataObject
+) -> None:
     mesh, at, _, _ = given
+    within = [Group(kind, size) for size in mesh.divisions for kind in WITHIN]
+    what = data.draw(st.sampled_from([one for one in (*FIXED, *within) if one != Group.PIPELINE]))
     for rank, own in enumerate(at):
-        same = [other for other, its in enumerate(at) if all(its[axis] == own[axis] for axis in AGREE[what])]
+        same = [other for other, its in enumerate(at) if agree(what, its, own)]
         assert mesh.group(what, rank) == tuple(same)
     assert sorted(rank for group in mesh.groups(what) for rank in group) == list(range(mesh.size))
     for position in range(mesh.pp):
@@ -87,8 +90,38 @@ def test_messages_come_from_one_and_go_to_all_that_need_them(
         fewer = min(mesh.width(source), mesh.width(destination))
         assert all(bool(own) == (at[rank]["tp"] < fewer) for rank, own in senders.items())
     if 1 < width < mesh.tp:
-        for group in mesh.groups(Group.DIVISION):
+        for group in mesh.groups(Group.division(width)):
             assert [at[mesh.sender(rank, 0)]["tp"] for rank in group] == list(range(width))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "widths", "divisions"),
+    [
+        ("dp=2,tp=8,pp=4,a.pp=1,a.tp=1,a.dp=4,b.pp=1,b.tp=1,b.dp=8,text.pp=2", [2, 4, 8, 8], (2, 4)),
+        ("tp=8,pp=2,a.pp=1,a.tp=1,a.dp=2,b.tp=4", [2, 8], (2, 4)),
+        ("tp=4,pp=3,a.pp=1,a.tp=4,a.dp=2,b.pp=1,b.tp=2,b.dp=1,c.tp=2,text.pp=1", [8, 2, 4], (2, 4)),
+        ("tp=2,pp=2,a.pp=1,a.tp=2,a.dp=2", [4, 2], (2,)),
+        ("tp=12,pp=2,a.tp=3,b.tp=2,c.tp=6", [12, 12], (2, 3, 6)),
+    ],
+)
+def test_several_widths(mesh: str, widths: list[int], divisions: tuple[int, ...]) -> None:
+    """And several numbers of ranks that divide components."""
+    found = Mesh.parse(mesh)
+    assert found.divisions == divisions and found == Mesh.of(found.to_dict()) == Mesh.parse(str(found))
+    at = [
+        dict(zip(("pp", "dp", "cp", "tp"), (p, d, 0, t), strict=True)) if found.order[0] == "pp" else
+        {"dp": d, "pp": p, "cp": 0, "tp": t}
+        for d in range(found.dp) for p, width in enumerate(widths) for t in range(width)
+    ]  # fmt: skip
+    assert [found.coordinates(rank)._asdict() for rank in range(found.size)] == at
+    for what in [Group(kind, size) for size in divisions for kind in WITHIN]:
+        for rank, own in enumerate(at):
+            assert found.group(what, rank) == tuple(r for r, its in enumerate(at) if agree(what, its, own))
+    for source, destination in product(range(found.pp), repeat=2):
+        senders = [rank for rank, its in enumerate(at) if its["pp"] == source]
+        sent = [other for rank in senders for other in found.receivers(rank, destination)]
+        assert sorted(sent) == [rank for rank, its in enumerate(at) if its["pp"] == destination]
+        assert all(rank in found.receivers(found.sender(rank, source), destination) for rank in sent)
 
 
 @st.composite
@@ -123,12 +156,10 @@ def test_ranks_that_replicas_share(given: tuple[Mesh, list[dict[str, Any]]]) -> 
         served = [mesh.served(rank, number) for number in range(5 * len(own["of"]))]
         assert sorted(served) == sorted(product(own["of"], range(5))), "each of its replicas' microbatches once"
         assert [mb for _, mb in served] == sorted(mb for _, mb in served)
-    for what in set(Group) - {Group.PIPELINE, Group.REPLICA}:
+    for what in set(FIXED) - {Group.PIPELINE, Group.REPLICA}:
         for rank, own in enumerate(at):
-            agree = [axis for axis in AGREE[what] if axis in AXES]
-            same = [other for other, its in enumerate(at) if all(its[axis] == own[axis] for axis in agree)]
-            if what not in (Group.COPIES, Group.DIVISION, Group.HOLDERS):
-                assert mesh.group(what, rank) == tuple(same)
+            same = [other for other, its in enumerate(at) if all(its[axis] == own[axis] for axis in AGREE[what.kind])]
+            assert mesh.group(what, rank) == tuple(same)
         assert sorted(rank for group in mesh.groups(what) for rank in group) == list(range(mesh.size))
 
 
@@ -153,7 +184,7 @@ def test_fewer_replicas_in_four_forms() -> None:
     alone = Mesh.of({"eye": {"pp": 1}, "text": {"dp": 3, "tp": 2, "pp": 1}})
     assert (alone.size, alone.own_replicas, alone.own_ranks) == (7, (("eye", 1),), (("eye", 1),))
     divided = Mesh.parse("dp=2,tp=4,pp=2,eye.pp=1,eye.tp=2,eye.dp=1")
-    assert (divided.size, divided.division, divided.width(0), divided.sharers(0)) == (10, 2, 2, 2)
+    assert (divided.size, divided.divisions, divided.width(0), divided.sharers(0)) == (10, (2,), 2, 2)
     whole = Mesh.parse("dp=2,tp=4,pp=2,eye.pp=1,eye.dp=1")
     assert (whole.size, whole.width(0), whole.own_ranks) == (12, 4, (("eye", 4),))
     both = Mesh.parse("dp=2,tp=2,pp=3,a.pp=1,a.dp=1,b.pp=1,b.tp=1,b.dp=2")
@@ -162,7 +193,7 @@ def test_fewer_replicas_in_four_forms() -> None:
 
 def test_a_mesh_in_four_forms() -> None:
     mesh = Mesh.of({"vision_tower": {"tp": 1, "dp": 2, "pp": 1}, "language_model": {"tp": 4, "pp": 2}})
-    assert (mesh.size, mesh.own_ranks, mesh.division) == (10, (("vision_tower", 2),), 2)
+    assert (mesh.size, mesh.own_ranks, mesh.divisions) == (10, (("vision_tower", 2),), (2,))
     assert str(mesh).endswith("vision_tower.dp=2") and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
     assert mesh.orders() == [mesh], "with one replica"
     alike = Mesh.of({"vision_tower": {"tp": 1, "dp": 4, "pp": 1}, "language_model": {"tp": 4, "pp": 2}})
@@ -173,14 +204,14 @@ def test_a_mesh_in_four_forms() -> None:
 def test_more_ranks_in_four_forms() -> None:
     """The mesh is that of the component with the largest tp, among equals of that with the fewest replicas."""
     mesh = Mesh.of({"eye": {"tp": 1, "dp": 4, "pp": 1}, "text": {"tp": 2, "dp": 1, "pp": 2}})
-    assert (mesh.size, mesh.own_ranks, mesh.division, mesh.copies) == (8, (("eye", 4),), 2, 1)
+    assert (mesh.size, mesh.own_ranks, mesh.divisions) == (8, (("eye", 4),), ())
     assert str(mesh).endswith("eye.dp=4") and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
     alone = Mesh.of({"eye": {"dp": 4, "pp": 1}, "text": {"dp": 2, "pp": 2}})
     assert (alone.dp, alone.tp, alone.size, alone.own_ranks) == (2, 1, 8, (("eye", 2),))
     assert alone == Mesh.parse(str(alone)) == Mesh.of(alone.to_dict())
     assert [alone.width(place) for place in range(alone.pp)] == [2, 1, 1]
     held = Mesh.of({"eye": {"tp": 2, "dp": 2, "pp": 1}, "text": {"tp": 2, "dp": 1, "pp": 2}})
-    assert (held.size, held.own_ranks, held.division, held.copies) == (8, (("eye", 4),), 2, 2)
+    assert (held.size, held.own_ranks, held.divisions) == (8, (("eye", 4),), (2,))
     assert held.held_in_copies == ("eye",) == Mesh.parse("tp=2,pp=3,eye.pp=1,eye.dp=2").held_in_copies
     both = Mesh.of({"eye": {"dp": 4, "pp": 1}, "ear": {"dp": 1, "pp": 1}, "text": {"tp": 2, "pp": 1}})
     assert (both.size, both.own_ranks) == (7, (("eye", 4), ("ear", 1))), "in the order that they are named in"
@@ -199,21 +230,18 @@ def test_more_ranks_in_four_forms() -> None:
         ("tp=4,dp=2,pp=2,a.pp=1,a.tp=1,a.dp=3", "a has dp . tp = 3 ranks in a mesh of 2 replicas.*tp=1 and dp=[24]"),
         ("tp=8,pp=2,a.pp=1,a.tp=2,a.dp=2", "which all divide its layers or .tp=1. share out its samples"),
         ("tp=4,pp=2,a.pp=1,a.tp=1,a.dp=6", "a has dp . tp = 6 in a mesh where.*more ranks.*a with tp=1 and dp=[48]"),
-        ("tp=2,pp=2,dp=2,a.pp=1,a.dp=5", "a has dp . tp = 10 in a mesh where.*groups of 2.*a with tp=2 and dp=4"),
-        ("tp=4,pp=2,a.pp=1,a.tp=4,a.dp=2,b.tp=2", "a has dp . tp = 8 in a.*groups of 2 that.*a with tp=1 and dp=8"),
+        ("tp=2,pp=2,dp=2,a.pp=1,a.dp=5", "a has dp . tp = 10 in a mesh.*groups that divide.*a with tp=2 and dp=4"),
         ("tp=4,pp=2,dp=2,a.pp=1,a.tp=1,a.dp=9", "a has dp . tp = 9 ranks in a mesh of 2 replicas.*tp=1 and dp=8"),
         ("pp=2,a.dp=3", "a has dp . tp = 3 in a mesh where dp . tp = 1, and no pipeline stages.*dp=1.*give a a pp"),
         ("tp=2,pp=2,a.pp=1,a.tp=1,a.dp=0", "a has dp=0 and tp=1"),
         ({"a": {"tp": 2}, "b": {"tp": 1, "dp": 4}}, "b has dp . tp = 4.*no pipeline stages.*same ranks: b with tp=1"),
         ("tp=2,pp=2,order=tp-pp,a.pp=1,a.tp=1,a.dp=4", "a is on another number of ranks.*Let tp ranks stand beside"),
         ("tp=4,pp=2,order=tp-pp,a.pp=1,a.tp=1,a.dp=2", "Let tp ranks stand beside each other"),
-        ("tp=8,pp=3,a.pp=1,a.tp=1,a.dp=2,b.pp=1,b.tp=1,b.dp=4", "a is on groups of 2 tp ranks and b on groups of 4"),
         ("dp=6,pp=2,a.dp=4,a.pp=1", "a has dp=4 in a mesh of 6 replicas.*do not share 4 ranks.*fits is a with dp=3"),
         ("dp=2,pp=2,a.dp=1", "a has dp=1 in a mesh of 2 replicas, and no pipeline stages.*give a a pp"),
         ("dp=2,pp=2,order=dp-pp,a.dp=1,a.pp=1", "order of ranks is dp-pp.*a has fewer replicas.*put pp in front"),
         ("dp=2,cp=2,pp=2,a.dp=1,a.cp=1,a.pp=1", "a has dp . tp = 1 ranks in a mesh of 4 replicas"),
         ("dp=2,pp=2,a.dp=0,a.pp=1", "a has dp=0"),
-        ("tp=8,pp=2,a.pp=1,a.tp=1,a.dp=2,b.tp=4", "a is on groups of 2 tp ranks and b on groups of 4"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(mesh: Any, said: str) -> None:
