@@ -17,7 +17,7 @@ from csc.ir import graph as g
 from csc.ir.parameter_placements import gradient_placement, weight_placement
 from csc.ir.program import LOSS, Context, Options, Program, compute_dtypes
 
-FORMAT = 5
+FORMAT = 6
 
 
 def manifest(

@@ -105,7 +105,7 @@ def source(role: tuple[str, str]) -> str:
     if kind == "tensor":
         return f"batch[{quoted(meeting(Group.TENSOR if label == 'number' else Group.of(label)))}]"
     if kind == "context group":
-        return f"batch[{quoted(meeting(Group.CONTEXT))}]"
+        return f"batch[{quoted(meeting(Group.CONTEXT if label == 'number' else Group.of(label)))}]"
     if kind == "context":
         component, _, what = label.rpartition(".")
         return f"batch[{quoted(CONTEXT)}][{quoted(component)}].{what}"

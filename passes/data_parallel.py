@@ -13,7 +13,7 @@ from torch import fx
 from csc.analysis.cutting import shared_nodes
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.groups import Group
+from csc.ir.groups import Group, group_over
 from csc.ir.program import Options, Program
 
 
@@ -33,25 +33,28 @@ def data_parallel(program: Program, options: Options) -> Program:
     """
     mesh, known = options.mesh, {info.component for info in program.modules.values()}
     own = dict(mesh.components)
-    for component in _readers_first(program, {*own, *mesh.whole_sequences, *dict(mesh.own_ranks)}):
+    own_cp = dict(mesh.own_cp)
+    for component in _readers_first(program, {*own, *own_cp, *dict(mesh.own_ranks)}):
         if component not in known:
             raise InputError(
                 f"the mesh names {component!r}, which is no component of the model", "mesh",
                 f"components: {', '.join(sorted(known))}",
             )  # fmt: skip
         if component in dict(options.context):
-            axis = "tp" if component in own or component not in mesh.whole_sequences else "cp"
+            axis = "tp" if component in own or component not in own_cp else "cp"
             raise InputError(
                 f"{component} has a {axis} of its own in the mesh, and a number of ranks in context", "mesh",
                 "spread either its samples or its tokens",
             )  # fmt: skip
-        levels = {"cp": mesh.cp} if component in mesh.whole_sequences else {}
+        levels, cp = dict[str, int](), own_cp.get(component, 1)
+        if component in own_cp:
+            levels["cp" if cp == 1 else str(Group.sequences(cp))] = mesh.cp // cp
         tp, ranks = own.get(component, mesh.tp), mesh.tp_ranks(component)
         if tp < ranks:
             shares = Group.copies(tp) if tp > 1 else Group.division(ranks)
             levels["tp" if tp == 1 and ranks >= mesh.tp else str(shares)] = ranks // tp
         if levels:
-            program = _spread(program, component, levels, ranks > mesh.tp)
+            program = _spread(program, component, levels, cp, ranks > mesh.tp)
     return program
 
 
@@ -64,16 +67,17 @@ def _readers_first(program: Program, components: Collection[str]) -> list[str]:
     return sorted(components, key=lambda component: (-order.get(component, -1), component))
 
 
-def _spread(program: Program, component: str, levels: Mapping[str, int], gathers: bool) -> Program:
-    """Over so many ranks of each axis. gathers: what leaves is gathered where it is made, and not by its first reader.
-    InputError where neither samples nor tokens can be shared out.
+def _spread(program: Program, component: str, levels: Mapping[str, int], cp: int, gathers: bool) -> Program:
+    """Over so many ranks of each axis. cp: how many neighbours share the tokens of the samples that groups of these
+    share out. gathers: what leaves is gathered where it is made, and not by its first reader. InputError where neither
+    samples nor tokens can be shared out.
     """
     tables = shared_nodes(program.graph)
     inside = {n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component}
     if not inside:
         return program  # of a batch without its samples
     try:
-        return _samples(program, component, levels, inside, gathers)
+        found = _samples(program, component, levels, inside, gathers)
     except InputError as of_samples:
         if len(levels) > 1:
             raise InputError(
@@ -81,33 +85,39 @@ def _spread(program: Program, component: str, levels: Mapping[str, int], gathers
                 f"out along {' and '.join(levels)}", of_samples.where, f"leave {component}.cp out of the mesh",
             ) from of_samples  # fmt: skip
         ((axis, ranks),) = levels.items()
+        axis, ranks = ("cp", ranks * cp) if group_over(axis).kind == "sequences" else (axis, ranks)
         try:
-            found = spread_encoder(program, component, ranks, axis, gathers)
+            return _tokens(program, component, axis, ranks, gathers)
         except InputError as of_tokens:
             raise InputError(
                 f"{of_samples.what}; nor can its tokens be shared out: {of_tokens.what}", of_samples.where,
                 of_samples.remedy,
             ) from of_tokens  # fmt: skip
-    note = f"{component}: {_sharing(levels)} share out its {found.contexts[-1].tokens} tokens{_held(levels)}"
+    return _tokens(found, component, "cp", cp, gathers) if cp > 1 else found
+
+
+def _tokens(program: Program, component: str, axis: str, ranks: int, gathers: bool) -> Program:
+    found = spread_encoder(program, component, ranks, axis, gathers)
     last = found.contexts[-1]
+    note = f"{component}: {_sharing({axis: ranks})} share out its {last.tokens} tokens{_held({axis: ranks})}"
     return replace(found, contexts=(last, *found.contexts[:-1]), notes=(*found.notes, note))
 
 
+SHARING = {
+    "context": "cp ranks", "sequences": "groups of cp ranks", "copies": "groups of tp ranks",
+    **dict.fromkeys(("tensor", "division"), "tp ranks"),
+}  # fmt: skip
+"""Who shares out, by the kind of group."""
+
+
 def _sharing(levels: Mapping[str, int]) -> str:
-    return " of ".join(
-        f"{ranks} groups of tp ranks"
-        if axis.startswith("copies")
-        else f"{ranks} {'cp' if axis == 'cp' else 'tp'} ranks"
-        for axis, ranks in reversed(list(levels.items()))
-    )
+    found = [f"{ranks} {SHARING[group_over(axis).kind]}" for axis, ranks in levels.items()]
+    return " of ".join(reversed(found))
 
 
 def _held(levels: Mapping[str, int]) -> str:
-    return (
-        "; its layers are divided within each of these"
-        if any(axis.startswith("copies") for axis in levels)
-        else "; its weights are whole"
-    )
+    divided = any(group_over(axis).kind == "copies" for axis in levels)
+    return "; its layers are divided within each of these" if divided else "; its weights are whole"
 
 
 def _samples(
@@ -118,6 +128,6 @@ def _samples(
     shards = SampleShards(program.graph, inside, component, levels, program.fake_mode, gathers)
     graph = shards.run(number)
     note = f"{component}: {_sharing(levels)} share out {shards.axis.size} samples of a microbatch{_held(levels)}"
-    within = next((axis for axis in levels if axis != "cp"), "tp")
+    within = next((axis for axis in levels if group_over(axis).kind not in ("context", "sequences")), "tp")
     parameters = summed_over(program.parameters, shards.parts, within)
     return replace(program, graph=graph, parameters=parameters, notes=(*program.notes, note))

@@ -36,6 +36,7 @@ from csc.analysis.operators.table import SIZES, relation, resized
 from csc.analysis.tensor_axes import Trees
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.groups import group_over
 from csc.ir.naming import unique
 from csc.ir.rewrite import Writer
 from csc.torch_private.traces import FakeTensorMode
@@ -177,7 +178,7 @@ class SampleShards:
             return self._enter(used, reader)
         if used not in self.shards:
             own = self.wholes[used]
-            if "cp" in self.levels and used in self.carrying:
+            if self._over_cp and used in self.carrying:
                 self._refuse(reader, f"reads {used.name}, of whose gradient each cp rank would have another part")
             for axis, samples in self._entering():
                 own = self._made(
@@ -212,7 +213,7 @@ class SampleShards:
         if used in self.local:
             whole, dim = self.shards[used], self.dims[used]
             for axis, samples in reversed(self._entering()):
-                gather = GATHER_SHARED if axis == "cp" else ALL_GATHER
+                gather = GATHER_SHARED if axis == self._over_cp else ALL_GATHER
                 whole = self._made(
                     f"{used.name}_whole", reader, gather, whole, dim, samples, self.levels[axis], self.groups[axis]
                 )  # fmt: skip
@@ -229,7 +230,12 @@ class SampleShards:
     @property
     def _over_tp(self) -> str:
         """The level of tp, or within it; "": none."""
-        return next((axis for axis in self.levels if axis != "cp"), "")
+        return next((axis for axis in self.levels if axis != self._over_cp), "")
+
+    @property
+    def _over_cp(self) -> str:
+        """The level of cp, or within it; "": none."""
+        return next((axis for axis in self.levels if group_over(axis).kind in ("context", "sequences")), "")
 
     def _entering(self) -> list[tuple[str, int]]:
         """The samples among which each level shares out."""
@@ -261,7 +267,7 @@ class SampleShards:
         )  # fmt: skip
 
     def _remedy(self) -> str:
-        if "cp" in self.levels:
+        if self._over_cp:
             return f"leave {self.component}.cp out of the mesh: every cp rank then computes it whole"
         return (
             f"leave {self.component} out of the mesh, so that its layers are divided as those of other components are"

@@ -31,7 +31,10 @@ GROUP = ("tensor", "number")  # the role of the number of a rank's group
 def group_number(axis: str) -> tuple[str, tuple[str, str]]:
     """The name and the role of a placeholder for the number of a group along an axis (csc.ir.groups.group_over)."""
     known = {"tp": ("tp_group", GROUP), "cp": ("cp_group", CONTEXT_GROUP)}
-    return known[axis] if axis in known else (f"tp_{axis.replace(' ', '_')}", ("tensor", axis))
+    if axis in known:
+        return known[axis]
+    name, within = axis.replace(" ", "_"), axis.startswith("sequences")
+    return (f"cp_{name}", (CONTEXT_GROUP[0], axis)) if within else (f"tp_{name}", ("tensor", axis))
 
 
 def tensor(program: Program, options: Options) -> Program:

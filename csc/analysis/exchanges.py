@@ -92,7 +92,7 @@ def wires(mesh: Mesh, hardware: Hardware, component: str = "") -> dict[str, tupl
         found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
     if (mesh.components or mesh.own_ranks) and "cp" not in found and "tp" in found:
         found["cp"] = found["tp"]  # which alone share tokens then
-    if mesh.whole_sequences and "tp" not in found:
+    if mesh.own_cp and "tp" not in found:
         found["tp"] = found["cp"]  # which alone share out samples then
     return found
 

@@ -68,14 +68,15 @@ class Over:
 
     def elsewhere(self, program: Program) -> set[tuple[str, str]]:
         """The roles of what leads to ranks along another axis."""
-        if self.axis == "tp":
-            return {CONTEXT_GROUP}
         assert program.shared is not None
         roles = {node.meta["role"] for node in g.placeholders(program.shared)}
+        over_cp = {role for role in roles if role[0] == CONTEXT_GROUP[0]}
+        if self.axis == "tp":
+            return over_cp
         groups = {role for role in roles if role[0] == "tensor" and role[1] not in ("number", self.axis)}
         others = {one.component for one in program.contexts if one.axis not in ("cp", "tp", self.axis)}
         plans = {("context", f"{component}.plan") for component in others}
-        return {CONTEXT_GROUP, *groups, *plans, *[("tensor", "number")] * self.within}
+        return {*over_cp, *groups, *plans, *[("tensor", "number")] * self.within}
 
 
 ALL = Over()

@@ -65,7 +65,7 @@ def trace_key(model: str, batch: Any, options: Options) -> str:
             (options.mesh.cp, options.mesh.tp),
             options.mesh.components,
             options.mesh.own_ranks,
-            options.mesh.whole_sequences,
+            options.mesh.own_cp,
             repr(chosen),
         ]
     )

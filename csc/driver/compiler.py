@@ -297,7 +297,7 @@ def _key(match: Match, options: Options) -> Any:
     """Of traced graphs."""
     return (
         match.key, options.loss_weight, (options.mesh.cp, options.mesh.tp), options.mesh.components,
-        options.mesh.own_ranks, options.mesh.whole_sequences, options.context, options.precision, options.keep_fp32,
+        options.mesh.own_ranks, options.mesh.own_cp, options.context, options.precision, options.keep_fp32,
         options.loss_chunk, options.fuse, options.sequence_parallel,
     )  # fmt: skip
 

@@ -337,7 +337,7 @@ class MeshSearch:
 
     def _enough(self) -> bool:
         """Whether there are others beside the best."""
-        return len({replace(one.layout.mesh, components=(), whole_sequences=()) for one in self.found.rows}) >= MESHES
+        return len({replace(one.layout.mesh, components=(), own_cp=()) for one in self.found.rows}) >= MESHES
 
     def _late(self, kind: Kind) -> bool:
         """Whether there is no time for another of this kind; for the first that fits there is more."""

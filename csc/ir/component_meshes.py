@@ -71,18 +71,19 @@ def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[s
         ranks = whole.dp * whole.tp * whole.cp // cp
         found[f"{name}.tp"] = own.tp
         found |= {f"{name}.dp": own.dp} if own.dp * own.tp != ranks else {}
-        found |= {f"{name}.cp": 1} if cp < whole.cp else {}
+        found |= {f"{name}.cp": cp} if cp < whole.cp else {}
     return found
 
 
 def check_own_cp(component: str, cp: Any, whole: int) -> None:
-    """InputError but for that of the mesh, and 1."""
+    """InputError but for that of the mesh, and divisors of it."""
     check_size(f"axis cp of {component}", cp)
-    if cp not in (1, whole):
+    if whole % cp:
+        nearest = max(size for size in range(1, min(cp, whole) + 1) if whole % size == 0)
         raise InputError(
-            f"{component} has cp={cp} in a mesh of cp={whole}", "mesh",
-            f"Give it cp=1, where the {whole} ranks share out its samples; the option context spreads the tokens of an "
-            f"encoder over a divisor of {whole}",
+            f"{component} has cp={cp} in a mesh of cp={whole}: {whole} ranks are no groups of {cp}", "mesh",
+            f"The nearest that fits is {component}.cp={nearest}, where {nearest} ranks share the tokens of its samples "
+            f"and {whole // nearest} groups of these share out its samples",
         )  # fmt: skip
 
 
@@ -91,9 +92,9 @@ def own_words(mesh: Any) -> dict[str, int]:
     tp = dict(mesh.components)
     found = {f"{name}.tp": size for name, size in mesh.components}
     found |= {f"{name}.pp": size for name, size in mesh.own_stages}
-    found |= {f"{name}.cp": 1 for name in mesh.whole_sequences}
+    found |= {f"{name}.cp": size for name, size in mesh.own_cp}
     for name, ranks in mesh.own_ranks:
-        replicas = mesh.dp * (mesh.cp if name in mesh.whole_sequences else 1)
+        replicas = mesh.dp * mesh.cp // mesh.cp_ranks(name)
         found[f"{name}.dp"] = replicas * ranks // tp.get(name, mesh.tp)
     return found | {f"{name}.dp": dp for name, dp in mesh.own_replicas}
 
@@ -106,8 +107,8 @@ def own_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
     whole = {axis: sizes.get(axis, 1) for axis in AXES}
     for name, size in cp.items():
         check_own_cp(name, size, whole["cp"])
-    apart = tuple(name for name, size in cp.items() if size < whole["cp"])
-    replicas = {name: whole["dp"] * (whole["cp"] if name in apart else 1) for name in dp}
+    apart = {name: size for name, size in cp.items() if size < whole["cp"]}
+    replicas = {name: whole["dp"] * whole["cp"] // apart.get(name, whole["cp"]) for name in dp}
     ranks, shared = {}, {}
     for name, size in dp.items():
         own = tp.get(name, whole["tp"])
@@ -118,7 +119,7 @@ def own_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
             ranks[name] = tp_ranks(name, size, own, replicas[name], whole["tp"])
     return {
         "components": tuple(tp.items()), "own_stages": tuple(pp.items()), "own_ranks": tuple(ranks.items()),
-        "own_replicas": tuple(shared.items()), "whole_sequences": apart,
+        "own_replicas": tuple(shared.items()), "own_cp": tuple(apart.items()),
     }  # fmt: skip
 
 

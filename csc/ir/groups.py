@@ -6,8 +6,8 @@ a group, *equal* (each has all of it), a *shard* (each has its own elements), or
 that it stands for). Of several positions of the pipeline that hold one parameter a group does not tell: its stages do.
 
     Group.DATA, ...                              the kinds
-    Group.copies(4), Group.division(4), Group.holders(4)      those within tp, for a size
-    group_over(axis) -> Group                    whose ranks share the tokens of a sequence that lies along an axis
+    Group.copies(4), Group.division(4), Group.holders(4)      those within tp, for a size; Group.sequences(4) within cp
+    group_over(axis) -> Group                    whose ranks share out samples or tokens along an axis
     Placement(parts=Group.DATA, equal=Group.TENSOR)      over which group a tensor is what
     WHOLE, SUMMED                                of a parameter that no axis divides, and of its gradient
     SHARD, SHARD_SUMMED                          of one that tensor-parallel ranks divide
@@ -30,8 +30,9 @@ from csc.errors import InputError
 class Group:
     """What ranks have in common. Each rank is in exactly one group of each kind, but for `PIPELINE`.
 
-    size: how many neighbours of a tensor-parallel group divide the layers of a component, where these are fewer than
-    all; of the kinds that differ by it (`copies`, `division`, `holders`), 0 of the others.
+    size: how many neighbours of a tensor-parallel group divide the layers of a component, or of a context-parallel one
+    share its tokens, where these are fewer than all; of the kinds that differ by it (`sequences`; `copies`, `division`,
+    `holders`), 0 of the others.
     """
 
     kind: str
@@ -57,6 +58,11 @@ class Group:
     """
     REPLICA: ClassVar[Group]
     """Those that are given the same samples, at all positions."""
+
+    @classmethod
+    def sequences(cls, size: int) -> Group:
+        """Those of `CONTEXT` that have other samples of a component whose tokens so many neighbours share."""
+        return cls("sequences", size)
 
     @classmethod
     def copies(cls, size: int) -> Group:
@@ -103,6 +109,7 @@ _ALONG: Mapping[str, tuple[str, ...]] = {
     "samples": ("dp",),
     "context": ("cp",),
     "tensor": ("tp",),
+    "sequences": ("sequences",),
     "copies": ("copies",),
     "division": ("division",),
     "holders": ("dp", "cp", "copies"),
@@ -110,7 +117,7 @@ _ALONG: Mapping[str, tuple[str, ...]] = {
     "pipeline": ("pp",),
     "replica": ("pp", "cp", "tp"),
 }
-_SIZED = ("copies", "division", "holders")
+_SIZED = ("sequences", "copies", "division", "holders")
 Group.WORLD, Group.POSITION, Group.DATA, Group.SAMPLES = map(Group, ("world", "position", "data", "samples"))
 Group.CONTEXT, Group.TENSOR, Group.LAYER = map(Group, ("context", "tensor", "layer"))
 Group.PIPELINE, Group.REPLICA = map(Group, ("pipeline", "replica"))
@@ -120,11 +127,11 @@ WITHIN_TP = ("copies", "division")
 
 
 def group_over(axis: str) -> Group:
-    """The groups whose ranks can share the tokens of one sequence. axis: cp, tp, or the text of a group within tp.
+    """The groups whose ranks share out samples or tokens. axis: cp, tp, or the text of a group within these.
     ValueError: another.
     """
     group = {"cp": Group.CONTEXT, "tp": Group.TENSOR}.get(axis) or Group.of(axis)
-    if group.along[0] not in ("cp", "tp", *WITHIN_TP):
+    if group.along[0] not in ("cp", "tp", "sequences", *WITHIN_TP):
         raise ValueError(f"tokens cannot be spread over {axis!r}")
     return group
 

@@ -14,7 +14,7 @@ each; all of these stand in front.
     .components                                        those that have another tp: (("vision_tower", 1),)
     .divisions  .dividing(component)                   groups within tp: see `Mesh.divisions`
     .own_stages                                        and those with pipeline stages of their own, out of pp
-    .whole_sequences                                   those with a cp of 1 beside the mesh's: ("vision_tower",)
+    .own_cp                                            those with another cp: (("vision_tower", 1),)
     .own_ranks                                         of these those on fewer ranks, or more: (("vision_tower", 2),)
     .own_replicas                                      and how many replicas, if fewer: (("vision_tower", 2),)
     .width(position)  .sharers(position)  .receivers(rank, position)  .sender(rank, position)     what that makes of it
@@ -68,7 +68,8 @@ class Mesh:
             They stand in this order, which matters only where their ranks differ.
         own_replicas: Of these, components with fewer replicas than the mesh, and how many: each of their ranks works
             for as many of the mesh's, one after the other.
-        whole_sequences: Components with a cp of 1, and this: the ranks of cp share out its samples.
+        own_cp: Components with a cp of their own, and this: neighbours that share the tokens of its samples, which
+            groups of these share out.
         ranks: How many ranks a mesh has whose axes are still to be chosen, by csc.compile; None for any other.
 
     Raises:
@@ -86,7 +87,7 @@ class Mesh:
     own_stages: tuple[tuple[str, int], ...] = ()
     own_ranks: tuple[tuple[str, int], ...] = ()
     own_replicas: tuple[tuple[str, int], ...] = ()
-    whole_sequences: tuple[str, ...] = ()
+    own_cp: tuple[tuple[str, int], ...] = ()
 
     AXES: ClassVar[tuple[str, ...]] = AXES
 
@@ -97,7 +98,7 @@ class Mesh:
         object.__setattr__(self, "components", tuple(sorted(self.components)))
         object.__setattr__(self, "own_stages", tuple(sorted(self.own_stages)))
         object.__setattr__(self, "own_ranks", in_order(self))
-        object.__setattr__(self, "whole_sequences", tuple(sorted(self.whole_sequences)) if self.cp > 1 else ())
+        object.__setattr__(self, "own_cp", tuple(sorted(one for one in self.own_cp if one[1] != self.cp)))
         check_own_replicas(self)
         check_own_ranks(self)
 
@@ -212,6 +213,7 @@ class Mesh:
     def _group(self, what: Group, at: Coordinates, positions: Sequence[int] | None) -> tuple[int, ...]:
         """at: of a rank, or of one that would be there if its position had as many as any; its dp is a replica."""
         cp = range(self.cp) if "cp" in what.along else (at.cp,)
+        cp = range(at.cp % what.size, self.cp, what.size) if "sequences" in what.along else cp
         everywhere, number = range(self.pp) if "pp" in what.along else (at.pp,), self._numbers.number
         found = tuple(
             number(d, p, c, t)
@@ -227,6 +229,7 @@ class Mesh:
         """
         inside = (*what.along, *(["pp"] if positions is not None else []))
         pp, cp = (range(1 if axis in inside else getattr(self, axis)) for axis in ("pp", "cp"))
+        cp = range(what.size) if "sequences" in what.along else cp
         each = [1 if "pp" in inside else self.sharers(p) for p in pp]  # replicas that have a group in common
         replicas = self.dp if "dp" not in inside else 1
         firsts = []
@@ -269,6 +272,10 @@ class Mesh:
         """The components of which several groups of ranks hold the same, and divide it."""
         own = {**dict.fromkeys(dict(self.own_ranks), self.tp), **dict(self.components)}
         return tuple(component for component, tp in own.items() if 1 < tp < self.tp_ranks(component))
+
+    def cp_ranks(self, component: str) -> int:
+        """How many cp ranks share the tokens of a component's samples."""
+        return dict(self.own_cp).get(component, self.cp)
 
     def tp_ranks(self, component: str) -> int:
         """How many tp ranks of a replica have a component."""
@@ -318,6 +325,7 @@ class Mesh:
         """Of the axes along which groups of this kind run; of tp the most that a position has."""
         widest = max(width for _, width in self._extents)
         within = {"tp": widest, "copies": widest // (what.size or 1), "division": what.size}
+        within["sequences"] = self.cp // (what.size or 1)
         return tuple(within[axis] if axis in within else getattr(self, axis) for axis in what.along)
 
     def orders(self) -> list[Mesh]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from csc.errors import InputError
-from csc.ir.component_meshes import AXES, check_own_tp, check_size
+from csc.ir.component_meshes import AXES, check_own_cp, check_own_tp, check_size
 
 
 def check_mesh(mesh: Any) -> None:
@@ -33,6 +33,8 @@ def check_mesh(mesh: Any) -> None:
     for component, tp in mesh.components:
         check_size(f"axis tp of {component}", tp)
     check_own_tp(mesh)
+    for component, cp in mesh.own_cp:
+        check_own_cp(component, cp, mesh.cp)
     for component, pp in mesh.own_stages:
         check_size(f"axis pp of {component}", pp)
     told = sum(pp for _, pp in mesh.own_stages)

@@ -59,7 +59,7 @@ def check_own_ranks(mesh: Any) -> None:
     """See the module."""
     tp = dict(mesh.components)
     for component, ranks in mesh.own_ranks:
-        own, replicas = tp.get(component, mesh.tp), mesh.dp * (mesh.cp if component in mesh.whole_sequences else 1)
+        own, replicas = tp.get(component, mesh.tp), mesh.dp * mesh.cp // mesh.cp_ranks(component)
         whole = replicas * mesh.tp
         says = f"{component} has dp * tp = {replicas * ranks} in a mesh where dp * tp = {whole}"
         if component not in dict(mesh.own_stages):

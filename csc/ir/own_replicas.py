@@ -50,7 +50,7 @@ def check_own_replicas(mesh: Any) -> None:
                 f"For ranks of its own give {component} a pp, and the components on the other ranks one; or leave its "
                 "dp out",
             )  # fmt: skip
-        if ranks.get(component, mesh.tp) != own.get(component, mesh.tp) or component in mesh.whole_sequences:
+        if ranks.get(component, mesh.tp) != own.get(component, mesh.tp) or component in dict(mesh.own_cp):
             raise InputError(
                 f"{component} has fewer replicas than the mesh, and shares out the samples of each among ranks", "mesh",
                 f"Where dp={dp} of {mesh.dp} replicas share its ranks, let tp of these divide its layers, and leave "

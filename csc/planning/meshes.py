@@ -68,13 +68,13 @@ class MeshLayout:
 
     @property
     def division(self) -> MeshDivision:
-        form = MeshForm(self.mesh.components, self.sequence, self.mesh.whole_sequences, self.spread)
+        form = MeshForm(self.mesh.components, self.sequence, tuple(dict(self.mesh.own_cp)), self.spread)
         return MeshDivision(self.mesh.tp, self.mesh.cp, self.samples, form)
 
     def in_form(self, form: MeshForm) -> MeshLayout:
         """The same devices and samples; with a tp (cp) of 1 nothing of the form is about tp (cp)."""
         several = self.mesh.tp > 1
-        mesh = replace(self.mesh, components=form.own if several else (), whole_sequences=form.whole)
+        mesh = replace(self.mesh, components=form.own if several else (), own_cp=tuple((one, 1) for one in form.whole))
         spread = form.spread if self.mesh.cp > 1 else ()
         return replace(self, mesh=mesh, sequence=form.sequence and several, spread=spread)
 

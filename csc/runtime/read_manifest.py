@@ -35,7 +35,7 @@ from csc.runtime.specs import (
     ValueSpec,
 )
 
-FORMAT = 5
+FORMAT = 6
 ZERO = 3  # the highest level of what data-parallel ranks divide
 LOSS_WEIGHTS = ("tokens", "sum", "mean", "terms")
 

@@ -69,7 +69,7 @@ def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> di
     """
     asked = [Group.TENSOR]
     asked += [one(size) for size in mesh.divisions for one in (Group.copies, Group.division)]
-    asked += [Group.CONTEXT] if mesh.whole_sequences else []
+    asked += [Group.CONTEXT if size == 1 else Group.sequences(size) for size in sorted({cp for _, cp in mesh.own_cp})]
     groups = {meeting(group): mesh.group(group, rank) for group in asked}
     return {
         name: Met(Membership(endpoint, ranks.index(rank), ranks), copies=fused) for name, ranks in groups.items()

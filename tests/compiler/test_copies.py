@@ -118,6 +118,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one rank, shards": {"mesh": f"tp=2,pp=2,dp=2,{APART},vision_tower.dp=2", "options": {"zero": 3}},
     "one rank, summed": {"mesh": f"tp=2,pp=2,dp=2,{APART},vision_tower.dp=2", "options": {"zero": 1}},
     "other images on cp ranks": {"mesh": "cp=2,pp=2,vision_tower.cp=1"},
+    "other images on groups of cp ranks": {"mesh": "cp=4,vision_tower.cp=2", "options": {"zero": 1}},
     "other images on cp and tp ranks": {
         "mesh": "cp=2,tp=2,vision_tower.cp=1,vision_tower.tp=1",
         "options": {"zero": 1},

@@ -334,7 +334,11 @@ def test_one_mesh_in_four_forms() -> None:
         ({"a": {"tp": 4}, "b": {"tp": 2}}, r"b has dp \* tp = 2.*on the same ranks: b with tp=2 and dp=2"),
         ({"a": {"tp": 4}, "b": {"dp": 2}}, r"b has dp \* tp = 2.*on the same ranks: b with tp=1 and dp=4"),
         ({"a": {"tp": 4}, "b": {"dp": 4, "pp": 2}}, "b has pp=2 in a mesh where a has no pp.*those of all components"),
-        ({"a": {"tp": 4, "cp": 4}, "b": {"dp": 4, "cp": 2}}, "b has cp=2 in a mesh of cp=4.*Give it cp=1"),
+        (
+            {"a": {"tp": 4, "cp": 4}, "b": {"dp": 4, "cp": 3}},
+            "b has cp=3 in a mesh of cp=4.*no groups of 3.*is b.cp=2, where",
+        ),
+        ("cp=4,b.cp=8", "b has cp=8 in a mesh of cp=4: 4 ranks are no groups of 8.*fits is b.cp=4"),
         ("pp=2,vision_tower.pp=2", "vision_tower.pp=2 leaves none of pp=2 for the other components"),
         ("pp=2,vision_tower.pp=0", "axis pp of vision_tower has size 0"),
         ({"a": {"tp": 4}, "b": 2}, "the mesh has 2 for b.*Map components to sizes of axes"),

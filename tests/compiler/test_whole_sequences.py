@@ -37,10 +37,33 @@ def test_both_axes_share_out_images() -> None:
     assert "2 tp ranks of 2 cp ranks share out 8 samples" in "".join(compiled.history()[-1].notes)
 
 
+def test_an_encoder_of_which_groups_of_cp_ranks_compute_other_images() -> None:
+    """Each of these for half of the images, whose tokens two of its ranks share."""
+    mesh = {"vision_tower": {"dp": 2, "cp": 2}, "language_model": {"cp": 4}}
+    compiled = parity(llava(8, mesh=mesh, microbatches=2), 80)
+    assert str(compiled.options.mesh) == "cp=4,language_model.tp=1,vision_tower.tp=1,vision_tower.cp=2"
+    notes = "".join(compiled.history()[-1].notes)
+    assert "2 groups of cp ranks share out 4 samples of a microbatch" in notes and "2 cp ranks share out its" in notes
+    assert collectives(compiled, "forward").count("csc.gather_shared") == 1
+    assert collectives(compiled, "backward_input").count("csc.reduce_scatter") == 1
+    [spread] = [one for one in compiled.program.contexts if one.component == "vision_tower"]
+    assert (spread.axis, spread.ranks) == ("cp", 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "gradients", "options"),
     [
+        long("cp=4,pp=2,vision_tower.cp=2", 80, {}),
+        long("cp=6,vision_tower.cp=2", 80, {}),
+        long("cp=6,vision_tower.cp=3", 80, {"recompute": "full"}),
+        long("cp=4,vision_tower.cp=2", 43, {"freeze": ["vision_tower"]}),
+        long("cp=4,tp=2,vision_tower.tp=1,vision_tower.cp=2", 80, {}),
+        long("cp=4,tp=4,vision_tower.tp=2,vision_tower.cp=2", 80, {}),
+        long("cp=4,dp=2,vision_tower.cp=2", 80, {"zero": 3}),
+        long("cp=4,vision_tower.cp=2", 80, {"fuse": True}),
+        long("cp=4,pp=2,vision_tower.pp=1,vision_tower.dp=4,vision_tower.cp=2", 80, {}),
+        long("cp=4,tp=2,pp=2,vision_tower.tp=1,vision_tower.pp=1,vision_tower.dp=2,vision_tower.cp=2", 80, {}),
         long(f"cp=2,pp=2,{APART}", 80, {}),
         long(f"cp=2,tp=2,{APART}", 80, {}),
         long(f"cp=2,dp=2,{APART}", 80, {"zero": 1}),
@@ -71,6 +94,10 @@ def test_sounds() -> None:
     [
         long("LLaVA", (3, 2, 0, 0), f"cp=2,pp=2,{APART}", {"microbatches": 2}),
         long("LLaVA", (1, 0, 0, 0), f"cp=2,tp=2,vision_tower.tp=1,{APART}", {"microbatches": 2}),
+        long("LLaVA", (1, 0, 0, 0), "cp=4,vision_tower.cp=2", {}),
+        long("Qwen2.5-VL", (1, 2), "cp=4,visual.cp=2", {}),
+        long("Gemma 3", (1, 2), "cp=4,vision_tower.cp=2", {}),
+        long("Qwen2-Audio", (1, 2), "cp=4,audio_tower.cp=2", {}),
         long("Qwen2.5-VL", (1, 2), "cp=2,visual.cp=1", {}),
         long("Qwen2-VL", (1, 2), "cp=2,tp=2,visual.cp=1", {}),
         long("Gemma 3", (1, 2), f"cp=2,{APART}", {}),
@@ -89,7 +116,7 @@ def test_any_number_and_size_of_images(
 
 def test_forms_of_a_mesh() -> None:
     mesh = csc.Mesh.of({"vision_tower": {"dp": 4, "cp": 1, "tp": 1}, "language_model": {"cp": 2, "tp": 2}})
-    assert (mesh.size, mesh.whole_sequences, mesh.own_ranks) == (4, ("vision_tower",), ())
+    assert (mesh.size, mesh.own_cp, mesh.own_ranks) == (4, (("vision_tower", 1),), ())
     assert mesh == csc.Mesh.parse(str(mesh)) == csc.Mesh.of(mesh.to_dict())
     fewer = csc.Mesh.parse("cp=2,tp=2,pp=2,a.tp=1,a.pp=1,a.cp=1,a.dp=2")
     assert (fewer.size, fewer.own_ranks) == (6, (("a", 1),))
@@ -99,7 +126,7 @@ def test_forms_of_a_mesh() -> None:
 
 def test_what_cannot_be() -> None:
     for mesh, said in (
-        ("cp=4,vision_tower.cp=2", "vision_tower has cp=2 in a mesh of cp=4.*option context"),
+        ("cp=4,vision_tower.cp=3", "vision_tower has cp=3 in a mesh of cp=4: 4 ranks are no groups of 3"),
         ("cp=2,vision.cp=1", "names 'vision', which is no component of the model"),
         (f"cp=2,{APART},language_model.cp=1", "of whose gradient each cp rank would have another part"),
     ):

@@ -185,7 +185,7 @@ def write(
         (directory / name).write_text(content)
     inputs = {0: ["ids"], 1: [], 2: ["labels"]}
     table = {
-        "format": 5,
+        "format": 6,
         "csc": "0.1.0",
         "torch": torch.__version__,
         "name": "Handmade",

@@ -186,7 +186,7 @@ def test_a_program_json_that_was_changed(tmp_path: Path) -> None:
     table["fingerprint"] = caught.value.remedy.split("'")[1]
     file.write_text(json.dumps(table))
     assert load(directory).manifest.loss.weight == "mean"
-    file.write_text(file.read_text().replace('"format"', '"format": 5, "format"'))
+    file.write_text(file.read_text().replace('"format"', '"format": 6, "format"'))
     with pytest.raises(ProgramError, match="key 'format' stands there twice"):
         load(directory)
 

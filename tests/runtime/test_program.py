@@ -47,7 +47,7 @@ Edit = Callable[[dict[str, Any]], object]
     ("edit", "part"),
     [
         (lambda t: t.pop("loss"), "program.json: field 'loss' is missing"),
-        (lambda t: t.update(format=1), "format is version 1, this csc reads version 5"),
+        (lambda t: t.update(format=1), "format is version 1, this csc reads version 6"),
         (lambda t: t.update(microbatches="4"), "field 'microbatches' should be int, it is '4'"),
         (lambda t: t.update(microbatches=0), "0 microbatches"),
         (lambda t: t.update(inputs=[3]), r"inputs\[0\]: this should be an object"),

@@ -22,11 +22,11 @@ AGREE = {
     "world": (), "position": ("pp",), "data": ("pp", "tp"), "samples": ("pp", "cp", "tp"),
     "context": ("dp", "pp", "tp"), "tensor": ("dp", "pp", "cp"), "layer": ("dp", "pp"), "pipeline": ("dp", "cp", "tp"),
     "replica": ("dp",), "copies": ("dp", "pp", "cp", "part"), "division": ("dp", "pp", "cp", "copy"),
-    "holders": ("pp", "part"),
+    "holders": ("pp", "part"), "sequences": ("dp", "pp", "tp", "place"),
 }  # fmt: skip
 WITHIN = ("copies", "division", "holders")
-FIXED = [Group(kind) for kind in AGREE if kind not in WITHIN]
-sizes = st.tuples(*[st.integers(1, 3)] * 3, st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
+FIXED = [Group(kind) for kind in AGREE if kind not in (*WITHIN, "sequences")]
+sizes = st.tuples(*[st.integers(1, 3)] * 2, st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
 orders = st.sampled_from([(*("dp", "cp", "tp")[:i], "pp", *("dp", "cp", "tp")[i:]) for i in range(4)])
 
 
@@ -39,25 +39,29 @@ def places(shape: tuple[int, ...], order: tuple[str, ...] = AXES) -> list[dict[s
 def agree(what: Group, one: dict[str, int], other: dict[str, int], without: str = "") -> bool:
     """In what the ranks of a group have in common."""
     size = what.size or 1
-    both = [{**at, "copy": at["tp"] // size, "part": at["tp"] % size} for at in (one, other)]
+    both = [{**at, "copy": at["tp"] // size, "part": at["tp"] % size, "place": at["cp"] % size} for at in (one, other)]
     return all(both[0][axis] == both[1][axis] for axis in AGREE[what.kind] if axis != without)
 
 
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, int]], Group]:
-    """With components whose layers fewer ranks divide, several numbers of them; and a kind of group."""
+    """With components whose layers fewer ranks divide, several numbers of them, and whose tokens fewer share; and a
+    kind of group.
+    """
     shape, order = draw(sizes), draw(orders)
+    cp = draw(st.sampled_from([size for size in range(1, shape[2] + 1) if shape[2] % size == 0]))
     between = [size for size in range(2, shape[-1]) if shape[-1] % size == 0]
     own = draw(st.lists(st.sampled_from(between), unique=True)) if between else []
-    mesh = Mesh(*shape, order, components=tuple((f"tower{size}", size) for size in own))
+    mesh = Mesh(*shape, order, components=tuple((f"tower{size}", size) for size in own), own_cp=(("eye", cp),))
+    assert mesh.cp_ranks("eye") == cp and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
     assert mesh.divisions == tuple(sorted(own)) and [mesh.dividing(f"tower{size}") for size in own] == own
-    within = [Group(kind, size) for size in own for kind in WITHIN]
+    within = [Group(kind, size) for size in own for kind in WITHIN] + [Group.sequences(cp)] * (cp > 1)
     return mesh, places(shape, order), draw(st.sampled_from([*FIXED, *within]))
 
 
 def test_every_kind_of_group_is_looked_at() -> None:
     assert set(FIXED) == {one for one in vars(Group).values() if isinstance(one, Group)}
-    for one in (*FIXED, *(Group(kind, 4) for kind in WITHIN)):
+    for one in (*FIXED, *(Group(kind, 4) for kind in (*WITHIN, "sequences"))):
         assert Group.of(str(one)) == one
     for wrong in ("", "nobody", "copies", "copies 1", "copies x", "data 2", "division -2", "holders 2 3"):
         with pytest.raises(ValueError, match="is no group of ranks"):
