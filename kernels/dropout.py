@@ -1,6 +1,6 @@
 """Random numbers that depend on a seed and a place in the model, not on what was drawn before.
 
-    csc::dropout(x, p, seed, index, tokens, dim, whole) -> like x
+    csc::dropout(x, p, seed, index, tokens, dim, whole, entries, along, total) -> like x
     csc::uniform(seed, index, size, dtype, device), csc::normal(...) -> [size]
     kept(sizes, p, seed, index, device) -> bool [sizes]        the mask of csc::dropout, of all tokens
 
@@ -10,8 +10,9 @@ draws are made. The backward of dropout is dropout of the gradient: nothing is s
 nothing to chance, so that a step can be compared with another program's: every uniform number is 0.25, every normal one
 0.5.
 
-tokens: for a value that has some of `whole` tokens along `dim`: which; it gets their part of the whole's mask. Numbers
-on a GPU differ from those on the CPU.
+tokens: for a value that has some of `whole` tokens along `dim`: which; it gets their part of the whole's mask. So do
+`entries` of `total` along another dimension (of heads, of hidden features), where ranks divide both. Numbers on a GPU
+differ from those on the CPU.
 """
 
 from __future__ import annotations
@@ -57,13 +58,18 @@ def _dropout(
     tokens: torch.Tensor | None = None,
     dim: int = 0,
     whole: int = 0,
+    entries: torch.Tensor | None = None,
+    along: int = 0,
+    total: int = 0,
 ) -> torch.Tensor:
     sizes = list(x.shape)
-    if tokens is not None:
-        sizes[dim] = whole
+    for place, size, own in ((dim, whole, tokens), (along, total, entries)):
+        if own is not None:
+            sizes[place] = size
     keep = kept(sizes, p, seed, index, x.device)
-    if tokens is not None:
-        keep = keep.index_select(dim, tokens)
+    for place, own in ((dim, tokens), (along, entries)):
+        if own is not None:
+            keep = keep.index_select(place, own)
     return torch.mul(x, keep).mul_(1 / (1 - p) if p < 1 else 0.0)
 
 
@@ -73,14 +79,17 @@ def _(x: Any, *rest: Any, **named: Any) -> torch.Tensor:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.p, seed, ctx.index, tokens, ctx.dim, ctx.whole = inputs
-    ctx.save_for_backward(seed, tokens)
+    _, ctx.p, seed, ctx.index, tokens, ctx.dim, ctx.whole, entries, ctx.along, ctx.total = inputs
+    ctx.save_for_backward(seed, tokens, entries)
 
 
 def _gradient(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
-    seed, tokens = ctx.saved_tensors
-    d_x = torch.ops.csc.dropout.default(d_out, ctx.p, seed, ctx.index, tokens, ctx.dim, ctx.whole)
-    return (d_x, *(None for _ in range(6)))
+    seed, tokens, entries = ctx.saved_tensors
+    rest = (
+        (tokens, ctx.dim, ctx.whole) if entries is None else (tokens, ctx.dim, ctx.whole, entries, ctx.along, ctx.total)
+    )
+    d_x = torch.ops.csc.dropout.default(d_out, ctx.p, seed, ctx.index, *rest)
+    return (d_x, *(None for _ in range(9)))
 
 
 _dropout.register_autograd(_gradient, setup_context=_remember)

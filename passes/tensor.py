@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from csc.passes.dropout import WRITTEN_OUT
 from csc.passes.tensor_choice import OddAxis, ShardChoice, chosen
 from torch import fx
 
@@ -21,10 +20,6 @@ from csc.ir.program import Box, Options, Parameter, Program, Region, Template
 from csc.ir.rank_entries import CONTEXT_GROUP
 
 Use = tuple[str, str]  # a template and the name of a parameter in it
-DROPPED = (
-    "; attention is written out for the dropout of its weights, and there ranks cannot have a key head together: "
-    "without that dropout tp may be larger than the number of key heads"
-)
 GROUP = ("tensor", "number")  # the role of the number of a rank's group
 
 
@@ -61,10 +56,9 @@ def tensor(program: Program, options: Options) -> Program:
     alike = _uses(program, lambda region, name: region.component in mesh.held_in_copies and name not in copied)
     # copies compute alike what they do not share out: REDUCE adds up over all of tp or none, so graphs add up
     found = _Agreement(program, ranks, number, whole, alike).choices()
-    written_out = any(WRITTEN_OUT in note for note in program.notes)
     for size in sorted({mesh.tp, *(tp for _, tp in mesh.components if tp > 1)} & set(ranks.values())):
         choices = {name: one for name, one in found.items() if ranks[name] == size}
-        _check(program, choices, size, mesh, written_out)
+        _check(program, choices, size, mesh)
     return _applied(program, found, number, ranks, mesh)
 
 
@@ -178,9 +172,9 @@ class Indivisible(InputError):
         self.axes = axes or {}
 
 
-def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh: Mesh, written_out: bool) -> None:
+def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh: Mesh) -> None:
     """Indivisible if an axis does not divide, InputError if none was found. ranks: tp, or that of the components with
-    so many of their own. written_out: whether attention is.
+    so many of their own.
     """
     asked, what = f"tp={ranks}", "this model"
     if ranks < mesh.tp:
@@ -197,7 +191,7 @@ def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh:
         used = dict.fromkeys((region.component, region.template) for region in program.regions)
         raise Indivisible(
             f"{first.size} {first.what} of {first.parameter} cannot be divided by {asked}{_readers(first, ranks)}",
-            "mesh", f"the largest tp below it that divides {what} is {largest}{DROPPED if written_out else ''}",
+            "mesh", f"the largest tp below it that divides {what} is {largest}",
             {component: found[name].odd for component, name in used if name in found and found[name].odd},
         )  # fmt: skip
     if not any(choice.graph is not None for choice in found.values()):

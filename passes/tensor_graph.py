@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from csc.kernels.collectives import ALL_REDUCE, GATHER_PIECES, SHARE
 from csc.kernels.vocabulary import DIVIDED_HEAD, DIVIDED_LOSS, ROWS
+from csc.passes.divided_dropout import divided_dropout
 from csc.passes.local_values import LocalValues, Undivided, is_parameter
 from torch import fx
 
@@ -170,7 +171,9 @@ class ShardedGraph:
         ):
             self.values.in_pieces.add(node)
         if draws(node):
-            raise Undivided(node, "draws random numbers for what is divided")
+            dropped = divided_dropout(self.values, self.writer, node, self._given, self.group)
+            self._put(node, node.target, *dropped)
+            return
         if not cut and name not in MAKES_SHARDS:
             raise Undivided(node, "makes a shard of what is equal, which csc knows for expand alone")
         if name in PRODUCTS:

@@ -136,6 +136,8 @@ def _call(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> P
         return EQUAL
     if UNKNOWN in held:
         return UNKNOWN
+    if name == "csc::dropout" and types[used[0]] != PART:
+        return _dropped(node, types, tell)
     if PART in held:
         return _of_parts(node, name, held, tell)
     if name == "aten::index_select" and held == [EQUAL, 0]:  # of the whole, by the numbers of a rank's own entries
@@ -155,6 +157,19 @@ def _call(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> P
     if name in RESHAPES:
         return _reshaped(used[0].meta["val"].shape, node.meta["val"].shape, held[0])
     return _linked(known.uses, types)
+
+
+def _dropped(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> Placement:
+    """A shard takes its own entries of the whole's mask."""
+    bound = g.bind(node)
+    own = [
+        dim for which, dim in ((bound["tokens"], bound["dim"]), (bound["entries"], bound["along"]))
+        if which is not None and types[which] != EQUAL
+    ]  # fmt: skip
+    x = types[bound["x"]]
+    if own != ([x] if isinstance(x, int) else []):
+        tell(node, f"takes entries of a mask along dimensions {own} for %{bound['x'].name}, which is {said(x)}")
+    return x
 
 
 def _item(node: fx.Node, types: Held) -> Placement:

@@ -65,6 +65,18 @@ def test_tokens_get_their_part_of_the_whole_mask() -> None:
     assert torch.equal(DROPOUT(x[:, :3], 0.5, torch.tensor(1), 3, tokens, 1, 10), whole[:, tokens])
 
 
+def test_so_do_entries_of_another_dimension() -> None:
+    """Alone, and with tokens; in the gradient too."""
+    x, seed = torch.ones(2, 10, 6, requires_grad=True), torch.tensor(1)
+    whole, tokens, entries = DROPOUT(x, 0.5, seed, 3), torch.tensor([7, 0, 4]), torch.tensor([1, 4])
+    alone = DROPOUT(x[..., :2], 0.5, seed, 3, None, 0, 0, entries, 2, 6)
+    assert torch.equal(alone, whole[..., entries])
+    both = DROPOUT(x[:, :3, :2], 0.5, seed, 3, tokens, 1, 10, entries, 2, 6)
+    assert torch.equal(both, whole[:, tokens][..., entries])
+    (gradient,) = torch.autograd.grad(both.sum(), x)
+    assert torch.equal(gradient[:, :3, :2], both.detach()) and not gradient[:, 3:].any()
+
+
 def test_numbers_of_a_seed() -> None:
     given = (torch.tensor(1), 0, [1000], torch.float32, torch.device("cpu"))
     uniform, normal = UNIFORM(*given), NORMAL(*given)
