@@ -26,6 +26,7 @@ import torch
 from csc.kernels.collectives import ALL_REDUCE, GATHER_PIECES, SHARE
 from csc.kernels.vocabulary import DIVIDED_HEAD, DIVIDED_LOSS, ROWS
 from csc.passes.divided_dropout import divided_dropout
+from csc.passes.local_stretches import stretch
 from csc.passes.local_values import LocalValues, Undivided, is_parameter
 from torch import fx
 
@@ -35,10 +36,10 @@ from csc.analysis.gradient_flow import carrying
 from csc.analysis.operators import pointwise
 from csc.analysis.operators.made import FILLED, NEW
 from csc.analysis.operators.moves import PARTS, SIZED_VIEWS
-from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, PRODUCTS, SDPA
+from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, GROUPED, PRODUCTS, SDPA
 from csc.analysis.operators.randomness import draws
 from csc.analysis.operators.reductions import HEAD
-from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation, resized
+from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation_of_features, resized
 from csc.analysis.tensor_axes import Trees
 from csc.ir import graph as g
 from csc.ir.fake_evaluation import Evaluation
@@ -176,7 +177,7 @@ class ShardedGraph:
             return
         if not cut and name not in MAKES_SHARDS:
             raise Undivided(node, "makes a shard of what is equal, which csc knows for expand alone")
-        if name in PRODUCTS:
+        if name in PRODUCTS or name in GROUPED:
             self._product(node, cut)
         elif name in ("aten::sum", "aten::mean"):
             self._reduction(node)
@@ -189,7 +190,11 @@ class ShardedGraph:
         elif name in (ATTENTION, CONTEXT_ATTENTION, SDPA):
             self._attention(node)
         elif name in PARTS:
-            self._part(node, name)
+            found = stretch(self.values, node, self._given, self.keeps)
+            if found is None:
+                self._same(node)
+            else:
+                self._put(node, *found)
         elif name in SIZED_VIEWS or name in MAKES_SHARDS:
             self._sized(node)
         elif name in SAME_ON_SHARDS or RULES.get(name, pointwise.broadcasting) in ENTRY_BY_ENTRY:
@@ -244,30 +249,6 @@ class ShardedGraph:
         args, kwargs = resized(node, args, kwargs, self.values.sizes(node))
         self._put(node, node.target, *args, **kwargs)
 
-    def _part(self, node: fx.Node, name: str) -> None:
-        """A stretch of a dimension, or all of them: their bounds are local ones now."""
-        bound = g.bind(node)
-        operand = node.args[0]
-        assert isinstance(operand, fx.Node)
-        dims = self.values.dims(operand)[0]
-        dim = bound["dim"] % len(dims)
-        if dim not in self.values.cut_dims(operand):
-            self._same(node)
-            return
-        if name != "aten::slice":
-            sizes = [self.values.sizes(node, result)[dim] for result in range(len(self.values.dims(node)))]
-            self._put(node, aten.split_with_sizes.default, self._given(operand), sizes, dim)
-            return
-        size = dims[dim].size
-        start, stop, step = slice(bound["start"], bound["end"], bound["step"]).indices(size)
-        division = self.values.division(dims[dim])
-        assert division is not None
-        try:
-            start, stop = (division.index(dims[dim], one, self.keeps) for one in (start, stop))
-        except ValueError as error:
-            raise Undivided(node, f"cuts where no shard ends ({error})") from error
-        self._put(node, node.target, self._given(operand), dim, start, stop, step)
-
     def _attention(self, node: fx.Node) -> None:
         """Each rank its key heads, with the query heads that read them."""
         query, key, value = node.args[:3]
@@ -281,7 +262,7 @@ class ShardedGraph:
 
     def _product(self, node: fx.Node, cut: Sequence[fx.Node]) -> None:
         """Along rows or columns: the same. Contracted: a part, summed; a bias is added to the sum, once."""
-        left, right = (node.args[place] for place in PRODUCTS[g.op_name(node)])
+        left, right = (node.args[place] for place in PRODUCTS.get(g.op_name(node), (0, 1)))
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         self.flops += 2 * node.meta["val"].numel() * left.meta["val"].shape[-1]
         contracted = [used for used in cut if self._ends(node, used, "contracted")]
@@ -292,13 +273,16 @@ class ShardedGraph:
             raise Undivided(node, "sums over what one operand alone is divided by")
         if any(map(self.values.is_loose, contracted)):
             raise Undivided(node, "sums over key heads that several ranks have")
-        added = [one for one in node.args if isinstance(one, fx.Node) and one not in (left, right)]
-        if any(factor != 1 for name, factor in g.bind(node).items() if name in ("alpha", "beta")) or node.kwargs:
+        apart = g.op_name(node) in GROUPED  # what it reads beside says where groups end
+        rest = fx.map_arg((node.args[2:], node.kwargs), self._given) if apart else ((), {})
+        added = [one for one in node.args if isinstance(one, fx.Node) and one not in (left, right) and not apart]
+        factors = [factor for name, factor in g.bind(node).items() if name in ("alpha", "beta")]
+        if any(factor != 1 for factor in factors) or (node.kwargs and not apart):
             raise Undivided(node, "scales its operands")
         if added and g.op_name(node) not in WITHOUT_BIAS:
             raise Undivided(node, "adds to what it sums")
         target = WITHOUT_BIAS.get(g.op_name(node), node.target) if added else node.target
-        part = self._made(node, f"{node.name}_part", target, self._given(left), self._given(right))
+        part = self._made(node, f"{node.name}_part", target, self._given(left), self._given(right), *rest[0], **rest[1])
         name = f"{node.name}_sum" if added else node.name
         total = self._total(node, part, name)
         for bias in added:
@@ -374,13 +358,13 @@ class ShardedGraph:
 
     def _is_unread(self, node: fx.Node, operand: fx.Node) -> bool:
         """Whether an operand is looked at for its type alone."""
-        found = relation(node)
+        found = relation_of_features(node)
         uses = [use for use in found.uses if use.node is operand] if found is not None else []
         return bool(uses) and all(use.rest.how == "unread" for use in uses)
 
     def _ends(self, node: fx.Node, operand: fx.Node, how: str) -> bool:
         """Whether the divided dimension of an operand ends so in a call."""
-        found = relation(node)
+        found = relation_of_features(node)
         uses = [use for use in found.uses if use.node is operand] if found is not None else []
         return any(
             (end := use.end(dim)) is not None and end.how == how

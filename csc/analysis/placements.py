@@ -21,12 +21,13 @@ from math import prod
 
 from torch import fx
 
-from csc.analysis.operators.moves import CASTS, RESHAPES
+from csc.analysis.operators.made import NEW, SIZES_READ, filled_with
+from csc.analysis.operators.moves import CASTS, LOOK_UPS, RESHAPES
 from csc.analysis.operators.pointwise import is_pointwise
-from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, PRODUCTS
+from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, GROUPED_BACKWARD, PRODUCTS
 from csc.analysis.operators.reductions import reduction
 from csc.analysis.operators.relation import Use
-from csc.analysis.operators.table import LINEAR, RULES, relation
+from csc.analysis.operators.table import LINEAR, RULES, relation_of_features
 from csc.ir import graph as g
 
 Placement = str | int  # a shard's dimension
@@ -146,7 +147,7 @@ def _call(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> P
         return _rows(node, types)
     if name == "aten::slice_backward":
         return held[0] if g.bind(node)["dim"] != held[0] else UNKNOWN
-    known = relation(node)
+    known = relation_of_features(node)
     related = {use.node for use in known.uses} if known is not None else set()
     if name == CONTEXT_ATTENTION and {types[g.bind(node)[one]] for one in ("q", "k", "v")} in ({0}, {1}, {2}):
         return held[0]  # of samples, heads, or tokens: keys and values of others come to a rank's own queries
@@ -183,6 +184,8 @@ def _item(node: fx.Node, types: Held) -> Placement:
         bound = g.bind(several)
         of = types.get(bound[("q", "k", "v")[which]], UNKNOWN)
         return of if isinstance(of, int) else UNKNOWN
+    if name == GROUPED_BACKWARD:
+        return _grouped_backward(several, types)[which] if which < 2 else UNKNOWN
     if name in OVER_ROWS and isinstance(types[several], int):
         return types[several] if which == 0 else PART
     if name in (ATTENTION, CONTEXT_ATTENTION) and which == 1 and types[several] in (0, 1, 2):
@@ -207,14 +210,29 @@ def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callabl
             return PART
         tell(node, f"adds a part of a sum to what is {said(next(one for one in held if one != PART))}")
         return UNKNOWN
-    if (name.endswith("norm_backward") or name in SCATTERS) and held[0] == PART:
+    if (name.endswith("norm_backward") or name in SCATTERS or name in LOOK_UPS) and held[0] == PART:
         return PART
+    if name in NEW or name in SIZES_READ:
+        return EQUAL
+    if name == "aten::index_put":  # rows that were looked up, put back into zeros
+        into, _, values = node.args[:3]
+        plain = isinstance(into, fx.Node) and filled_with(into) == 0 and held.count(PART) == 1
+        return PART if plain and node.all_input_nodes[held.index(PART)] is values else UNKNOWN
     linear = name in LINEAR or name in CASTS or name in RESHAPES or RULES.get(name) is reduction
     if linear or name in PRODUCTS or (name in FACTORS and held[0] == PART):
         return PART if held.count(PART) == 1 and not any(isinstance(one, int) for one in held) else UNKNOWN
     if is_pointwise(node) and name not in (*TERMS, *FACTORS, "aten::where", "aten::neg") and len(held) == 1:
         tell(node, f"reads %{node.all_input_nodes[0].name}, a part of a sum that nothing has added up")
     return UNKNOWN
+
+
+def _grouped_backward(node: fx.Node, types: Held) -> tuple[Placement, Placement]:
+    """Gradients of rows and of matrices: along what either is divided by."""
+    bound = g.bind(node)
+    held = tuple(types[bound[name]] for name in ("input", "weight", "grad_output"))
+    if held == (EQUAL, 2, 1):
+        return PART, 2
+    return (1, 1) if held == (1, 1, EQUAL) else (UNKNOWN, UNKNOWN)
 
 
 def _linked(uses: Sequence[Use], types: Held) -> Placement:

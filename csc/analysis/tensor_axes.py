@@ -44,7 +44,7 @@ from csc.analysis.operators.moves import EMBEDDING, EXPAND
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, SDPA
 from csc.analysis.operators.reductions import CLASSES, HEAD, LABELS
 from csc.analysis.operators.relation import End, Use
-from csc.analysis.operators.table import relation
+from csc.analysis.operators.table import relation_of_features
 from csc.ir import graph as g
 from csc.ir.program import Box
 
@@ -126,7 +126,7 @@ class Trees:
         val: Any = node.meta["val"]
         values = list(val) if isinstance(val, (tuple, list)) else [val]
         out = [leaf(size) for size in getattr(values[0], "shape", ())]
-        known, reason = relation(node), f"{g.op_name(node)} at {g.place(node)}"
+        known, reason = relation_of_features(node), f"{g.op_name(node)} at {g.place(node)}"
         uses = () if known is None else known.uses
         for used in {*node.all_input_nodes} - {use.node for use in uses}:
             self._block(self.of[used][0], reason)

@@ -166,7 +166,7 @@ def refused(program: Program, apart: Collection[str] = ()) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "shards", "changes"),
-    [("llama", False, 27), ("llama", True, 9), long("gpt2", False, 18), long("lora", True, 9)],
+    [("llama", False, 27), ("llama", True, 9), ("mixtral", False, 27), long("gpt2", False, 18), long("lora", True, 9)],
 )
 def test_sums_are_there_once(name: str, shards: bool, changes: int) -> None:
     compiled = csc.compile(MODELS[name](), example=BATCHES[name](4), mesh="tp=2", sequence_parallel=shards)

@@ -78,7 +78,7 @@ def test_llama(mesh: str) -> None:
     [
         long("tied", 20, "norm"), long("biases", 35, r"norm|(o|down)_proj.bias"), long("qwen3", 25, "norm"),
         long("olmo2", 25, r"layernorm|model\.norm"), long("phi3", 15, "norm"), ("gpt2", 28, r"ln_|wte|wpe|c_proj.bias"),
-        long("dropped", 28, r"ln_|wte|wpe|c_proj.bias"), ("mixtral", 21, "norm|experts|gate"),
+        long("dropped", 28, r"ln_|wte|wpe|c_proj.bias"), ("mixtral", 21, r"norm|mlp\.gate\."),
         long("llava", 80, r"norm|vision_tower.embeddings|(out_proj|fc2|linear_2).bias"),
     ],
 )  # fmt: skip

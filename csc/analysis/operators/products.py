@@ -3,6 +3,7 @@
 RULES: {operation: rule}        see csc.analysis.operators.table
 PRODUCTS: {operation: places of the two factors}
 GROUPED: {operation: arguments}  rows by the matrix of their group, matrices, where each group ends
+GROUPED_BACKWARD                 gradients of rows and matrices, of these, and that of the result
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "at
             "aten::dot": (0, 1), "aten::vdot": (0, 1)}  # fmt: skip
 GROUPED = {"transformers::grouped_mm_fallback": ("input", "weight", "offs"),
            "aten::_grouped_mm": ("self", "mat2", "offs")}  # fmt: skip
+GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
 ATTENTION = "csc::attention"
 CONTEXT_ATTENTION = "csc::context_attention"  # of a shard of the tokens: queries and keys are the rank's own
 SDPA = "aten::scaled_dot_product_attention"
@@ -44,6 +46,21 @@ def product(call: Call) -> list[Use]:
         uses.append(Use(right, link, ends={right_rank - 2: _SUMMED}))
     added = [used for used in call.tensors() if used not in (left, right)]
     return uses + [Use(used, same(shape_of(used), call.out, from_right=True)) for used in added]
+
+
+def grouped(call: Call) -> list[Use]:
+    """[rows, K] and [groups, K, N], for what divides other dimensions than rows: which matrix a row is multiplied by is
+    a matter of its place, so that the rule is not among RULES (csc.analysis.routing follows rows).
+    """
+    rows, matrices, ends = (call.bound[name] for name in GROUPED[call.name])
+    if (len(shape_of(rows)), len(shape_of(matrices))) != (2, 3):
+        return []
+    blocked = End("blocked")
+    return [
+        Use(rows, (None, None), blocked, ends={1: _SUMMED}),
+        Use(matrices, (None, 2), blocked, ends={1: _SUMMED}),
+        Use(ends, (None, None), blocked),
+    ]
 
 
 def einsum(call: Call) -> list[Use]:

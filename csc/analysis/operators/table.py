@@ -1,6 +1,7 @@
 """The table of operator rules: how the dimensions of a call's operands relate to those of its result.
 
     relation(node) -> Relation | None               None for an operation that csc does not know
+    relation_of_features(node)                      and of products of groups of rows, for other dimensions than rows
     links(node) -> [(operand, Link)]                where each operand's dimensions are in the result
 
 The terms are those of csc.analysis.operators.relation. What else is known of operations stands beside the rules:
@@ -47,8 +48,16 @@ def relation(node: fx.Node) -> Relation | None:
         return None
     name = g.op_name(node)
     rule = RULES.get(name, pointwise.broadcasting if pointwise.is_pointwise(node) else None)
-    if rule is None:
-        return None
+    return _related(node, rule) if rule is not None else None
+
+
+def relation_of_features(node: fx.Node) -> Relation | None:
+    """As `relation`, and of products of groups of rows, whose rows stay together."""
+    return _related(node, products.grouped) if g.op_name(node) in products.GROUPED else relation(node)
+
+
+def _related(node: fx.Node, rule: Rule) -> Relation | None:
+    name = g.op_name(node)
     uses = rule(Call(node, name, g.bind(node), shape_of(node)))
     return Relation(tuple(uses), SIZES.get(name, "")) if uses else None
 
