@@ -56,6 +56,7 @@ NAMES = {
     "csc.passes.simplify": "a pattern: an expanded value that is scaled",
     "csc.passes.split": "a pattern: the product that ends a gradient",
     "csc.passes.divided_dropout": "writes the numbers of a rank's entries",
+    "csc.passes.local_stretches": "writes a split in other sizes",
     "csc.passes.tensor_graph": "writes the calls of a shard",
     "csc.passes.token_rows": "a pattern: a sum, its bias and the view behind them",
     "csc.passes.token_shards": "writes the calls of a shard of tokens",
