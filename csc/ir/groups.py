@@ -84,14 +84,13 @@ class Group:
     @classmethod
     def of(cls, text: str) -> Group:
         """Read what str gives. ValueError: it is none of these."""
-        kind, _, size = text.partition(" ")
-        if (
-            kind not in _ALONG
-            or (kind in _SIZED) != (size.isdecimal() and int(size) > 1)
-            or (size and kind not in _SIZED)
-        ):
+        kind, apart, size = text.partition(" ")
+        sized = size.isdecimal() and int(size) > 1
+        if kind in _SIZED and sized:
+            return cls(kind, int(size))
+        if kind not in _ALONG or kind in _SIZED or apart:
             raise ValueError(f"{text!r} is no group of ranks: {', '.join(_ALONG)}, of {', '.join(_SIZED)} with a size")
-        return cls(kind, int(size or 0))
+        return cls(kind)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.size}" if self.size else self.kind
@@ -189,14 +188,14 @@ class Placement:
     @classmethod
     def of(cls, table: Mapping[str, str]) -> Placement:
         """Read what `to_dict` gives. InputError for another word or group."""
-        kinds = [kind.name for kind in fields(cls)]
-        found = {}
+        kinds, found = [kind.name for kind in fields(cls)], dict[str, Group]()
         for kind, name in table.items():
             try:
-                found[kind] = Group.of(name if isinstance(name, str) else "")
+                found[kind] = Group.of(str(name))
+                known = kind in kinds
             except ValueError:
-                found.pop(kind, None)
-            if kind not in kinds or kind not in found:
+                known = False
+            if not known:
                 raise InputError(
                     f"a tensor cannot be {kind!r} over {name!r}", "placement",
                     f"Say {', '.join(kinds)}, over one of {', '.join(_ALONG)}",
