@@ -19,8 +19,8 @@ WIDTH, EXPERTS, VOCABULARY = 16, 4, 50
 Batch = dict[str, torch.Tensor]
 
 
-def batch() -> Batch:
-    ids = (7 * torch.arange(40) % 50).expand(2, -1) + torch.tensor([[0], [3]])
+def batch(samples: int = 2) -> Batch:
+    ids = (7 * torch.arange(40) % 50).expand(samples, -1) + 3 * torch.arange(samples)[:, None]
     return {"ids": ids % VOCABULARY, "labels": (ids + 1) % VOCABULARY}
 
 
@@ -113,28 +113,44 @@ def test_sorted_worked_on_and_put_back(way: str, mesh: str) -> None:
     assert differing(routed(way), batch(), mesh=mesh) == {}
 
 
-@pytest.mark.parametrize(
-    ("way", "why"),
-    [
-        ("falling", "aten::sort sorts tokens"),
-        long("two sorts", "aten::argsort sorts tokens"),
-        ("counts of other keys", "aten::histc|grouped_mm_fallback"),
-        long("sorted by less", "grouped_mm_fallback"),
-        ("other tokens", "aten::index"),
-        long("another order", "aten::index combines tokens with others"),
-        ("in pairs", "aten::view joins or cuts rows that are sorted by expert"),
-        ("unsorted beside sorted", "aten::mul combines rows sorted by expert with rows that are not"),
-        ("places", "aten::unsqueeze counts rows of all tokens, or makes something of their places"),
-        long("mean of rows", "aten::mean works along the tokens"),
-        long("counts as values", "aten::sum counts rows of all tokens, or makes something of their places"),
-        long("put back elsewhere", "aten::index_put"),
-        ("not put back", "aten::index"),
-    ],
-)
+REFUSED = [
+    ("falling", "aten::sort sorts tokens"),
+    long("two sorts", "aten::argsort sorts tokens"),
+    ("counts of other keys", "aten::histc|grouped_mm_fallback"),
+    long("sorted by less", "grouped_mm_fallback"),
+    ("other tokens", "aten::index"),
+    long("another order", "aten::index combines tokens with others"),
+    ("in pairs", "aten::view joins or cuts rows that are sorted by expert"),
+    ("unsorted beside sorted", "aten::mul combines rows sorted by expert with rows that are not"),
+    ("places", "aten::unsqueeze counts rows of all tokens, or makes something of their places"),
+    long("mean of rows", "aten::mean works along the tokens"),
+    long("counts as values", "aten::sum counts rows of all tokens, or makes something of their places"),
+    long("put back elsewhere", "aten::index_put"),
+    ("not put back", "aten::index"),
+]
+
+
+WAYS = [str(getattr(one, "values", one)[0]) for one in REFUSED]
+
+
+@pytest.mark.parametrize(("way", "why"), REFUSED)
 def test_what_is_not_each_tokens_own_is_refused(way: str, why: str) -> None:
     whole = csc.compile(routed(way), example=batch(), cache=False, check=False)
     with pytest.raises(InputError, match=rf"({why}).*test_routing.py|test_routing.py.*({why})"):
         whole.with_options(mesh="cp=2").prepare()
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 2}, {"mesh": "dp=2,pp=2"}])
+@pytest.mark.parametrize("way", ["", "sorted twice"])
+def test_samples_stay_apart(way: str, options: dict[str, Any]) -> None:
+    """As rows do: the losses of microbatches make that of the batch."""
+    assert differing(routed(way), batch(4), **options) == {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_else_is_proven_of_samples(way: str) -> None:
+    with pytest.raises(InputError, match="cannot prove that the losses of microbatches make the loss of the batch"):
+        csc.compile(routed(way), example=batch(4), microbatches=2, cache=False, check=False)
 
 
 TEXT: dict[str, Any] = {
@@ -169,3 +185,5 @@ def test_mixtures_of_experts(name: str) -> None:
     mask[0, 30:] = 0
     entries = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     assert differing(model, entries, mesh="cp=2") == {}
+    entries = {name: entry.repeat(2, 1) for name, entry in entries.items()}
+    assert differing(model, entries, microbatches=2) == {}

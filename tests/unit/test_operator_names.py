@@ -18,6 +18,7 @@ NAMES = {
     "csc.analysis.samples.propagation": "calls that make something of mixed samples again",
     "csc.analysis.samples.rules": "which rule follows samples through which call",
     "csc.analysis.samples.size_rules": "the rule of one call",
+    "csc.analysis.samples.sorted_samples": "where a pattern begins that csc.analysis.routing follows",
     "csc.analysis.placements": "what adds and what scales the terms of a sum",
     "csc.analysis.sized": "writes a view as a reshape",
     "csc.analysis.token_counts": "a pattern: what csc.capture.lower.masked_index writes for a selection",
@@ -67,6 +68,7 @@ NAMES = {
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
     "csc.analysis.samples.propagation": {"UNLESS"},
+    "csc.analysis.samples.sorted_samples": {"BEGIN"},
     "csc.analysis.placements": {"FACTORS", "NORMS", "OVER_ROWS", "SCATTERS", "TERMS"},
     "csc.analysis.routing": {"UNWRITTEN"},
     "csc.capture.lower.decompose": {"_OTHER_OPERATIONS", "_MADE_OF_OTHERS"},

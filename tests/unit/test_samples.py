@@ -207,6 +207,15 @@ def normed(h: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(h.transpose(1, 2), mean, torch.full((WIDTH,), 2.0)).square().mean()
 
 
+def by_expert(
+    h: torch.Tensor, y: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor], choices: int = 1
+) -> torch.Tensor:
+    """What work makes of a token's rows, one for each choice, sorted by expert and put back."""
+    order = y.clamp(min=0).flatten().repeat_interleave(choices).sort()[1]
+    made = work(h.flatten(0, 1)[order // choices] if choices > 1 else h.flatten(0, 1)[order])
+    return made[order.argsort()].view(*h.shape[:2], choices, -1).sum(2)
+
+
 PROVEN: dict[str, tuple[str, Loss]] = {
     "over len": ("mean", lambda p, y, **_: p.sum() / len(y)),
     "each over len": ("mean", lambda p, y, **_: (p / len(y)).sum()),
@@ -319,10 +328,29 @@ PROVEN: dict[str, tuple[str, Loss]] = {
     "an inverse of each": ("mean", lambda h, **_: torch.linalg.inv(h.mT @ h + torch.eye(WIDTH)).mean()),
     "a triangle of each": ("mean", lambda h, **_: h.tril().square().mean()),
     "a deviation and a mean": ("mean", lambda h, **_: torch.std_mean(h, 1)[0].mean()),
+    "sorted by expert": ("mean", lambda h, y, **_: by_expert(h, y, lambda rows: rows.square()).mean()),
+    "sorted by expert, choices of each token": (
+        "tokens", lambda h, y, m, **_: (by_expert(h, y, torch.tanh, 2).mean(-1) * m).sum() / m.sum()
+    ),
     "each sample's own row": ("mean", lambda h, y, **_: h[torch.arange(h.shape[0]), (y != -100).sum(1) - 1].mean()),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[str, Loss]] = {
+    "sorted rows beside each other": ("", lambda h, y, **_: by_expert(h, y, lambda r: r * r.roll(1, 0)).mean()),
+    "sorted rows by their place": ("", lambda h, y, **_: by_expert(h, y, lambda r: r.cumsum(0)).mean()),
+    "sorted rows beside those that are not": (
+        "", lambda h, y, **_: by_expert(h, y, lambda r: r * h.flatten(0, 1)).mean()
+    ),
+    "sorted rows times what is summed": (
+        "", lambda h, y, p, **_: by_expert(h, y, lambda r: r * p.square().sum()).mean()
+    ),
+    "sorted rows that are not put back": (
+        "", lambda h, y, **_: (h.flatten(0, 1)[y.flatten().sort()[1]] * h.flatten(0, 1)).mean()
+    ),
+    "the least of all": ("", lambda p, **_: p.flatten().sort().values[0]),
+    "how often the first is there": (
+        "", lambda h, y, **_: h.mean() * torch.histc(y.flatten().float(), 4, 0, 3)[0].square()
+    ),
     "a backward that limits the batch": (
         "", lambda h, head, **_: Limited.apply(h, head.weight[0], True).square().mean()
     ),

@@ -14,7 +14,8 @@ from csc.analysis.operators.made import FILLED, filled_with
 from csc.analysis.operators.relation import shape_of
 from csc.analysis.operators.table import links
 from csc.analysis.samples.operands import number_of, of, powers_of
-from csc.analysis.samples.propagation import (
+from csc.analysis.samples.propagation import SamplePropagation
+from csc.analysis.samples.states import (
     EVERY_OTHER,
     NONE,
     NOT_LINEAR,
@@ -25,7 +26,6 @@ from csc.analysis.samples.propagation import (
     PartsOfSum,
     Powers,
     RowNumbers,
-    SamplePropagation,
     SampleRows,
     State,
     TermOfSum,

@@ -23,18 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.samples.propagation import (
-    Count,
-    Mixed,
-    NewTensor,
-    PartsOfSum,
-    SamplePropagation,
-    SampleRows,
-    State,
-    Terms,
-    Whole,
-)
+from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.rules import OF_TERMS, RULES
+from csc.analysis.samples.states import Count, Mixed, NewTensor, PartsOfSum, SampleRows, State, Terms, Whole
 from csc.analysis.sized import sized
 from csc.ir import graph as g
 from csc.ir.combination import Combination, Divisor, Term

@@ -17,14 +17,14 @@ from torch import fx
 
 from csc.analysis.samples.arithmetic_rules import is_zero
 from csc.analysis.samples.operands import of
-from csc.analysis.samples.propagation import (
+from csc.analysis.samples.propagation import SamplePropagation
+from csc.analysis.samples.states import (
     NONE,
     Lost,
     Mixed,
     NewTensor,
     PartsOfSum,
     RowNumbers,
-    SamplePropagation,
     SampleRows,
     State,
     Terms,

@@ -10,17 +10,8 @@ from torch import fx
 from csc.analysis.operators.reductions import RECURRENT
 from csc.analysis.operators.relation import shape_of
 from csc.analysis.samples.operands import of
-from csc.analysis.samples.propagation import (
-    EVERY_OTHER,
-    UNKNOWN,
-    Lost,
-    NewTensor,
-    RowNumbers,
-    SamplePropagation,
-    SampleRows,
-    State,
-    Whole,
-)
+from csc.analysis.samples.propagation import SamplePropagation
+from csc.analysis.samples.states import EVERY_OTHER, UNKNOWN, Lost, NewTensor, RowNumbers, SampleRows, State, Whole
 from csc.ir import graph as g
 
 

@@ -13,7 +13,8 @@ from torch import fx
 
 from csc.analysis.operators.reductions import CLASSES, ELEMENTS, LABELS, SAMPLES, SEQUENCES
 from csc.analysis.samples.operands import uses_of
-from csc.analysis.samples.propagation import (
+from csc.analysis.samples.propagation import SamplePropagation
+from csc.analysis.samples.states import (
     ALONG_SAMPLES,
     EVERY_OTHER,
     NOT_LINEAR,
@@ -22,7 +23,6 @@ from csc.analysis.samples.propagation import (
     Lost,
     NewTensor,
     PartsOfSum,
-    SamplePropagation,
     SampleRows,
     State,
     Whole,

@@ -13,7 +13,8 @@ from torch import fx
 from csc.analysis.operators.moves import look_up
 from csc.analysis.operators.relation import Use, shape_of
 from csc.analysis.samples.operands import of, powers_of, uses_of
-from csc.analysis.samples.propagation import (
+from csc.analysis.samples.propagation import SamplePropagation
+from csc.analysis.samples.states import (
     EVERY_OTHER,
     FIXED,
     NONE,
@@ -25,7 +26,6 @@ from csc.analysis.samples.propagation import (
     PartsOfSum,
     Powers,
     RowNumbers,
-    SamplePropagation,
     SampleRows,
     State,
     Whole,

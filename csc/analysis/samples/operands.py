@@ -8,17 +8,8 @@ from torch import fx
 
 from csc.analysis.operators.relation import Use
 from csc.analysis.operators.table import relation
-from csc.analysis.samples.propagation import (
-    NONE,
-    UNKNOWN,
-    Lost,
-    PartsOfSum,
-    Powers,
-    SamplePropagation,
-    SampleRows,
-    State,
-    Whole,
-)
+from csc.analysis.samples.propagation import SamplePropagation
+from csc.analysis.samples.states import NONE, UNKNOWN, Lost, PartsOfSum, Powers, SampleRows, State, Whole
 
 
 def of(following: SamplePropagation, value: Any) -> State:

@@ -9,7 +9,8 @@ from torch import fx
 from csc.analysis.operators.products import PRODUCTS
 from csc.analysis.operators.relation import Use
 from csc.analysis.samples.operands import of, powers_of, uses_of
-from csc.analysis.samples.propagation import (
+from csc.analysis.samples.propagation import SamplePropagation
+from csc.analysis.samples.states import (
     EVERY_OTHER,
     FIXED,
     NONE,
@@ -17,7 +18,6 @@ from csc.analysis.samples.propagation import (
     Count,
     Lost,
     PartsOfSum,
-    SamplePropagation,
     SampleRows,
     State,
     Whole,

@@ -6,6 +6,7 @@ A batch is cut into microbatches along the sample dimension of its entries. For 
   Parts    of the batch it is the sum of those of its microbatches
   Terms    sums of Parts that are divided by different numbers, and of what is Whole
   Numbers  numbers of rows: those of a microbatch count from 0 again
+  Sorted   rows in the order of the experts that work on them, and what leads there and back (csc.analysis.routing)
   Made     made by the model's own code of one microbatch, before the step, for its rows
   Mixed    none of these: something looked at several samples at once, or csc has no rule for it
 Each but the last four times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
@@ -17,7 +18,7 @@ sum of those of its microbatches. So a mean over samples is Parts with the numbe
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -26,117 +27,31 @@ from torch import fx
 from csc.analysis.operators.made import FILLED, SIZE_NUMBERS, SIZES_READ
 from csc.analysis.operators.moves import CASTS, COPIES, LOOK_UPS, RESHAPES, SIZED_VIEWS
 from csc.analysis.operators.randomness import draws
-from csc.analysis.operators.relation import Axis, reshaped, shape_of
+from csc.analysis.operators.relation import reshaped, shape_of
 from csc.analysis.operators.table import links
 from csc.analysis.operators.views import is_view
+from csc.analysis.samples.sorted_samples import sorted_rows
+from csc.analysis.samples.states import (
+    ALONG_SAMPLES,
+    BY_NUMBER,
+    EVERY_OTHER,
+    FIXED,
+    NONE,
+    NOT_LINEAR,
+    UNKNOWN,
+    Count,
+    Lost,
+    Mixed,
+    NewTensor,
+    PartsOfSum,
+    Powers,
+    RowNumbers,
+    SampleRows,
+    State,
+    Terms,
+    Whole,
+)
 from csc.ir import graph as g
-
-
-@dataclass(frozen=True)
-class Count:
-    """A number that adds up over microbatches.
-
-    kind: "rows", those of the batch entry `name`; "value", of the call `name`, made of the batch alone; "labels", those
-    that the loss `name` is a mean over. added, least: what is divided by is count + added, or
-    least if that is more; no limit with 0.
-    """
-
-    kind: str
-    name: str
-    added: float = 0.0
-    least: float = 0.0
-
-    @property
-    def plain(self) -> bool:
-        return self.added == 0 and self.least == 0
-
-
-Powers = frozenset[tuple[Count, int]]
-NONE: Powers = frozenset()
-
-
-@dataclass(frozen=True)
-class Whole:
-    powers: Powers = NONE
-
-
-@dataclass(frozen=True)
-class SampleRows:
-    """count: of the samples; entry: the batch entry whose rows they are."""
-
-    axis: Axis
-    count: int
-    entry: str
-    powers: Powers = NONE
-
-
-@dataclass(frozen=True)
-class PartsOfSum:
-    powers: Powers = NONE
-
-
-@dataclass(frozen=True)
-class TermOfSum:
-    """An operand of a call that adds or stacks, and the number that it is divided by."""
-
-    call: str
-    operand: int
-    count: Count
-
-
-@dataclass(frozen=True)
-class Terms:
-    terms: frozenset[TermOfSum]
-
-
-@dataclass(frozen=True)
-class RowNumbers:
-    """step: by how much the numbers of one sample are larger than those of the sample before."""
-
-    axis: Axis
-    count: int
-    entry: str
-    step: int
-
-
-@dataclass(frozen=True)
-class NewTensor:
-    powers: Powers = field(default=NONE, init=False)
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """why: a phrase with the operation as its subject. unless: it is nothing mixed again once it has been "looked up"
-    by numbers made for the microbatch (rows of samples among others); has put rows in "order", those that a mask
-    selects first; or these were "scattered" to places that are as many.
-    """
-
-    node: fx.Node
-    why: str
-    unless: str = ""
-
-
-State = Whole | SampleRows | PartsOfSum | Terms | RowNumbers | NewTensor | Mixed
-
-
-class Lost(Exception):
-    """Ends the rules of a call that mixes samples. The argument says what it does, as a phrase."""
-
-
-UNKNOWN = "is an operation of which csc does not know that it keeps samples apart"
-ALONG_SAMPLES = "works along the samples"
-EVERY_OTHER = "combines every sample with every other"
-BY_NUMBER = "takes as much of a value as there are samples"
-NOT_LINEAR = "does more than scale what was summed over samples, or divided by their number"
-FIXED = "meets samples with a value that is the same for every batch, entry by entry"
-
-
-def times(one: Powers, other: Powers, sign: int = 1) -> Powers:
-    """The powers of a product; of a quotient with sign = -1."""
-    total = dict(one)
-    for count, power in other:
-        total[count] = total.get(count, 0) + sign * power
-    return frozenset((count, power) for count, power in total.items() if power)
 
 
 class SamplePropagation:
@@ -192,6 +107,9 @@ class SamplePropagation:
                 return Whole()
             if name not in self.linear and any(isinstance(one, Terms) for one in used):
                 return Mixed(node, NOT_LINEAR)
+        routed = sorted_rows(self.states, node)
+        if routed is not None:
+            return routed
         try:
             rule = self.special.get(name)
             return rule(self, node) if rule is not None else self.by_links(node)

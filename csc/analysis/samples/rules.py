@@ -22,7 +22,8 @@ from csc.analysis.samples import move_rules as moves
 from csc.analysis.samples import product_rules as products
 from csc.analysis.samples import size_rules as sizes
 from csc.analysis.samples.loss_rules import LOSS_RULES
-from csc.analysis.samples.propagation import SamplePropagation, State
+from csc.analysis.samples.propagation import SamplePropagation
+from csc.analysis.samples.states import State
 
 Rule = Callable[[SamplePropagation, fx.Node], State]
 

@@ -9,7 +9,8 @@ from torch import fx
 
 from csc.analysis.operators.relation import shape_of
 from csc.analysis.samples.operands import number_of, of
-from csc.analysis.samples.propagation import (
+from csc.analysis.samples.propagation import SamplePropagation
+from csc.analysis.samples.states import (
     FIXED,
     UNKNOWN,
     Count,
@@ -17,7 +18,6 @@ from csc.analysis.samples.propagation import (
     Mixed,
     NewTensor,
     RowNumbers,
-    SamplePropagation,
     SampleRows,
     State,
     Whole,
