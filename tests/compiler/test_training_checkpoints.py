@@ -45,7 +45,8 @@ def test_a_run_goes_on_at_another_mesh(case: dict[str, Any], change: dict[str, A
     assert all(not one.missing() for _, one in found.tensors())
     whole = sum(p.numel() * p.element_size() for p in checkpoint_worker.MODELS[case["model"]]().parameters())
     copied = [result["copied"] for result in results]
-    assert sum(copied) == 3 * whole and max(copied) < 2 * sum(copied) / len(copied), "each writes its part"
+    of_a_stage = len(copied) / csc.Mesh.of(case["mesh"]).pp  # one stage may have nearly all
+    assert sum(copied) == 3 * whole and max(copied) < 2 * sum(copied) / of_a_stage, "each writes its part"
     launching.ranks(checkpoint_worker.again, csc.Mesh.of(change["mesh"]).size, case | change, tmp_path, "moved")
     moved = json.loads((tmp_path / "moved_0.json").read_text())
     assert moved == pytest.approx(results[0]["later"], rel=FLOAT32)
