@@ -63,7 +63,6 @@ def test_encoders_divided_by_two_and_by_four_beside_a_language_model_divided_by_
         long(f"tp=8,cp=2,{OWN},vision_encoder.cp=1", 102, {}),
         long(f"tp=8,{OWN}", 102, {"sequence_parallel": True}),
         long(f"tp=8,{OWN}", 102, {"fuse": True}),
-        long("tp=12,vision_encoder.tp=2,audio_encoder.tp=4,language_model.tp=4", 102, {}),
         # one and two ranks, two and four, eight and two beside others
         long("tp=2,pp=3,vision_encoder.pp=1,vision_encoder.dp=2,audio_encoder.pp=1,audio_encoder.tp=1,"
              "audio_encoder.dp=1", 102, {"microbatches": 2}),
