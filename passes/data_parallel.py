@@ -93,7 +93,13 @@ def _spread(program: Program, component: str, levels: Mapping[str, int], cp: int
                 f"{of_samples.what}; nor can its tokens be shared out: {of_tokens.what}", of_samples.where,
                 of_samples.remedy,
             ) from of_tokens  # fmt: skip
-    return _tokens(found, component, "cp", cp, gathers) if cp > 1 else found
+    try:
+        return _tokens(found, component, "cp", cp, gathers) if cp > 1 else found
+    except InputError as of_tokens:
+        raise InputError(
+            f"{component} has cp={cp} in the mesh: {of_tokens.what}", of_tokens.where,
+            f"give it cp=1, where cp ranks share out its samples alone, or leave {component}.cp out of the mesh",
+        ) from of_tokens  # fmt: skip
 
 
 def _tokens(program: Program, component: str, axis: str, ranks: int, gathers: bool) -> Program:

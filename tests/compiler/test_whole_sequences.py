@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import csc
 from csc.errors import InputError
+from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.compiler.test_data_parallel import FLOAT32, collectives, llava, parity
 from tests.compiler.test_dividing import same
+from tests.compiler.test_several_divisions import Tower
 from tests.models import hf, mixed
 from tests.tiers import long
 
@@ -122,6 +126,27 @@ def test_forms_of_a_mesh() -> None:
     assert (fewer.size, fewer.own_ranks) == (6, (("a", 1),))
     assert fewer == csc.Mesh.parse(str(fewer)) == csc.Mesh.of(fewer.to_dict())
     assert csc.Mesh.parse("tp=2,a.cp=1") == csc.Mesh(tp=2)
+
+
+class Unattended(nn.Module):
+    """An encoder without attention beside a Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eye, self.text = Tower(), MODELS["llama"]()
+        self.widen = nn.Linear(8, 48)
+
+    def forward(self, images: torch.Tensor, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        words = self.text.model.embed_tokens(input_ids)  # type: ignore[operator, union-attr]
+        seen = self.widen(self.eye(images))
+        return self.text(inputs_embeds=torch.cat([words[:, :3] + seen, words[:, 3:]], 1), labels=labels)
+
+
+def test_samples_whose_tokens_cannot_be_shared() -> None:
+    given = {"images": torch.randn(4, 3, 8), **BATCHES["llama"](4)}
+    parity(csc.compile(Unattended(), example=given, mesh="cp=4,eye.cp=1"), 31)
+    with pytest.raises(InputError, match=r"eye has cp=2 in the mesh.*no attention along tokens.*give it cp=1"):
+        csc.compile(Unattended(), example=given, mesh="cp=4,eye.cp=2").trainer()
 
 
 def test_what_cannot_be() -> None:
