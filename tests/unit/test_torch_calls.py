@@ -60,7 +60,7 @@ def test_a_written_call_is_its_operator(name: str) -> None:
         given = [_filled(one, values) for one in ARGUMENTS[name]]
         try:
             expected = operator(*given)
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             assert not dtype.is_floating_point  # of whole numbers there is no mean
             continue
         with Seen() as seen:
