@@ -75,14 +75,16 @@ class Decided:
 
 class CompiledPrograms:
     """settling: called before what is decided for a program is kept; beginning: before one that is not in the cache is
-    compiled. alike: programs as which these are cut, of the same model in another mode.
+    compiled. alike: programs as which these are cut, of the same model in another mode. compared: with eager PyTorch,
+    before their first step.
     """
 
     def __init__(
         self, compiler: Compiler, settling: Callable[[], None], beginning: Callable[[Options], None],
-        alike: CompiledPrograms | None = None,
+        alike: CompiledPrograms | None = None, compared: bool = True,
     ) -> None:  # fmt: skip
         self._compiler, self._settling, self._beginning, self._alike = compiler, settling, beginning, alike
+        self._compared = compared
         self._decided: dict[Answers, Decided] = {}  # the first answers' is where others start
         self._settled: dict[Key, Options] = {}
         self._histories: dict[Key, list[Program]] = {}
@@ -168,7 +170,7 @@ class CompiledPrograms:
         with uncollected():
             match, traced = self._compiler.trace(microbatch, options, progress, whole)
             settled = self.options(match, options)
-            self._compiler.check_whole(microbatch, traced, settled)
+            traced = self._compiler.checked(microbatch, traced, settled, self._compared)
             known = self._decided or (self._alike._decided if self._alike is not None else {})
             anew = bool(known) and match.answers not in self._decided
             if anew:

@@ -19,24 +19,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from csc.analysis.samples.combining import assumed, combination, proven
-from csc.analysis.samples.other_number import named_alike, unlike
+from csc.analysis.samples.combining import combination
 from csc.analysis.sized import sized
 from csc.analysis.token_counts import places_for_features
 from csc.cache.model_entries import ModelEntries
 from csc.cache.packed import Captured, TracedProgram
 from csc.cache.store import Store
-from csc.capture.batch import doubtful, repeated, split_batch
+from csc.capture.batch import doubtful, split_batch
 from csc.capture.capture import capture, name_of, with_sizes_of
 from csc.capture.guards import Guards, Match
 from csc.capture.trace.autograd_functions import refuse_hooks
 from csc.capture.trace.held_tensors import refuse_tensors
 from csc.codegen.write import write
+from csc.driver.more_samples import MoreSamples
 from csc.driver.shared_traces import SharedTraces, undivided
 from csc.errors import CscError, InputError
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
-from csc.passes.loss import ONE_SAMPLE, check_combination
+from csc.passes.loss import check_combination
 from csc.passes.runner import CAPTURE, DIVIDING, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
 
@@ -68,13 +68,13 @@ class Compiler:
     traced: dict[Any, TracedProgram] = field(default_factory=dict)
     shared: SharedTraces = field(default_factory=SharedTraces)
     guards: Guards = field(default_factory=Guards)
-    compared: dict[Any, str] = field(default_factory=dict)  # traced graphs with those of more samples
     whole: dict[Any, frozenset[str]] = field(default_factory=dict)  # by the entries of batches, and which were doubtful
 
     def __post_init__(self) -> None:
         refuse_hooks(self.model)
         refuse_tensors(self.model)
         self.kept = ModelEntries(self.model, self.store)
+        self.more = MoreSamples(self._in_size)
 
     def of(self, model: nn.Module) -> Compiler:
         """The compiler of another model, which keeps nothing."""
@@ -110,15 +110,13 @@ class Compiler:
         """
         with uncollected():
             _, traced = self.trace(microbatch, options, progress, whole=True)
-            self.check_whole(microbatch, traced, options)
-            return self.planned(traced, options, progress)
+            return self.planned(self.checked(microbatch, traced, options), options, progress)
 
     def finished(self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet) -> Program:
         """The Program after the last pass, planned from the graphs in the cache if it has them."""
         with uncollected():
             _, traced = self.trace(microbatch, options, progress)
-            self.check_whole(microbatch, traced, options)
-            return self.planned(traced, options, progress)[-1]
+            return self.planned(self.checked(microbatch, traced, options), options, progress)[-1]
 
     def planned(self, traced: TracedProgram, options: Options, progress: Progress = quiet) -> list[Program]:
         """The Program after each pass: those that traced it too, if they are known."""
@@ -126,35 +124,11 @@ class Compiler:
         check_combination(history[-1], options)  # with the real number of microbatches it may have to refuse
         return run([self._as_the_model_says(program) for program in history], PLANNING, options, progress)
 
-    def check_whole(self, microbatch: Mapping[str, Any], traced: TracedProgram, options: Options) -> None:
-        """InputError if the model does something else with a batch of all microbatches than with one of them, and how
-        their losses combine rests on the trace of one. A batch that the model refuses tells nothing.
-        """
-        parts, combination = options.microbatches * options.mesh.dp, traced.program.combination
-        if parts == 1 or options.loss_weight != "auto" or combination.problem or ONE_SAMPLE in traced.program.notes:
-            return
-        key = _key(self.match(microbatch), options), parts
-        if key not in self.compared:
-            try:
-                self.compared[key] = self._unlike(microbatch, *repeated(microbatch, parts, combination.whole))
-            except CscError:
-                self.compared[key] = ""
-        if self.compared[key]:
-            raise InputError(
-                "the model computes with the number of samples in Python, and of a batch with more of them "
-                f"{self.compared[key]}", "model",
-                "use one microbatch and dp=1, with which the step is the model's own; or compute with x.shape[0] in "
-                "tensor operations; or say how the losses combine: loss_weight='mean' (by the number of samples) or "
-                "'sum'",
-            )  # fmt: skip
-
-    def _unlike(self, microbatch: Mapping[str, Any], batch: Mapping[str, Any], times: int) -> str:
-        """What is not the same in the captures of two batches, as a phrase; "" where one capture is for both."""
-        mine, other = (self._in_size(one) for one in (microbatch, batch))
-        if name_of(mine[0]) == name_of(other[0]):
-            return ""
-        values = mine[0].constants.__getitem__, other[0].constants.__getitem__
-        return unlike(mine[1], other[1], times, values)
+    def checked(
+        self, microbatch: Mapping[str, Any], traced: TracedProgram, options: Options, compared: bool = True
+    ) -> TracedProgram:
+        """As csc.driver.more_samples has it."""
+        return self.more.checked(microbatch, _key(self.match(microbatch), options), traced, options, compared)
 
     def _in_size(self, batch: Mapping[str, Any]) -> tuple[Program, fx.Graph]:
         """The capture that is for a batch, and its graph in that batch's sizes."""
@@ -189,36 +163,17 @@ class Compiler:
         begins = with_sizes_of(captured, split_batch(match.batch)[0])
         key = from_cache, _key(match, undivided(alone))
         history = self.shared.history(key, begins, alone, progress)
-        if history[-1].combination.problem and self._two_prove_it(microbatch, begins):
-            self.shared.begun.pop(key)
-            history = self.shared.history(key, begins, alone, progress)
+        if history[-1].combination.problem:
+            joints = self.more.prove(microbatch, begins, self.shared.joints[name_of(begins)])
+            if joints is not None:
+                self.shared.joints[name_of(begins)] = joints
+                self.shared.begun.pop(key)
+                history = self.shared.history(key, begins, alone, progress)
         places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
         made = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))
         self.kept.keep_trace(made, match, options)
         self.traced[_key(match, options)] = made
         return match, made
-
-    def _two_prove_it(self, microbatch: Mapping[str, Any], one: Program) -> bool:
-        """Whether a capture that is for one sample alone, which tells nothing of how the losses of several combine, is
-        that of two in all but sizes, and that says it. The next trace knows.
-        """
-        if not any(entry.shape[:1] == (1,) for entry in one.inputs):
-            return False
-        batch, times = repeated(microbatch, 2, ())
-        try:
-            if self._unlike(microbatch, batch, times):
-                return False
-            two, graph = self._in_size(batch)
-        except CscError:
-            return False
-        found, always = proven(two, two.graph)
-        joints = self.shared.joints[name_of(one)]
-        if found.problem or not always or joints is None:
-            return False
-        names = named_alike(self._in_size(microbatch)[1], graph)
-        known = {**joints.combinations, assumed(one): found.renamed(names)}
-        self.shared.joints[name_of(one)] = replace(joints, combinations=known)
-        return True
 
     def adopt(self, guards: Guards) -> None:
         """Know what another process knows, if it is more."""

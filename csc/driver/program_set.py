@@ -90,7 +90,8 @@ class ProgramSet:
         self._compiler = compiler
         alike = training.compiled if training is not None else None
         self._fusing = FusingAhead(compiler)
-        self.compiled: CompiledPrograms = CompiledPrograms(compiler, self._look_first, self._fusing.begin, alike)
+        beginning = self._fusing.begin
+        self.compiled: CompiledPrograms = CompiledPrograms(compiler, self._look_first, beginning, alike, checks)
         self._broadcast = ProgramBroadcast(compiler, self.compiled, directory)
         self._trainers: dict[Variants, Trainer] = {}  # the first of a number of microbatches knows all parameters
         self._served: dict[int, set[Any]] = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from csc.passes.loss import ONE_SAMPLE
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaModel
@@ -65,6 +66,11 @@ def squeezed(rows: torch.Tensor) -> torch.Tensor:
     """Of one sample the dimension goes, and comes back as another one."""
     thin = rows.squeeze(0)
     return (thin + thin.mean(0)).view(rows.shape)
+
+
+def asks(rows: torch.Tensor) -> torch.Tensor:
+    """Asks for the number, and does the same whatever it is."""
+    return torch.tanh(rows) if rows.shape[0] == 1 else rows.tanh()
 
 
 def of_each(rows: torch.Tensor) -> torch.Tensor:
@@ -190,3 +196,43 @@ def test_one_sample_that_is_dealt_with_otherwise_shows_nothing(
     torch.manual_seed(0)
     with pytest.raises(csc.CscError, match=r"cannot prove that the losses of microbatches"):
         csc.compile(WithLogits(between), example=tokens(), microbatches=4, check=False, cache=False)
+
+
+def doubled(rows: torch.Tensor) -> torch.Tensor:
+    """The same to each sample, and other operations where there are several."""
+    return rows + rows if rows.shape[0] == 1 else rows * 2
+
+
+def of_labels(between: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> csc.CompiledModel:
+    """A mean over labels, in microbatches of one sample."""
+    torch.manual_seed(0)
+    return csc.compile(Plain(between), example=plain_batch(4), microbatches=4, cache=False, **options)
+
+
+@pytest.mark.parametrize("between", [if_several, doubled])
+def test_what_nothing_proves_is_not_trained_unless_it_is_compared(
+    between: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    with pytest.raises(csc.InputError, match=r"microbatches of one sample .* of a batch of two .*loss_weight='tokens'"):
+        of_labels(between, check=False)
+    assert of_labels(between, check=False, loss_weight="tokens").program.loss_weight == "tokens"
+
+
+def test_what_is_compared_trains_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = of_labels(doubled)
+    assert "aten::add becomes aten::mul" in caplog.text and ONE_SAMPLE in compiled.program.notes
+    expected = float(compiled.model(**plain_batch(4)).detach())
+    assert float(compiled.train_step(plain_batch(4))) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_two_samples_show_to_be_wrong_is_seen_in_the_first_step() -> None:
+    compiled = of_labels(if_several)
+    with pytest.raises(csc.DifferenceError):
+        compiled.train_step(plain_batch(4))
+
+
+def test_what_two_samples_prove_is_not_noted() -> None:
+    compiled = of_labels(asks, check=False)
+    assert compiled.program.notes == () and captures(compiled) == 2
+    result = verify(compiled)
+    assert result.params_missing == () and max(result.loss_rel, result.grad_rel_max) <= FLOAT32

@@ -153,6 +153,13 @@ def test_nothing_else_is_proven_of_samples(way: str) -> None:
         csc.compile(routed(way), example=batch(4), microbatches=2, cache=False, check=False)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_microbatches_of_one_sample_are_refused_or_compared(way: str) -> None:
+    """Two samples are sorted together, so what one alone shows holds for no batch."""
+    with pytest.raises(InputError, match="cannot prove that the losses of microbatches of one sample"):
+        csc.compile(routed(way), example=batch(), microbatches=2, cache=False, check=False)
+
+
 TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0,

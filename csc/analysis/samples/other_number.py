@@ -33,11 +33,13 @@ def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Val
     calls, others = _tensor_calls(one), _tensor_calls(other)
     same: dict[fx.Node, fx.Node] = {}
     for node, its in zip(calls, others):
-        if node.target is not its.target and not {g.op_name(node), g.op_name(its)} <= RESHAPES:
+        reshapes = {g.op_name(node), g.op_name(its)} <= RESHAPES
+        if node.target is not its.target and not reshapes:
             return f"{g.op_name(node)} becomes {g.op_name(its)} ({g.line(node)})"
         assert isinstance(node.target, OpOverload)
         mine, theirs = g.bind(node), g.bind(its)
-        for (name, argument), its_argument in zip(mine.items(), theirs.values()):
+        for name, *both in zip(mine, mine.values(), theirs.values()):
+            argument, its_argument = _sizes(node, its) if name == "size" and reshapes else both
             sizes = times if name in SIZES or COUNTED.get(g.op_name(node)) == name else 1
             if not _alike(argument, its_argument, same, sizes, values):
                 return f"{g.op_name(node)} is given another '{name}' ({g.line(node)})"
@@ -45,6 +47,11 @@ def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Val
     if len(calls) != len(others):
         return f"{len(others)} operations are made in place of {len(calls)}"
     return ""
+
+
+def _sizes(*calls: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """Of their results: what they are given may leave one out (-1)."""
+    return tuple(tuple(node.meta["val"].shape) for node in calls)
 
 
 def named_alike(one: fx.Graph, other: fx.Graph) -> dict[str, str]:
