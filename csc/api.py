@@ -54,6 +54,7 @@ def compile(
     cuda_graphs: bool | None = None,
     zero: int | None = None,
     sequence_parallel: bool | None = None,
+    replicate: Sequence[str] | None = None,
     directory: str | Path | None = None,
     cache: bool = True,
     check: bool | int | None = None,
@@ -107,6 +108,8 @@ def compile(
         sequence_parallel: With tp: its ranks share out the tokens between the products that they divide (norms,
             additions, dropout), which takes less memory; sums become a reduce-scatter and an all-gather. None: False;
             see docs/tensor.md.
+        replicate: With tp: operators (`"mine::route"`) that every one of its ranks makes of whole operands, with whole
+            weights around them. One that csc has no rule for is an error else; see docs/tensor.md.
         directory: Where the program is written; None: a temporary directory, removed at exit.
         cache: Take programs from the cache on disk, and keep them there; see docs/cache.md.
         check: Compare a program with eager PyTorch before its first step, on that step's batch (see docs/check.md
@@ -138,7 +141,7 @@ def compile(
         hardware=hardware, memory=memory, microbatches=microbatches, loss_weight=loss_weight, precision=precision,
         keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute, context=context, fuse=fuse,
         cuda_graphs=cuda_graphs, zero=zero,
-        sequence_parallel=sequence_parallel, **misspelt,
+        sequence_parallel=sequence_parallel, replicate=replicate, **misspelt,
     )  # fmt: skip
 
     features = made_features(cache_features, encode_ahead)

@@ -122,9 +122,9 @@ class SampleShards:
         if axis.size > 1 and axis.kind != "leaf":
             what = f"{self.component} takes the first dimension of {first.name} apart"
             raise InputError(f"{what}, so that csc cannot tell what counts its samples", "mesh", self._remedy())
-        if axis.size > 1 and axis.blocked:
+        if axis.size > 1 and axis.whole:
             raise InputError(
-                f"{self.component} cannot share out the first dimension of {first.name}: {axis.blocked} needs it whole",
+                f"{self.component} cannot share out the first dimension of {first.name}: {axis.whole} needs it whole",
                 "mesh", self._remedy(),
             )  # fmt: skip
         return axis

@@ -55,7 +55,7 @@ def tensor(program: Program, options: Options) -> Program:
     copied = {one.name for one in program.parameters if one.copied}
     alike = _uses(program, lambda region, name: region.component in mesh.held_in_copies and name not in copied)
     # copies compute alike what they do not share out: REDUCE adds up over all of tp or none, so graphs add up
-    found = _Agreement(program, ranks, number, whole, alike).choices()
+    found = _Agreement(program, ranks, number, whole, alike, options.replicate).choices()
     for size in sorted({mesh.tp, *(tp for _, tp in mesh.components if tp > 1)} & set(ranks.values())):
         choices = {name: one for name, one in found.items() if ranks[name] == size}
         _check(program, choices, size, mesh)
@@ -85,7 +85,7 @@ class _Agreement:
     """Choices for all templates, such that regions which use one parameter hold the same of it. ranks: by template.
 
     whole: uses in which a parameter is not to be divided. operators: those whose gradient calls in the graph add up,
-    since another use of the parameter gives the whole gradient on each rank.
+    since another use of the parameter gives the whole gradient on each rank. replicated: see Options.replicate.
     """
 
     program: Program
@@ -93,6 +93,7 @@ class _Agreement:
     number: torch.Tensor
     whole: set[Use] = field(default_factory=set)
     operators: set[Use] = field(default_factory=set)
+    replicated: Collection[str] = ()
 
     def choices(self) -> dict[str, ShardChoice]:
         found: dict[str, ShardChoice] = {}
@@ -103,7 +104,7 @@ class _Agreement:
                 template = self.program.templates[name]
                 found[name] = chosen(
                     template, self.program.fake_mode, self.number, self.ranks[name], self._of(name, self.whole),
-                    self._of(name, self.operators), ids,
+                    self._of(name, self.operators), ids, self.replicated,
                 )  # fmt: skip
             changed = self._apart(found)
         return found
@@ -179,6 +180,7 @@ def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh:
     asked, what = f"tp={ranks}", "this model"
     if ranks < mesh.tp:
         asked, what = ", ".join(f"{component}.tp={tp}" for component, tp in mesh.components if tp == ranks), "it"
+    _refuse_unknown(program, found, asked)
     odd = [odd for choice in found.values() for odd in choice.odd]
     if odd:
         sizes = {(axis.size, axis.groups) for choice in found.values() for axis in choice.axes}
@@ -201,6 +203,21 @@ def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh:
             f"{asked} divides nothing of {what}: csc found neither heads nor hidden features in a layer", "mesh",
             "; ".join([f"make tp {less}" if less > 1 else "leave tp at 1", *reasons[:3]]),
         )  # fmt: skip
+
+
+def _refuse_unknown(program: Program, found: Mapping[str, ShardChoice], asked: str) -> None:
+    """InputError where layers could be divided but for a call that csc has no rule for."""
+    several = len({region.component for region in program.regions}) > 1
+    for region in program.regions:
+        for what, why in found[region.template].unknown if region.template in found else ():
+            name = why.split(" at ")[0]
+            alone = f"{region.component}.tp=1" if several else "tp=1"
+            tag = f"if {name} works entry by entry, register it with tags=(torch.Tag.pointwise,); "
+            raise InputError(
+                f"{asked} cannot divide {what} in {region.name}: {why}", "mesh",
+                f"{tag * (name.split('::')[0] != 'aten')}replicate=['{name}'] lets every rank make it of whole "
+                f"operands, with whole weights around it; {alone} leaves all of {region.component} whole",
+            )  # fmt: skip
 
 
 def _readers(odd: OddAxis, ranks: int) -> str:

@@ -1,11 +1,12 @@
 """Which axes of a template tensor-parallel ranks divide.
 
 Terms: see csc.passes.tensor_graph. An axis is a *candidate* if it is in a parameter and nothing blocks it: neither a
-call that needs it whole, nor the region's edge, where values are equal on all ranks. Its *worth* is the FLOPs that are
+call that needs it whole, nor the region's edge, where values are equal on all ranks. One that would be a candidate but
+for a call without a rule is *unknown*, and an error of pass `tensor`. A candidate's *worth* is the FLOPs that are
 divided with it for each element that ranks then have to sum. Candidates of more worth come first; one that shares a
 parameter with those before it is left out.
 
-    chosen(template, mode, number, ranks, whole, operators, ids) -> ShardChoice
+    chosen(template, mode, number, ranks, whole, operators, ids, replicated) -> ShardChoice
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ShardChoice:
 
     shared_reads, equal_reads: whole parameters that calls on shards, and others, read. operators: of the former those
     whose gradient is summed in the graph. odd: axes that do not divide. reasons: why
-    something stays whole.
+    something stays whole. unknown: what could be divided but for a call without a rule, and that call.
     """
 
     graph: fx.Graph | None = None
@@ -69,19 +70,20 @@ class ShardChoice:
     operators: frozenset[str] = frozenset()
     odd: tuple[OddAxis, ...] = ()
     reasons: tuple[str, ...] = ()
+    unknown: tuple[tuple[str, str], ...] = ()
 
 
 def chosen(
     template: Template, mode: FakeTensorMode, number: torch.Tensor, ranks: int, whole: Collection[str],
-    operators: Collection[str], ids: Collection[str],
+    operators: Collection[str], ids: Collection[str], replicated: Collection[str],
 ) -> ShardChoice:  # fmt: skip
     """whole: parameters that are not to be divided. operators: those whose gradient calls in the graph add up. ids:
-    tables that are made of the batch.
+    tables that are made of the batch. replicated: calls that all ranks are to make of whole operands.
     """
     reads = frozenset(template.parameters)
     if any(g.op_name(node) in OWN_BACKWARD for node in g.calls(template.graph)):
         return ShardChoice(equal_reads=reads, reasons=(f"{template.name}, which has a backward of its own",))
-    return _TemplateSearch(template, mode, number, ranks, operators, ids).choice(whole)
+    return _TemplateSearch(template, mode, number, ranks, operators, ids, replicated).choice(whole)
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,15 @@ class _TemplateSearch:
         ranks: int,
         operators: Collection[str],
         ids: Collection[str],
+        replicated: Collection[str],
     ) -> None:
         self.template, self.mode, self.number, self.ranks, self.operators = template, mode, number, ranks, operators
-        self.trees = dimensions(template.graph, ids)
+        self.trees = dimensions(template.graph, ids, replicated)
         self.evaluate = Evaluation(mode)
         self.inexact = {g.placeholders(template.graph)[i] for i in template.inexact}
         self.odd: list[OddAxis] = []
         self.whole: list[tuple[_Axis, object]] = []  # what stays so, and why
+        self.unknown: list[tuple[_Axis, str]] = []
 
     def choice(self, whole: Collection[str]) -> ShardChoice:
         axes: list[_Axis] = []
@@ -147,7 +151,9 @@ class _TemplateSearch:
             axes.append(axis)
         if made is None:
             reads = frozenset(self.template.parameters)
-            return ShardChoice(equal_reads=reads, odd=tuple(self.odd), reasons=self._reasons({}))
+            return ShardChoice(
+                equal_reads=reads, odd=tuple(self.odd), reasons=self._reasons({}), unknown=self._unknown({}, whole)
+            )  # fmt: skip
         boxes = self._boxes(axes)
         return ShardChoice(
             graph=made.graph,
@@ -161,6 +167,7 @@ class _TemplateSearch:
             operators=frozenset(self.operators),
             odd=tuple(self.odd),
             reasons=self._reasons(boxes),
+            unknown=self._unknown(boxes, whole),
         )
 
     def _refuse(self, axis: _Axis, error: Undivided) -> None:
@@ -203,6 +210,11 @@ class _TemplateSearch:
             for axis, why in self.whole if not set(axis.parameters) & divided.keys()
         )  # fmt: skip
 
+    def _unknown(self, divided: Mapping[str, object], whole: Collection[str]) -> tuple[tuple[str, str], ...]:
+        """Of parameters that nothing else divides, nor is asked to leave whole."""
+        left = [(axis, why) for axis, why in self.unknown if not set(axis.parameters) & {*divided, *whole}]
+        return tuple((f"{axis.what} of {axis.parameters[0]}", why) for axis, why in left)
+
     def _candidates(self) -> Iterator[_Axis]:
         for node in g.placeholders(self.template.graph):
             if node.meta["role"][0] != "parameter":
@@ -213,9 +225,12 @@ class _TemplateSearch:
             held = sharded(self.trees, dim)
             if name.startswith(POSITIONS):
                 continue
-            if held and not dim.blocked:
+            of_matrices = any(len(self.trees.parameters[one]) > 1 for one in held)
+            if held and not dim.whole:
                 yield _Axis(name, dim, tuple(held), self.trees.groups(dim))
-            elif dim.blocked != EDGE and any(len(self.trees.parameters[one]) > 1 for one in held):
+            elif of_matrices and not dim.blocked:
+                self.unknown.append((_Axis(name, dim, tuple(held)), f"{dim.unknown} has no rule"))
+            elif of_matrices and dim.blocked != EDGE:
                 self.whole.append((_Axis(name, dim, tuple(held)), f"{dim.blocked} needs them together"))
 
     def _by_worth(self, candidates: Sequence[_Axis]) -> list[_Axis]:

@@ -5,12 +5,13 @@ Terms
   product   factors, the outermost first: index = outer * size of the inner ones + inner (heads * width)
   sum       stretches behind each other (queries + keys + values)
   blocked   never to be sharded; the reason is the operation that needs it whole
+  unknown   not to be sharded either: an operation works with it of which nothing is known
 
     leaf(size) -> Dim                      product(dims) -> Dim
     unify(one, other)                      the two are walked along together
     factors(dim, sizes) -> [Dim]           dim as a product of these sizes
     stretches(dim, sizes) -> [Dim]         dim as a sum of these sizes
-    block(dim, reason)
+    block(dim, reason), block(dim, unknown=reason)
     ranges(dim, axis, rank, ranks) -> [(start, stop)]       what of dim belongs to a rank's shard of a leaf
     shard_size(dim, parts), shard_index(dim, index, parts)  sizes and places as a rank has them, of leaves cut in parts
 
@@ -36,6 +37,12 @@ class Dim:
     parts: list[Dim] = field(default_factory=list)
     same: Dim | None = None  # what it has been unified with
     blocked: str = ""
+    unknown: str = ""
+
+    @property
+    def whole(self) -> str:
+        """Why it is not to be sharded; "": it may be."""
+        return self.blocked or self.unknown
 
 
 def leaf(size: int) -> Dim:
@@ -56,11 +63,11 @@ def found(dim: Dim) -> Dim:
     return dim
 
 
-def block(dim: Dim, reason: str) -> None:
+def block(dim: Dim, reason: str = "", unknown: str = "") -> None:
     dim = found(dim)
-    dim.blocked = dim.blocked or reason
+    dim.blocked, dim.unknown = dim.blocked or reason, dim.unknown or unknown
     for part in dim.parts:
-        block(part, reason)
+        block(part, reason, unknown)
 
 
 def flat(dim: Dim, kind: str) -> list[Dim]:
@@ -72,8 +79,8 @@ def flat(dim: Dim, kind: str) -> list[Dim]:
 def _refine(dim: Dim, kind: Literal["product", "sum"], sizes: Sequence[int]) -> list[Dim]:
     """A leaf made a product or a sum of new leaves."""
     dim.kind, dim.parts = kind, [leaf(size) for size in sizes]
-    if dim.blocked:
-        block(dim, dim.blocked)
+    if dim.whole:
+        block(dim, dim.blocked, dim.unknown)
     return dim.parts
 
 
@@ -147,8 +154,8 @@ def unify(one: Dim, other: Dim) -> None:
         if any(part is leaf_ for part in leaves(rest)):  # of itself: only by factors of one
             return
         leaf_.same = rest
-        if leaf_.blocked:
-            block(rest, leaf_.blocked)
+        if leaf_.whole:
+            block(rest, leaf_.blocked, leaf_.unknown)
     elif one.kind == other.kind:
         apart = factors if one.kind == "product" else stretches
         sizes = _common([part.size for part in flat(one, one.kind)], [part.size for part in flat(other, one.kind)],

@@ -12,8 +12,9 @@ Terms
     trees.boxes(parameter, division, rank)            trees.text(parameter, dim): `heads * 4 + heads * 4`
 
 Dimensions come from the table of operator rules, one walk over the graph: what an operation carries along is one leaf,
-a reshape makes products, parts and joins make sums. An operation that needs a dimension whole, or that the table does
-not know, blocks it; `Dim.blocked` says which, with its line.
+a reshape makes products, parts and joins make sums. An operation that needs a dimension whole blocks it, as does one
+that is to be replicated; `Dim.blocked` says which, with its line, and `Dim.unknown` says it of one that the table does
+not know.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from csc.analysis.divisions import Division
 from csc.analysis.operators.moves import EMBEDDING, EXPAND
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, SDPA
 from csc.analysis.operators.reductions import CLASSES, HEAD, LABELS
-from csc.analysis.operators.relation import End, Use
+from csc.analysis.operators.relation import End, Relation, Use
 from csc.analysis.operators.table import relation_of_features
 from csc.ir import graph as g
 from csc.ir.program import Box
@@ -51,11 +52,11 @@ from csc.ir.program import Box
 _WHOLE = ("normalised", "blocked", "repeated", "padded")
 
 
-def dimensions(graph: fx.Graph, ids: Collection[str] = ()) -> Trees:
+def dimensions(graph: fx.Graph, ids: Collection[str] = (), replicated: Collection[str] = ()) -> Trees:
     """Of a graph in plain sizes, as pass `attention` leaves it: a whole model's, or a template's. ids: tables of the
-    latter that are made of the batch.
+    latter that are made of the batch. replicated: operations that all ranks are to make of whole operands.
     """
-    trees = Trees(ids)
+    trees = Trees(ids, replicated)
     for node in graph.nodes:
         if node.op == "placeholder":
             trees.enter(node)
@@ -67,8 +68,8 @@ def dimensions(graph: fx.Graph, ids: Collection[str] = ()) -> Trees:
 class Trees:
     """of: the dimensions of each value; of several results those of each."""
 
-    def __init__(self, ids: Collection[str] = ()) -> None:
-        self._ids = ids
+    def __init__(self, ids: Collection[str] = (), replicated: Collection[str] = ()) -> None:
+        self._ids, self._replicated = ids, replicated
         self.of: dict[fx.Node, list[list[Dim]]] = {}
         self.parameters: dict[str, list[Dim]] = {}
         self.named: list[tuple[str, Dim]] = []
@@ -101,8 +102,8 @@ class Trees:
     def boxes(self, parameter: str, division: Division, rank: int) -> Box:
         """ValueError if the axis is blocked, or does not divide."""
         axis, ranks = found(division.axis), division.ranks
-        if axis.blocked or (axis.size % ranks and division.groups is None):
-            raise ValueError(axis.blocked or f"{axis.size} entries cannot be divided by {ranks}")
+        if axis.whole or (axis.size % ranks and division.groups is None):
+            raise ValueError(axis.whole or f"{axis.size} entries cannot be divided by {ranks}")
         return tuple(tuple(division.ranges(dim, rank)) for dim in self.parameters[parameter])
 
     def text(self, parameter: str, dim: int) -> str:
@@ -126,12 +127,14 @@ class Trees:
         val: Any = node.meta["val"]
         values = list(val) if isinstance(val, (tuple, list)) else [val]
         out = [leaf(size) for size in getattr(values[0], "shape", ())]
-        known, reason = relation_of_features(node), f"{g.op_name(node)} at {g.place(node)}"
+        known, reason = self._relation(node), f"{g.op_name(node)} at {g.place(node)}"
         uses = () if known is None else known.uses
+        own = g.op_name(node) in self._replicated or g.op_name(node).split("::")[0] == "csc"
+        unknown = reason if known is None and not own else ""
         for used in {*node.all_input_nodes} - {use.node for use in uses}:
-            self._block(self.of[used][0], reason)
+            self._block(self.of[used][0], "" if unknown else reason, unknown)
         if known is None:
-            self._block(out, reason)
+            self._block(out, "" if unknown else reason, unknown)
         for use in uses:
             self._use(node, use, out, reason)
         if any(end.how in _WHOLE for use in uses for end in (use.rest, *use.ends.values())):
@@ -147,7 +150,7 @@ class Trees:
                 if len(before) == len(out) and before[place].size < out[place].size
             ]
             self.expanded += [(out[place - 1], out[place]) for place in new]
-        self.of[node] = [out, *(self._other(one, out, reason) for one in values[1:])]
+        self.of[node] = [out, *(self._other(one, out, "" if unknown else reason, unknown) for one in values[1:])]
         for use in uses:
             for dim, end in use.ends.items():
                 if len(values) > 1 and end.how == "cut" and end.dim is not None and use.end(dim) is not None:
@@ -155,16 +158,19 @@ class Trees:
                     for dims, part in zip(self.of[node], stretches(self.of[use.node][0][dim], sizes)):
                         dims[end.dim] = part
 
-    @staticmethod
-    def _block(dims: Sequence[Dim], reason: str) -> None:
-        for dim in dims:
-            block(dim, reason)
+    def _relation(self, node: fx.Node) -> Relation | None:
+        return None if g.op_name(node) in self._replicated else relation_of_features(node)
 
     @staticmethod
-    def _other(value: Any, out: Sequence[Dim], reason: str) -> list[Dim]:
+    def _block(dims: Sequence[Dim], reason: str, unknown: str = "") -> None:
+        for dim in dims:
+            block(dim, reason, unknown)
+
+    @staticmethod
+    def _other(value: Any, out: Sequence[Dim], reason: str, unknown: str) -> list[Dim]:
         """The dimensions of a second result: those of the first, as far as they have the same sizes."""
         shape = value.shape if isinstance(value, torch.Tensor) else ()
-        return [out[d] if d < len(out) and out[d].size == size else Dim(size, blocked=reason)
+        return [out[d] if d < len(out) and out[d].size == size else Dim(size, blocked=reason, unknown=unknown)
                 for d, size in enumerate(shape)]  # fmt: skip
 
     def _use(self, node: fx.Node, use: Use, out: list[Dim], reason: str) -> None:

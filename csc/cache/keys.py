@@ -34,7 +34,7 @@ from csc.ir.program import Options
 
 FORMAT = 5
 # Of the options; and the mesh within layers.
-OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk", "fuse", "sequence_parallel")
+OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk", "fuse", "sequence_parallel", "replicate")
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
 __all__ = ["Opaque", "mesh_key", "model_key", "own_sources", "program_key", "trace_key"]

@@ -53,9 +53,7 @@ def _options(
     chunks: Annotated[int | None, typer.Option(help="stages that each rank runs")] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            help="profile to plan for: a40, a100, h100, h200, cpu, or a file; with commas one for each pipeline rank"
-        ),
+        typer.Option(help="profile: a40, a100, h100, h200, cpu, or a file; commas: one for each pipeline rank"),
     ] = None,
     memory: Annotated[
         str | None,
@@ -80,6 +78,9 @@ def _options(
         typer.Option(help="what dp ranks divide: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters"),
     ] = None,
     sequence_parallel: Annotated[bool | None, typer.Option(help="tp ranks share out tokens in norms and sums")] = None,
+    replicate: Annotated[
+        list[str] | None, typer.Option(help="operators without a rule, made whole on tp ranks")
+    ] = None,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="compare the program with eager PyTorch on the example first"),
@@ -129,6 +130,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         changes |= {"cuda_graphs": given["cuda_graphs"], "sequence_parallel": given["sequence_parallel"]}
         changes["recompute"] = _choices(listed(given["recompute"]))
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
+        changes["replicate"] = listed(given["replicate"])
         changes["context"] = _context(given["context"])
         compiled = overridden(compiled, {**changes, "check": given["check"]})
         compiled.inspected.progress = tell

@@ -253,7 +253,7 @@ def _key(match: Match, options: Options) -> Any:
     return (
         match.key, options.loss_weight, (options.mesh.cp, options.mesh.tp), options.mesh.components,
         options.mesh.own_ranks, options.mesh.own_cp, options.context, options.precision, options.keep_fp32,
-        options.loss_chunk, options.fuse, options.sequence_parallel,
+        options.loss_chunk, options.fuse, options.sequence_parallel, options.replicate,
     )  # fmt: skip
 
 

@@ -250,4 +250,5 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "cuda_graphs": _switch,
     "zero": _zero,
     "sequence_parallel": _switch,
+    "replicate": _names,
 }

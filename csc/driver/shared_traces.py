@@ -70,4 +70,4 @@ class SharedTraces:
 def undivided(options: Options) -> Options:
     """Without what the passes up to `loss` do not look at: how tp divides layers, whether logits are whole."""
     mesh: Mesh = options.mesh if options.mesh.components else replace(options.mesh, tp=1)
-    return replace(options, mesh=mesh, sequence_parallel=False, loss_chunk=None, fuse=False)
+    return replace(options, mesh=mesh, sequence_parallel=False, loss_chunk=None, fuse=False, replicate=())

@@ -277,6 +277,7 @@ class Options:
     zero: what data-parallel ranks divide: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
     sequence_parallel: with tp, ranks share out tokens between the products that they divide (pass `sequence`).
     features: what a frozen encoder makes comes with the batch (pass `features`).
+    replicate: operators (`mine::route`) that all tp ranks make of whole operands (pass `tensor`).
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -302,6 +303,7 @@ class Options:
     zero: int = 0
     sequence_parallel: bool = False
     features: bool = False
+    replicate: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
