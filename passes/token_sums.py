@@ -21,7 +21,7 @@ from csc.passes.loss_terms import counted_labels
 from torch import fx
 
 from csc.analysis.operators.reductions import ELEMENTS, LABELS
-from csc.analysis.operators.table import LINEAR
+from csc.analysis.operators.table import is_linear
 from csc.analysis.token_order import Place, TokenOrder
 from csc.errors import InputError
 from csc.ir import graph as g
@@ -163,7 +163,10 @@ class TokenSums:
             scaled = (one in self.parts) + (other in self.parts)
             if scaled > 1 or (name == "aten::div" and other in self.parts) or bound.get("rounding_mode") is not None:
                 raise self.spread.mixed(node, NOT_LINEAR)
-        elif name not in LINEAR | {"aten::sum", "aten::mean", "aten::_to_copy"} or len(node.all_input_nodes) > 1:
+        elif (
+            not (is_linear(node) or name in ("aten::sum", "aten::mean", "aten::_to_copy"))
+            or len(node.all_input_nodes) > 1
+        ):
             raise self.spread.mixed(node, NOT_LINEAR)
         if any(self.spread.dims(used) for used in node.all_input_nodes):
             raise self.spread.mixed(node, NOT_LINEAR)

@@ -27,7 +27,7 @@ from csc.analysis.operators.pointwise import is_pointwise
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, GROUPED_BACKWARD, PRODUCTS
 from csc.analysis.operators.reductions import reduction
 from csc.analysis.operators.relation import Use
-from csc.analysis.operators.table import LINEAR, RULES, relation_of_features
+from csc.analysis.operators.table import RULES, is_linear, relation_of_features
 from csc.ir import graph as g
 
 Placement = str | int  # a shard's dimension
@@ -218,7 +218,7 @@ def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callabl
         into, _, values = node.args[:3]
         plain = isinstance(into, fx.Node) and filled_with(into) == 0 and held.count(PART) == 1
         return PART if plain and node.all_input_nodes[held.index(PART)] is values else UNKNOWN
-    linear = name in LINEAR or name in CASTS or name in RESHAPES or RULES.get(name) is reduction
+    linear = is_linear(node) or name in CASTS or name in RESHAPES or RULES.get(name) is reduction
     if linear or name in PRODUCTS or (name in FACTORS and held[0] == PART):
         return PART if held.count(PART) == 1 and not any(isinstance(one, int) for one in held) else UNKNOWN
     if is_pointwise(node) and name not in (*TERMS, *FACTORS, "aten::where", "aten::neg") and len(held) == 1:

@@ -408,6 +408,28 @@ class TimesAnother(Base):
         return self.loss(x, labels) * self.first(x).square().mean()
 
 
+class Padded(Base):
+    """The loss beside a number that each microbatch would add."""
+
+    number = 1.0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(self.loss(x, labels).view(1), (0, 2), value=self.number).sum()
+
+
+def test_a_loss_that_is_padded_with_a_number() -> None:
+    refused(
+        lambda: csc.compile(Padded(), example=batch(), microbatches=2, check=False),
+        "pad does more than scale what was summed over samples",
+        line_of(Padded.forward, "nn.functional.pad("),
+        "loss_weight='mean'",
+    )  # fmt: skip
+    model = Padded()
+    model.number = 0.0
+    found = verify(csc.compile(model, example=batch(), microbatches=2))
+    assert found.params_missing == () and max(found.loss_rel, found.grad_rel_max) < 1e-6
+
+
 def test_a_loss_that_cannot_be_weighted_and_the_remedy() -> None:
     refused(
         lambda: csc.compile(TimesAnother(), example=batch(), microbatches=2),

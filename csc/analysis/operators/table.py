@@ -2,6 +2,7 @@
 
     relation(node) -> Relation | None               None for an operation that csc does not know
     relation_of_features(node)                      and of products of groups of rows, for other dimensions than rows
+    is_linear(node)                                 whether it is a linear map of its operand
     links(node) -> [(operand, Link)]                where each operand's dimensions are in the result
 
 The terms are those of csc.analysis.operators.relation. What else is known of operations stands beside the rules:
@@ -26,7 +27,7 @@ RULES: dict[str, Rule] = {
     **pointwise.RULES, **made.RULES, **moves.RULES, **products.RULES, **reductions.RULES, **spatial.RULES,
 }  # fmt: skip
 SIZES = moves.SIZES | made.SIZES
-# Twice the operand, twice the result; and the result of a sum of operands is the sum of their results.
+# Twice the operand, twice the result; and the result of a sum of operands is the sum of their results. See is_linear.
 LINEAR = moves.COPIES - moves.CASTS | moves.UNSQUEEZED | {f"aten::{name}" for name in (
     "transpose", "permute", "t", "select", "lift_fresh_copy", "neg", "unbind", "stack", "dropout", "diagonal", "flip",
     "pad", "constant_pad_nd", "view_as_complex", "view_as_real", "real", "imag", "complex", "conj", "_conj",
@@ -60,6 +61,11 @@ def _related(node: fx.Node, rule: Rule) -> Relation | None:
     name = g.op_name(node)
     uses = rule(Call(node, name, g.bind(node), shape_of(node)))
     return Relation(tuple(uses), SIZES.get(name, "")) if uses else None
+
+
+def is_linear(node: fx.Node) -> bool:
+    """Whether a call is one of LINEAR, and adds nothing of its own, as a pad with another number than 0 does."""
+    return g.op_name(node) in LINEAR and not (g.op_name(node) in moves.PADS and g.bind(node).get("value"))
 
 
 def links(node: fx.Node) -> list[tuple[fx.Node, Link]]:

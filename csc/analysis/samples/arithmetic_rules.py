@@ -12,7 +12,7 @@ from torch import fx
 
 from csc.analysis.operators.made import FILLED, filled_with
 from csc.analysis.operators.relation import shape_of
-from csc.analysis.operators.table import links
+from csc.analysis.operators.table import is_linear, links
 from csc.analysis.samples.operands import number_of, of, powers_of
 from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import (
@@ -258,7 +258,8 @@ def clamp_rule(following: SamplePropagation, node: fx.Node) -> State:
 
 
 def linear_rule(following: SamplePropagation, node: fx.Node) -> State:
-    return following.by_links(node, linear=True)
+    """A pad adds what it pads with, so that only of none of it the sum of parts is a part of the sum."""
+    return following.by_links(node, linear=is_linear(node))
 
 
 def cast_rule(following: SamplePropagation, node: fx.Node) -> State:
