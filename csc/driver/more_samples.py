@@ -29,6 +29,8 @@ from csc.passes.loss import ONE_SAMPLE
 
 log = logging.getLogger("csc")
 
+TRIED = (2, 3)  # samples
+
 InItsSizes = tuple[Program, fx.Graph]
 
 
@@ -68,10 +70,10 @@ class MoreSamples:
     def _of_two(
         self, microbatch: Mapping[str, Any], key: Hashable, traced: TracedProgram, compared: bool
     ) -> TracedProgram:
-        """Of microbatches of one sample whose loss is a mean over labels. InputError if two do not prove how they
+        """Of microbatches of one sample whose loss is a mean over labels. InputError if several do not prove how they
         combine, and nothing compares it.
         """
-        found = self._once((key, 2), lambda: self._unproven(microbatch), "a batch of two samples cannot be traced")
+        found = self._once((key, TRIED), lambda: self._unproven(microbatch), "a batch of two samples cannot be traced")
         if not found:
             return _without_note(traced)
         if not compared:
@@ -98,14 +100,21 @@ class MoreSamples:
         return self.known[key]
 
     def _unproven(self, microbatch: Mapping[str, Any]) -> str:
-        """Why two samples do not prove that the loss is a mean over the labels of all, as a phrase; "" if they do."""
-        batch, times = repeated(microbatch, 2, ())
-        differs = self._unlike(microbatch, batch, times)
-        if differs:
-            return f"of a batch of two {differs}"
-        two, _ = self.captured(batch)
-        shown = combination(two, two.graph)
-        return shown.problem and f"{shown.problem} ({shown.where})"
+        """Why several samples do not prove that the loss is a mean over the labels of all, as a phrase; "" if they do.
+        Where two do not, three may: a number of the model's own may happen to be that of the samples.
+        """
+        found = ""
+        for number in TRIED:
+            batch, times = repeated(microbatch, number, ())
+            differs = self._unlike(microbatch, batch, times)
+            if differs:
+                return f"of a batch of {times} {differs}"
+            several, _ = self.captured(batch)
+            shown = combination(several, several.graph)
+            if not shown.problem:
+                return ""
+            found = found or f"{shown.problem} ({shown.where})"
+        return found
 
     def prove(self, microbatch: Mapping[str, Any], one: Program, joints: Joints | None) -> Joints | None:
         """joints with how losses combine, where a capture that is for one sample alone, which tells nothing of that, is

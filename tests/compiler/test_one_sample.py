@@ -213,7 +213,7 @@ def of_labels(between: Callable[[torch.Tensor], torch.Tensor], **options: Any) -
 def test_what_nothing_proves_is_not_trained_unless_it_is_compared(
     between: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    with pytest.raises(csc.InputError, match=r"microbatches of one sample .* of a batch of two .*loss_weight='tokens'"):
+    with pytest.raises(csc.InputError, match=r"microbatches of one sample .* of a batch of 2 .*loss_weight='tokens'"):
         of_labels(between, check=False)
     assert of_labels(between, check=False, loss_weight="tokens").program.loss_weight == "tokens"
 
@@ -236,3 +236,12 @@ def test_what_two_samples_prove_is_not_noted() -> None:
     assert compiled.program.notes == () and captures(compiled) == 2
     result = verify(compiled)
     assert result.params_missing == () and max(result.loss_rel, result.grad_rel_max) <= FLOAT32
+
+
+def by_two(rows: torch.Tensor) -> torch.Tensor:
+    """As adapters are scaled: by a number that might be that of two samples."""
+    return (torch.tanh(rows) if rows.shape[0] == 1 else rows.tanh()) * 2.0
+
+
+def test_three_samples_are_asked_where_two_may_be_a_number_of_the_model() -> None:
+    assert of_labels(by_two, check=False).program.notes == ()
