@@ -238,10 +238,18 @@ def test_what_two_samples_prove_is_not_noted() -> None:
     assert result.params_missing == () and max(result.loss_rel, result.grad_rel_max) <= FLOAT32
 
 
-def by_two(rows: torch.Tensor) -> torch.Tensor:
-    """As adapters are scaled: by a number that might be that of two samples."""
-    return (torch.tanh(rows) if rows.shape[0] == 1 else rows.tanh()) * 2.0
+class ByTwo(Plain):
+    """A loss that is scaled by a number which might be that of two samples, in a trace that is for so many alone."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scales = dict.fromkeys(range(1, 5), 2.0)
+        return super().forward(x, labels) * scales[x.shape[0]]
 
 
 def test_three_samples_are_asked_where_two_may_be_a_number_of_the_model() -> None:
-    assert of_labels(by_two, check=False).program.notes == ()
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"microbatches": 4, "cache": False, "check": False}
+    compiled = csc.compile(ByTwo(torch.Tensor.tanh), example=plain_batch(4), **options)
+    assert compiled.program.notes == ()
+    result = verify(compiled)
+    assert result.params_missing == () and max(result.loss_rel, result.grad_rel_max) <= FLOAT32
