@@ -26,6 +26,7 @@ import torch
 from csc.kernels.collectives import ALL_REDUCE, GATHER_PIECES, SHARE
 from csc.kernels.vocabulary import DIVIDED_HEAD, DIVIDED_LOSS, ROWS
 from csc.passes.divided_dropout import divided_dropout
+from csc.passes.fewer_sums import DIVIDED, entries_summed, fewer_sums
 from csc.passes.local_stretches import stretch
 from csc.passes.local_values import LocalValues, Undivided, is_parameter
 from torch import fx
@@ -47,7 +48,6 @@ from csc.ir.rewrite import Writer
 from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten
-DIVIDED = "divided"  # in the meta of calls on shards, and of those that make or take parts
 MEAN, SUM = 1, 2  # reductions of a loss
 MAKES_SHARDS = FILLED | NEW | {"aten::expand"}  # of equal operands, or of none
 WITHOUT_BIAS = {"aten::linear": aten.linear.default, "aten::addmm": aten.mm.default, "aten::baddbmm": aten.bmm.default}
@@ -70,12 +70,13 @@ class ShardedGraph:
         self.values = LocalValues(trees, divisions)
         self.mode, self.number = mode, number
         self.graph = fx.Graph()
-        self.writer = Writer(self.graph, evaluate)
+        self.evaluate, self.writer = evaluate, Writer(self.graph, evaluate)
         self.mapping: dict[fx.Node, Any] = {}
+        self.group: fx.Node
         self.shared: dict[fx.Node, fx.Node] = {}  # by the old node: what calls on shards read
         self.heads: dict[fx.Node, fx.Node] = {}  # of those, by the old node
         self.keeps = False  # whether the call at hand goes on with pieces
-        self.carrying = carrying(graph, inexact)
+        self.inexact, self.carrying = inexact, carrying(graph, inexact)
         self.shared_reads: set[str] = set()  # parameters, by the names of their roles
         self.equal_reads: set[str] = set()
         self.flops = self.summed = 0
@@ -90,7 +91,15 @@ class ShardedGraph:
             if self.values.is_cut(node):
                 raise Undivided(node, "leaves as a shard")
         g.erase_dead(self.graph)
+        self._sum_fewer()
         return self
+
+    def _sum_fewer(self) -> None:
+        before = entries_summed(self.graph)
+        inexact = {self.mapping[node].name for node in self.inexact}
+        self.graph = fewer_sums(self.graph, self.group.name, inexact, self.evaluate)
+        self.group = next(node for node in g.placeholders(self.graph) if node.name == self.group.name)
+        self.summed -= before - entries_summed(self.graph)
 
     @property
     def meets(self) -> bool:
@@ -99,7 +108,7 @@ class ShardedGraph:
 
     def _placeholders(self) -> None:
         """As they were, parameters in their local sizes; the number of the group behind the tables."""
-        group = None
+        group: fx.Node | None = None
         for node in g.placeholders(self.old):
             if node.meta["role"][0] == "parameter" and group is None:
                 group = self._group()

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from csc.kernels.collectives import ALL_REDUCE, SHARE
-from csc.passes.tensor_graph import DIVIDED, ENTRY_BY_ENTRY
+from csc.passes.fewer_sums import DIVIDED
+from csc.passes.tensor_graph import ENTRY_BY_ENTRY
 from torch import fx
 
 from csc.analysis.operators import pointwise

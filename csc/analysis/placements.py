@@ -22,7 +22,7 @@ from math import prod
 from torch import fx
 
 from csc.analysis.operators.made import NEW, SIZES_READ, filled_with
-from csc.analysis.operators.moves import CASTS, LOOK_UPS, RESHAPES
+from csc.analysis.operators.moves import CASTS, LOOK_UPS, RESHAPES, SIZED_VIEWS
 from csc.analysis.operators.pointwise import is_pointwise
 from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, GROUPED_BACKWARD, PRODUCTS
 from csc.analysis.operators.reductions import reduction
@@ -210,16 +210,17 @@ def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callabl
             return PART
         tell(node, f"adds a part of a sum to what is {said(next(one for one in held if one != PART))}")
         return UNKNOWN
-    if (name.endswith("norm_backward") or name in SCATTERS or name in LOOK_UPS) and held[0] == PART:
+    backward = "_backward" in name and set(held[1:]) <= {EQUAL}  # linear in the gradient, the first that it reads
+    if (backward or name.endswith("norm_backward") or name in SCATTERS or name in LOOK_UPS) and held[0] == PART:
         return PART
     if name in NEW or name in SIZES_READ:
         return EQUAL
-    if name == "aten::index_put":  # rows that were looked up, put back into zeros
-        into, _, values = node.args[:3]
+    if name in ("aten::index_put", "aten::scatter"):  # what was looked up, put back into zeros
+        into, values = node.args[0], node.args[2 if name == "aten::index_put" else 3]
         plain = isinstance(into, fx.Node) and filled_with(into) == 0 and held.count(PART) == 1
         return PART if plain and node.all_input_nodes[held.index(PART)] is values else UNKNOWN
-    linear = is_linear(node) or name in CASTS or name in RESHAPES or RULES.get(name) is reduction
-    if linear or name in PRODUCTS or (name in FACTORS and held[0] == PART):
+    linear = is_linear(node) or name in CASTS or name in SIZED_VIEWS or RULES.get(name) is reduction
+    if linear or name in PRODUCTS or (name in FACTORS and (held[0] == PART or name == FACTORS[0])):
         return PART if held.count(PART) == 1 and not any(isinstance(one, int) for one in held) else UNKNOWN
     if is_pointwise(node) and name not in (*TERMS, *FACTORS, "aten::where", "aten::neg") and len(held) == 1:
         tell(node, f"reads %{node.all_input_nodes[0].name}, a part of a sum that nothing has added up")

@@ -43,6 +43,7 @@ NAMES = {
     "csc.passes.attention": "writes masks as ranges and kinds",
     "csc.passes.differentiate": "tidies what autograd traced",
     "csc.passes.dropout": "writes calls that draw from a seed",
+    "csc.passes.fewer_sums": "writes sums of parts; the calls that are linear in them",
     "csc.passes.head": "a pattern: logits from the product to the loss",
     "csc.passes.layouts": "writes a view as a reshape",
     "csc.passes.loss": "which calls scale what a loss is a mean over",
