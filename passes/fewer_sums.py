@@ -53,8 +53,8 @@ def fewer_sums(graph: fx.Graph, group: str, inexact: Collection[str], evaluate: 
     late = _late(graph)
     _sum_beside_each_other(graph, late, Writer(graph, evaluate))
     number, carries = named()
-    summed = _summed(late, carries) if any(late.values()) else set()
-    return _Later(graph, number, late, summed, carries, evaluate).graph if summed else graph
+    summed, parts = _summed(late, carries)
+    return _Later(graph, number, late, summed, parts, carries, evaluate).graph if summed else graph
 
 
 def entries_summed(graph: fx.Graph) -> int:
@@ -107,8 +107,8 @@ def _sum_beside_each_other(graph: fx.Graph, late: dict[fx.Node, tuple[fx.Node, .
         if len(node.users) == 1 and next(iter(node.users)) in adding:
             continue  # its reader's terms are looked at
         terms, inner = _terms(node, adding)
-        sums = [one for one in terms if _is_alone(one, late) and _alike(one, node)]
-        rest = [one for one in terms if one not in sums]
+        sums = [one for one in terms if _is_sum(one, node, late)]
+        rest = [one for one in terms if not _is_sum(one, node, late)]
         if len(sums) < 2 or not rest:
             continue
         with graph.inserting_before(node):
@@ -126,12 +126,8 @@ def _sum_beside_each_other(graph: fx.Graph, late: dict[fx.Node, tuple[fx.Node, .
 def _is_plain(node: fx.Node) -> bool:
     """Whether a call adds two values, of one dtype and times 1."""
     given = node.all_input_nodes
-    return (
-        node.target is aten.add.Tensor
-        and len(given) == 2
-        and len({*map(_dtype, (node, *given))}) == 1
-        and (not node.kwargs)
-    )
+    plain = node.target is aten.add.Tensor and len(given) == 2 and not node.kwargs
+    return plain and all(_dtype(one) is _dtype(node) for one in given)
 
 
 def _terms(node: fx.Node, adding: Collection[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -149,8 +145,8 @@ def _terms(node: fx.Node, adding: Collection[fx.Node]) -> tuple[list[fx.Node], l
     return terms, inner
 
 
-def _is_alone(node: Any, late: Collection[fx.Node]) -> bool:
-    return isinstance(node, fx.Node) and node in late and len(node.users) == 1
+def _is_sum(term: fx.Node, whole: fx.Node, late: Collection[fx.Node]) -> bool:
+    return term in late and len(term.users) == 1 and _alike(term, whole)
 
 
 def _alike(*nodes: Any) -> bool:
@@ -165,8 +161,12 @@ def _is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["role"][0] == "parameter"
 
 
-def _summed(late: dict[fx.Node, tuple[fx.Node, ...]], carries: Collection[fx.Node]) -> set[fx.Node]:
-    """The late calls whose results are summed in place of the sums that they come from."""
+def _summed(
+    late: dict[fx.Node, tuple[fx.Node, ...]], carries: Collection[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The late calls whose results are summed in place of the sums that they come from, and all that makes parts for
+    them.
+    """
     beside, least, better = dict[fx.Node, int](), dict[fx.Node, int](), set[fx.Node]()
     for node, parts in late.items():
         others = [one for one in node.all_input_nodes if one not in parts and one in carries] if parts else []
@@ -174,17 +174,11 @@ def _summed(late: dict[fx.Node, tuple[fx.Node, ...]], carries: Collection[fx.Nod
         here, early = _size(node) + beside[node], sum(least[one] for one in parts)
         least[node] = min(here, early) if parts else here
         better |= {node} if parts and here < early else set()
-    inner = {one for node in better for one in _before(node, late)}
-    return better - inner
-
-
-def _before(node: fx.Node, late: dict[fx.Node, tuple[fx.Node, ...]]) -> set[fx.Node]:
-    """All that makes parts for a late call."""
-    found, stack = set[fx.Node](), [*late[node]]
-    while stack:
-        found.add(stack[-1])
-        stack += late[stack.pop()]
-    return found
+    makes_parts = set[fx.Node]()
+    for node in reversed(late):
+        if node in better or node in makes_parts:
+            makes_parts.update(late[node])
+    return better - makes_parts, makes_parts
 
 
 def _size(node: fx.Node) -> int:
@@ -196,12 +190,11 @@ class _Later:
 
     def __init__(
         self, graph: fx.Graph, group: fx.Node, late: dict[fx.Node, tuple[fx.Node, ...]], summed: set[fx.Node],
-        carries: Collection[fx.Node], evaluate: Evaluation,
+        parts: set[fx.Node], carries: Collection[fx.Node], evaluate: Evaluation,
     ) -> None:  # fmt: skip
         self.graph, self.carries = fx.Graph(), carries
         self.writer, self.mapping = Writer(self.graph, evaluate), dict[fx.Node, Any]()
         self.shared: dict[fx.Node, fx.Node] = {}
-        parts = {one for node in summed for one in _before(node, late)}
         for node in graph.nodes:
             if node in summed or (node in parts and late[node]):
                 self._part(node, group, late[node], node in summed)
@@ -250,9 +243,9 @@ def _share_earlier(graph: fx.Graph, group: fx.Node, carries: Collection[fx.Node]
         chain = chain[: sizes.index(min(sizes)) + 1]
         source, last = chain[-1], chain[-2] if len(chain) > 1 else share.args[0]
         if source not in shared:
-            with graph.inserting_after(source):
-                shared[source] = writer.named(f"{source.name}_shared", source, SHARE, source, group)
+            shared[source] = writer.named(f"{source.name}_shared", source, SHARE, source, group)
             shared[source].meta[DIVIDED] = True
+        source.append(shared[source])  # before all that reads it
         last.replace_input_with(source, shared[source])
         for one in (share.args[0], *chain[:-1]):
             one.meta[DIVIDED] = True

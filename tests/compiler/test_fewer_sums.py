@@ -97,6 +97,13 @@ def three(layer: Any, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
     return x + layer.one(normed) + layer.other(normed) + layer.one(normed * 2)
 
 
+def looked_up(layer: Any, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    """As experts are, and one that all tokens go to behind them: what both read is shared once, before both."""
+    rows = normed.reshape(-1, WIDTH)
+    several = layer.one(rows[torch.arange(2 * TOKENS) // 2]).view(-1, 2, WIDTH).sum(1)
+    return x + (several + layer.other(rows)).view_as(x)
+
+
 ROWS = TOKENS * WIDTH
 FEWER = [
     (beside, [ROWS], [ROWS]),
@@ -105,6 +112,7 @@ FEWER = [
     (difference, [ROWS], [ROWS]),
     (pooled, [2 * WIDTH, ROWS], [ROWS, ROWS]),
     (three, [ROWS], [ROWS, ROWS]),
+    (looked_up, [ROWS], [ROWS]),
 ]
 
 
@@ -113,6 +121,8 @@ FEWER = [
 def test_what_is_added_is_one_sum(made: Any, sums: list[int], shares: list[int], bias: bool) -> None:
     if made in (gated, difference, pooled) and bias:  # a bias that is added to a sum ends what is linear
         sums, shares = [ROWS, ROWS], [one for one in shares if one == ROWS]
+    elif made is looked_up and bias:
+        sums = [2 * ROWS, ROWS]
     assert exchanged(Model(made, bias), SAMPLES) == {"sums": sums, "shares": shares}
     for options in ({}, {"sequence_parallel": True}):
         assert differing(Model(made, bias), SAMPLES, mesh="tp=2", **options) == {}
