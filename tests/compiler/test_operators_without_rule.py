@@ -150,6 +150,18 @@ def test_one_slope_for_all_features() -> None:
     assert differing(Model(slopes), batch(), mesh="tp=2") == {}
 
 
+@pytest.mark.parametrize(("dim", "whole"), [(0, True), (1, False), (None, True)])
+def test_norms_of_weights(dim: int | None, whole: bool) -> None:
+    """Features are divided where each has a length of its own, in both weights that have them."""
+    model = Model(F.gelu)
+    for layer in model.layers:
+        torch.nn.utils.parametrizations.weight_norm(layer.up, dim=None if dim is None else 0)
+        torch.nn.utils.parametrizations.weight_norm(layer.down, dim=dim)
+    features = {name for name in divided(model) if "up.parametrizations" in name or "down.parametrizations" in name}
+    assert bool(features) is not whole
+    assert differing(model, batch(), mesh="tp=2") == {}
+
+
 def noisy(x: torch.Tensor) -> torch.Tensor:
     return x + 0.1 * torch.rand(x.shape[-1])
 

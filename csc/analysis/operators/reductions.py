@@ -74,6 +74,15 @@ def norm(call: Call) -> list[Use]:
     return [Use(operand, own, ends=ends), *(Use(one, scales) for one in call.given("weight", "bias"))]
 
 
+def weight_norm(call: Call) -> list[Use]:
+    """Of a weight, over all its dimensions but one, of whose entries each has a length of its own; -1: over all."""
+    own = call.bound["dim"]
+    ends = {dim: End("normalised", dim) for dim in range(len(call.out)) if dim != own}
+    link = tuple(dim if dim == own else None for dim in range(len(call.out)))
+    lengths = link if len(shape_of(call.bound["g"])) == len(call.out) else (None,) * len(call.out)
+    return [Use(call.bound["v"], link, ends=ends), Use(call.bound["g"], lengths)]
+
+
 def _along(how: How, argument: str = "dim") -> Rule:
     """Along the dimensions that an argument names, entry by entry along all others."""
 
@@ -148,6 +157,7 @@ RULES: dict[str, Rule] = {
     **{f"aten::{name}": reduction for name in _REDUCTIONS},
     **{f"aten::{name}": extreme for name in _EXTREMES},
     "aten::sum_to_size": sum_to_size,
+    "aten::_weight_norm": weight_norm,
     **dict.fromkeys(NORMS, norm),
     **{f"aten::{name}": _along("normalised") for name in NORMALISING},
     **{f"aten::{name}": _along("blocked") for name in (*_ALONG, *FOURIER)},

@@ -37,7 +37,7 @@ LINEAR = moves.COPIES - moves.CASTS | moves.UNSQUEEZED | {f"aten::{name}" for na
 # On shards the same as on the whole, whatever their arguments: what they do along an axis is blocked in the trees.
 SAME_ON_SHARDS = moves.COPIES | reductions.NORMS | {f"aten::{name}" for name in (
     "permute", "transpose", "t", "unsqueeze", "squeeze", "cat", "stack", "unbind", "select", "slice_scatter",
-    "index_select", "prelu", *reductions.NORMALISING,
+    "index_select", "prelu", "_weight_norm", *reductions.NORMALISING,
 )} | {moves.GATHER}  # fmt: skip
 
 
