@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from csc.kernels.collectives import ALL_REDUCE, SHARE
+from csc.passes.local_values import is_parameter
 from torch import fx
 
 from csc.analysis.gradient_flow import carrying
@@ -87,7 +88,7 @@ def _parts(node: fx.Node, late: Collection[fx.Node]) -> tuple[fx.Node, ...]:
     if name in SCALES:
         places = [place for place, one in enumerate(node.args) if one is parts[0]]
         once = places in ([0], [1]) if node.target is aten.mul.Tensor else places == [0] and not node.kwargs
-        return parts if len(parts) == 1 and once and not any(map(_is_parameter, given)) else ()
+        return parts if len(parts) == 1 and once and not any(map(is_parameter, given)) else ()
     if parts != (node.args[0],):
         return ()
     return parts if _hands_on(node) or (len(given) == 1 and name == "aten::sum") else ()
@@ -155,10 +156,6 @@ def _alike(*nodes: Any) -> bool:
 
 def _dtype(node: fx.Node) -> torch.dtype:
     return node.meta["val"].dtype
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta["role"][0] == "parameter"
 
 
 def _summed(
@@ -260,7 +257,7 @@ def _handing_on(node: fx.Node, carries: Collection[fx.Node]) -> list[fx.Node]:
     chain: list[fx.Node] = []
     while node.op == "call_function" and len(node.users) == 1 and DIVIDED not in node.meta and not draws(node):
         given = node.all_input_nodes
-        if not given or node.args[0] is not given[0] or given[0] not in carries or _is_parameter(given[0]):
+        if not given or node.args[0] is not given[0] or given[0] not in carries or is_parameter(given[0]):
             break
         if not _hands_on(node) or _dtype(given[0]) is not _dtype(node):
             break
