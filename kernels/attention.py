@@ -9,8 +9,7 @@
 q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], H a multiple of Hkv: query head h reads key head h // (H / Hkv).
 scores = scale * q.k, bent to softcap * tanh(scores / softcap) if softcap > 0; softmax over the visible keys.
 out: (B, Tq, H, D) transposed to [B, H, Tq, D], zero where nothing is seen; lse: float32 [B, H, Tq], there -inf.
-A backward may be `grouped`: gradients of query heads that share a key head are added in an order of the kernel's own,
-which is faster on CPUs, and not that of eager PyTorch.
+It may be `reordered`: sums are then taken in whatever order is fastest on a CPU, not in that of eager PyTorch's kernel.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ from csc.kernels.tiles import Tiles
 
 from csc.errors import InputError
 
-CPU_BLOCKS = (256, 128)
+CPU_BLOCKS = (64, 64)
+NARROW_CPU_BLOCKS = (256, 128)  # of float16 and bfloat16, whose keys ATen's backward casts anew in each call
 
 
 def blocks(device: torch.device | str, width: int, dtype: torch.dtype) -> tuple[int, int]:
     """(queries, keys) of the tiles that a device's attention for heads of this width walks through."""
     if torch.device(device).type == "cpu":
-        return CPU_BLOCKS
+        return CPU_BLOCKS if dtype in cpu.WIDE else NARROW_CPU_BLOCKS
     from csc.kernels import triton_launch  # Triton is there only where GPUs are
 
     return triton_launch.blocks(width, dtype, torch.device(device))
@@ -163,16 +163,19 @@ def _attention(
     block_k: int,
     scale: float,
     softcap: float,
+    reordered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
     known, lists = _unpacked(mask, form)
     q, k, v = map(memory_layout.dense, (q, k, v))
-    return _engine(q).forward(q, k, v, known, lists, scale, softcap)
+    if q.is_cpu:
+        return cpu.forward(q, k, v, known, lists, scale, softcap, reordered)
+    return _on_gpu().forward(q, k, v, known, lists, scale, softcap)
 
 
 @torch.library.register_fake("csc::attention")
 def _(
-    q: Any, k: Any, v: Any, mask: Any, rules: int, kinds: bool, block_q: int, block_k: int, scale: float, softcap: float
+    q: Any, k: Any, v: Any, mask: Any, rules: int, kinds: bool, block_q: int, block_k: int, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _form(q, k, v, mask, rules, kinds, block_q, block_k, packing.words)
     return memory_layout.heads_last(q), memory_layout.statistics(q)
@@ -193,14 +196,14 @@ def _attention_backward(
     block_k: int,
     scale: float,
     softcap: float,
-    grouped: bool = False,
+    reordered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
     known, lists = _unpacked(mask, form)
     d_out, q, k, v = map(memory_layout.dense, (d_out, q, k, v))
     if q.is_cpu:
-        return cpu.backward(d_out, q, k, v, out, lse, known, lists, scale, softcap, grouped)
-    return _engine(q).backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)  # groups heads at any rate
+        return cpu.backward(d_out, q, k, v, out, lse, known, lists, scale, softcap, reordered)
+    return _on_gpu().backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)
 
 
 @torch.library.register_fake("csc::attention_backward")
@@ -208,9 +211,7 @@ def _(d_out: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, tor
     return memory_layout.heads_last(q), memory_layout.heads_last(k), memory_layout.heads_last(v)
 
 
-def _engine(q: torch.Tensor) -> Any:
-    if q.is_cpu:
-        return cpu
+def _on_gpu() -> Any:
     from csc.kernels import triton_launch
 
     return triton_launch

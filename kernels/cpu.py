@@ -4,13 +4,14 @@ A block of queries (a row of tiles) is run against the key tiles of its list, ga
 other, with the mask as a bias where a tile is partial. What no query of the block sees is neither read nor computed.
 The backward gives the kernel the block's output and log-sum-exp, so each block yields its exact share of dK and dV;
 they are added in float32 (float64 for float64) in ascending order of blocks: deterministic. Sequences that share a row
-and do not see each other are blocks of their own. A block that is all there is is the kernel's own call, and a mask
-that is exactly causal is the kernel's own causal one. There, and without a mask, the kernel groups heads itself, as it
-does for PyTorch's attention without a mask. With another mask models repeat heads, and so does csc, to the same bits,
-unless the call is `grouped`.
+and do not see each other are blocks of their own. A block that is all there is (a short mask) is the kernel's own call,
+and a mask that is exactly causal is the kernel's own causal one. There, and without a mask, the kernel groups heads
+itself, as it does for PyTorch's attention without a mask. With another mask models repeat heads, and so does csc, to
+the same bits. A call that may be `reordered` is one of blocks in all these cases, and heads are grouped, if its dtype
+is WIDE.
 
-    forward(q, k, v, mask, tiles, scale, softcap) -> (out, lse)
-    backward(d_out, q, k, v, out, lse, mask, tiles, scale, softcap, grouped) -> (dq, dk, dv)     laid out as out is
+    forward(q, k, v, mask, tiles, scale, softcap, reordered) -> (out, lse)
+    backward(d_out, q, k, v, out, lse, mask, tiles, scale, softcap, reordered) -> (dq, dk, dv)   laid out as out is
 
 q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], H a multiple of Hkv; mask and tiles both None: every query sees every key.
 out: (B, Tq, H, D) transposed to [B, H, Tq, D]; lse: float32 (float64 for float64) [B, H, Tq], -inf where nothing is
@@ -28,7 +29,7 @@ from csc.kernels.mask import Mask
 from csc.kernels.memory_layout import as_heads_last, exact, heads_last, statistics
 from csc.kernels.tiles import Tiles
 
-ADDED = (torch.float32, torch.float64)
+WIDE = (torch.float32, torch.float64)
 """Where the kernel adds the gradients of a group's heads as exactly as csc does; in others it rounds each sum,
 and they are twice as far from the truth."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -37,10 +38,10 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, tiles: Tiles | None,
-    scale: float, softcap: float,
+    scale: float, softcap: float, reordered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See the module's text."""
-    walk = blocks(q, k.shape[2], mask, tiles, softcap)
+    walk = blocks(q, k.shape[2], mask, tiles, softcap, reordered and q.dtype in WIDE)
     if walk and walk[0].whole:
         found, found_lse = _forward(walk[0], q, k, v, scale, softcap)
         return as_heads_last(found), found_lse.contiguous()
@@ -95,10 +96,11 @@ def _forward(
 
 def backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float, grouped: bool = False,
+    mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float, reordered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See the module's text."""
-    walk = blocks(q, k.shape[2], mask, tiles, softcap)
+    grouped = reordered and q.dtype in WIDE
+    walk = blocks(q, k.shape[2], mask, tiles, softcap, grouped)
     if walk and walk[0].whole:
         d_q, d_k, d_v = _backward(walk[0], d_out, q, k, v, out, lse, scale, softcap, grouped)
         return as_heads_last(d_q), as_heads_last(d_k.to(k.dtype)), as_heads_last(d_v.to(v.dtype))
@@ -129,7 +131,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradient of a block's queries, and its shares of those of the keys and values that it sees."""
     q_block, k_block, v_block = _cut(block, q, k, v)
-    if not block.grouped and (softcap or not grouped or q.dtype not in ADDED):
+    if not block.grouped and (softcap or not grouped):
         k_block, v_block = _by_head(q_block, k_block, v_block)
     d_block, out_block, lse_block = (x if block.whole else x[block.samples, :, block.rows] for x in (d_out, out, lse))
     if block.blind is not None:

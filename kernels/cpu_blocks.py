@@ -1,6 +1,7 @@
 """Which queries the CPU's attention runs against which keys, block after block.
 
-    blocks(q, keys, mask, tiles, softcap) -> Block, Block, ...  q: [B, H, Tq, D]; mask and tiles both None: all see all
+    blocks(q, keys, mask, tiles, softcap, reordered) -> Block, Block, ...
+        q: [B, H, Tq, D]; mask and tiles both None: all see all
 
 A mask is looked at once for all layers that share it, forward and backward: what is made of it stays with it, if its
 biases take no more than KEPT bytes together.
@@ -17,6 +18,7 @@ from csc.kernels.mask import Mask
 from csc.kernels.tiles import SEEN, Tiles
 
 SHORTEST = 8  # queries of a sequence in a row, on the average; of shorter ones many are one block
+ONE_CALL = 128  # queries that are one block where the order of sums is to be that of ATen's kernel
 ROWS = 256  # queries of a block where there is no mask and scores have to be written out (soft cap)
 FEW = 4096  # pairs of queries and keys that cost less than another call of the kernel, and results put together
 KEPT = 16 * 2**20
@@ -42,8 +44,12 @@ class Block:
     grouped: bool = False
 
 
-def blocks(q: torch.Tensor, keys: int, mask: Mask | None, tiles: Tiles | None, softcap: float) -> Sequence[Block]:
-    """The blocks that every visible pair is in, each in one. keys: how many there are."""
+def blocks(
+    q: torch.Tensor, keys: int, mask: Mask | None, tiles: Tiles | None, softcap: float, reordered: bool = False
+) -> Sequence[Block]:
+    """The blocks that every visible pair is in, each in one. keys: how many there are. reordered: what takes least
+    time, though one call of the kernel has all pairs in it.
+    """
     batch, _, queries, _ = q.shape
     if not (queries and keys):  # ATen's kernel divides by their number, which ends the process
         return []
@@ -52,18 +58,21 @@ def blocks(q: torch.Tensor, keys: int, mask: Mask | None, tiles: Tiles | None, s
         starts = range(0, queries, height)
         rows = [slice(start, min(start + height, queries)) for start in starts]
         return [Block(slice(0, batch), one, slice(None), whole=len(rows) == 1, grouped=not softcap) for one in rows]
-    known = mask.known.get((batch, q.dtype, bool(softcap)))
+    key = (batch, q.dtype, bool(softcap), reordered)
+    known = mask.known.get(key)
     if known is None:
-        found = list(_of_mask(mask, tiles, batch, q.dtype, bool(softcap)))
+        found = list(_of_mask(mask, tiles, *key))
         known = [replace(found[0], whole=True)] if len(found) == 1 and _is_all(found[0], mask, batch) else found
         if sum(block.bias.nbytes for block in found if block.bias is not None) <= KEPT:
-            mask.known[batch, q.dtype, bool(softcap)] = known
+            mask.known[key] = known
     return known
 
 
-def _of_mask(mask: Mask, tiles: Tiles, batch: int, dtype: torch.dtype, written_out: bool) -> Iterator[Block]:
+def _of_mask(
+    mask: Mask, tiles: Tiles, batch: int, dtype: torch.dtype, written_out: bool, reordered: bool
+) -> Iterator[Block]:
     everyone = slice(0, batch)
-    if not written_out and _is_causal(mask):
+    if not written_out and not reordered and _is_causal(mask):
         yield Block(everyone, slice(0, mask.queries), slice(0, mask.keys), causal=True, grouped=True)
         return
     sequences = _sequences(mask, grouped=not written_out)
@@ -72,14 +81,18 @@ def _of_mask(mask: Mask, tiles: Tiles, batch: int, dtype: torch.dtype, written_o
         return
     index, counts = tiles.of_queries.index, tiles.of_queries.counts.tolist()
     slots = [min(tiles.block_k, mask.keys - start) for start in range(0, mask.keys, tiles.block_k)]
-    for i in range(index.shape[1]):
-        rows = slice(i * tiles.block_q, min((i + 1) * tiles.block_q, mask.queries))
-        visits = [sorted(index[one, i, : counts[one][i][1]].tolist()) for one in range(mask.batch)]
-        for run, listed in _together(visits, slots, rows.stop - rows.start):
+    every = range(index.shape[1])
+    for of_block in [every] if mask.queries <= ONE_CALL and not reordered else [range(i, i + 1) for i in every]:
+        rows = slice(of_block.start * tiles.block_q, min(of_block.stop * tiles.block_q, mask.queries))
+        looked_at = [
+            {tile for i in of_block for tile in index[one, i, : counts[one][i][1]].tolist()}
+            for one in range(mask.batch)
+        ]
+        for run, listed in _together([sorted(one) for one in looked_at], slots, rows.stop - rows.start):
             samples = slice(run[0], run[-1] + 1) if mask.batch > 1 else slice(0, 1)
             keys = _slots(listed, tiles.block_k, mask.keys)
             bias = blind = None
-            if any(counts[one][i][0] < len(listed) for one in run):
+            if any(counts[one][i][0] < len(listed) for one in run for i in of_block):
                 seen = _seen(mask, samples, rows, keys)
                 bias = torch.where(seen, torch.tensor(0.0, dtype=dtype), torch.tensor(-float("inf"), dtype=dtype))
                 sees = seen.numpy().any(-1)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from csc.passes.attention import attention
+from csc.passes.attention_order import attention_order
 from csc.passes.context import context
 from csc.passes.data_parallel import data_parallel
 from csc.passes.differentiate import differentiate
@@ -30,7 +31,6 @@ from csc.passes.regions import regions
 from csc.passes.schedule import schedule
 from csc.passes.sequence import sequence
 from csc.passes.shapes import shapes
-from csc.passes.shared_heads import shared_heads
 from csc.passes.simplify import simplify
 from csc.passes.split import split
 from csc.passes.tensor import tensor
@@ -50,7 +50,7 @@ TRACING: tuple[Pass, ...] = (
     shapes, dropout, precision, attention, context, data_parallel, loss, head, regions, tensor, sequence,
     differentiate, simplify,
 )  # fmt: skip
-DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split, shared_heads, overlap)
+DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split, attention_order, overlap)
 PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)
 
 

@@ -39,7 +39,7 @@ STEPS = {  # of the way through, and what of it stands in program.json
         "prune",
         "recompute",
         "split",
-        "shared_heads",
+        "attention_order",
         "overlap",
     ),
     "planning": ("partition", "schedule"),

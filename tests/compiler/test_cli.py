@@ -77,7 +77,7 @@ def test_passes(run: Run) -> None:
     listed = json.loads(run("passes", "--json").out)["passes"]
     assert [p["name"] for p in listed] == [
         "shapes", "dropout", "precision", "attention", "context", "data_parallel", "loss", "head", "regions", "tensor",
-        "sequence", "differentiate", "simplify", "freeze", "prune", "features", "recompute", "split", "shared_heads",
+        "sequence", "differentiate", "simplify", "freeze", "prune", "features", "recompute", "split", "attention_order",
         "overlap", "partition", "schedule",
     ]  # fmt: skip
     for contract in listed:

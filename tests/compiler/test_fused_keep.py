@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 import pytest
+from csc.passes.attention_order import NAMES
 
 from csc.analysis.costs import call_of, variant_key, works_of
 from csc.analysis.fused_work import fusible
@@ -52,13 +53,18 @@ def test_b_repeats_what_its_kernels_make_on_the_way(models: Models) -> None:
     assert all(variant.rematerialised == 0 for variant in program.variants.values())
 
 
-def test_attention_adds_the_gradients_of_shared_heads_itself_where_bits_may_differ(models: Models) -> None:
+def test_attention_adds_in_an_order_of_its_own_where_bits_may_differ(models: Models) -> None:
     plain = models("llava")
     for one, fused in ((plain, False), (plain.with_options(fuse=True), True), (plain, False)):
-        graphs = [variant.backward_input for variant in one.program.variants.values() if variant.backward_input]
-        calls = [g.bind(n) for graph in graphs for n in g.calls(graph) if g.op_name(n) == "csc::attention_backward"]
-        shared = [call["k"].meta["val"].shape[1] < call["q"].meta["val"].shape[1] for call in calls]
-        assert set(shared) == {True, False} and [call["grouped"] for call in calls] == [fused and s for s in shared]
+        calls = [
+            g.bind(node)
+            for variant in one.program.variants.values()
+            for graph in (variant.forward, variant.backward_input) if graph is not None
+            for node in g.calls(graph) if g.op_name(node) in NAMES
+        ]  # fmt: skip
+        masked = [call["mask"] is not None for call in calls]
+        assert set(masked) == {True, False}, "the language model's and the encoder's"
+        assert [call["reordered"] for call in calls] == [fused and one for one in masked]
 
 
 @pytest.mark.long
