@@ -1,4 +1,4 @@
-"""Pass `simplify`: leave out arithmetic that changes no bit, and do the rest of it once for each entry."""
+"""Pass `simplify`: leave out arithmetic that changes no number, and do the rest of it once for each entry."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from csc.ir import graph as g
 from csc.ir.program import Options, Program, Template
 from csc.ir.rewrite import Writer, values_of
 
+aten = torch.ops.aten
+
 
 def simplify(program: Program, options: Options) -> Program:
-    """Shorten the joint graphs by identities of single entries, which keep every bit.
+    """Shorten the joint graphs by identities of single entries, which keep every bit, but the sign of a zero.
 
     Requires  pass `differentiate`.
     Ensures   the same outputs, names and layouts; no power, product or quotient by 1; what scales an expanded value
-              scales it before it is expanded, where only calls on entries read it.
+              scales it before it is expanded, where only calls on entries read it; gradients of the two parts of a
+              value are joined, and not put among zeros and added.
     Before    %a = expand(%mean, [2, 256, 512]); %b = div(%a, 512); %c = pow(%x, 1.0); %d = mul(%b, %c)
+              %e = slice_backward(%low, [2, 64], 1, 0, 32); %f = slice_backward(%high, [2, 64], 1, 32, 64)
+              %g = add(%e, %f)
     After     %b = div(%mean, 512); %a = expand(%b, [2, 256, 512]); %d = mul(%a, %x)
+              %g = cat([%low, %high], 1)
     """
     return replace(program, templates={name: shorter(one) for name, one in program.templates.items()})
 
@@ -47,6 +53,8 @@ def shorter(template: Template) -> Template:
 
 def _same(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
     """What gives the same as a call of the old graph, for less; None: nothing is known."""
+    if g.op_name(node) == "aten::add":
+        return _joined(graph, node, mapping)
     operand, number = _by_number(node)
     if operand is None:
         return None
@@ -55,6 +63,34 @@ def _same(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) ->
     if g.op_name(node) in SCALES and g.op_name(operand) == "aten::expand":
         return _scaled_first(graph, node, operand, mapping)
     return None
+
+
+def _joined(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+    """The gradients of two parts that are all of a value, side by side; None for any other sum."""
+    parts = [_part(one) for one in node.args] if len(node.args) == 2 and not node.kwargs else []
+    if None in parts or len(parts) != 2:
+        return None
+    (low, dim, start, middle), (high, other_dim, begin, end) = sorted(filter(None, parts), key=lambda part: part[2])
+    val = node.meta["val"]
+    if (dim, start, middle, end) != (other_dim, 0, begin, val.shape[dim]):
+        return None
+    with val.fake_mode:
+        again = torch.cat([low.meta["val"], high.meta["val"]], dim)
+    if not _alike(again, val):
+        return None
+    return Writer(graph, val.fake_mode).named(node.name, node, aten.cat.default, [mapping[low], mapping[high]], dim)
+
+
+def _part(node: Any) -> tuple[fx.Node, int, int, int] | None:
+    """(gradient, dimension, start, end) of what puts the gradient of consecutive entries among zeros, and that one sum
+    alone reads.
+    """
+    if not isinstance(node, fx.Node) or g.op_name(node) != "aten::slice_backward" or len(node.users) != 1:
+        return None
+    gradient, sizes, dim, start, end, step = node.args
+    size = node.meta["val"].shape[dim]
+    first, last, _ = slice(start, end).indices(size)
+    return (gradient, dim % len(sizes), first, last) if step == 1 else None  # type: ignore
 
 
 def _by_number(node: fx.Node) -> tuple[Any, Any]:
