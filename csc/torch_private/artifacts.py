@@ -23,6 +23,11 @@ import torch
 
 Tensors = Sequence[torch.Tensor]
 REPLACING = Lock()  # of who has put something in place of functions that compile and read
+FUSED = 2  # calls that are worth the compiler's time
+aten = torch.ops.aten
+AS_THEY_ARE = frozenset({
+    aten._unsafe_view, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward,
+})  # fmt: skip
 COMPILES = "torch._inductor.compile_fx"
 ASKING = Lock()  # the same of what calls compiled code, in which a thread may wait for another
 
@@ -31,8 +36,8 @@ def artifact(
     function: Callable[..., Tensors], given: Tensors, settings: Mapping[str, Any], file: Path
 ) -> Callable[..., Tensors] | None:
     """The function of these tensors, traced on fake ones and compiled for their sizes; kept in the file. It is for
-    tensors laid out as these, and does not look. None if it calls nothing. Any error of the trace, of Inductor, of the
-    C++ compiler.
+    tensors laid out as these, and does not look. None if there is nothing in it to fuse: no two calls that Inductor
+    makes kernels of. Any error of the trace, of Inductor, of the C++ compiler.
     """
     inductor_is_imported()
     from torch._inductor import standalone_compile
@@ -42,7 +47,7 @@ def artifact(
 
     with under_autograd(), torch.no_grad():  # a step runs below autograd; what traces does not
         graph = make_fx(function, tracing_mode="fake")(*given)
-        if not any(node.op == "call_function" for node in graph.graph.nodes):
+        if sum(map(_is_generated, graph.graph.nodes)) < FUSED:
             return None
         with REPLACING, _headers_noted(file.parent), _arguments_unasked():
             made = standalone_compile(
@@ -51,6 +56,14 @@ def artifact(
     with _written_whole(file) as beside:
         made.save(path=str(beside))
     return made
+
+
+def _is_generated(node: torch.fx.Node) -> bool:
+    """Whether Inductor makes a kernel of a call: not of a view, a product, or an operator that is not torch's own."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    return not target.is_view and target.overloadpacket not in AS_THEY_ARE
 
 
 def artifact_of(file: Path, settings: Mapping[str, Any]) -> Callable[..., Tensors] | None:
@@ -216,7 +229,7 @@ def vector_sets_are_proven(settings: Mapping[str, Any]) -> bool:
     widest = {**settings, "cpp.vec_isa_ok": True}
     try:
         with TemporaryDirectory() as folder:
-            found = artifact(lambda x: [x.exp()], [torch.empty(256)], widest, Path(folder) / "proof")
+            found = artifact(lambda x: [x.exp().sin()], [torch.empty(256)], widest, Path(folder) / "proof")
     except Exception:  # then each function says what the compiler does not do
         return False
     return found is not None

@@ -372,7 +372,7 @@ class NoGrad(nn.Module):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept and read again, with inputs that are handed on; nothing for what calls nothing; errors of what is there."""
+    """Kept and read again, with inputs that are handed on; nothing where nothing is fused; errors of what is there."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "made"))
     x, file = torch.linspace(-1, 1, 6).view(2, 3), tmp_path / "kept"
     made = private_artifacts.artifact(lambda x: [x.sin() + 1, x], [x], {"cpp.simdlen": 0}, file)
@@ -383,7 +383,8 @@ def test_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(result, x.sin() + 1) and given is x
     written = [text for one in (tmp_path / "made").rglob("*.py") if "def call(" in (text := one.read_text())]
     assert written and not any("assert_size_stride(" in text for text in written), "arguments are asked by the caller"
-    assert private_artifacts.artifact(lambda x: [x], [x], {}, None) is None
+    for alone in (lambda x: [x], lambda x: [x.t() * 2], lambda x: [(x @ x.t()) @ x, x[:1].view(3).exp()]):
+        assert private_artifacts.artifact(alone, [x], {}, None) is None
     with pytest.raises(RuntimeError):
         private_artifacts.artifact(lambda x: [x] if bool(x.sum() > 0) else [x + 1], [x], {}, None)
 
