@@ -4,11 +4,11 @@ A block of queries (a row of tiles) is run against the key tiles of its list, ga
 other, with the mask as a bias where a tile is partial. What no query of the block sees is neither read nor computed.
 The backward gives the kernel the block's output and log-sum-exp, so each block yields its exact share of dK and dV;
 they are added in float32 (float64 for float64) in ascending order of blocks: deterministic. Sequences that share a row
-and do not see each other are blocks of their own. A block that is all there is (a short mask) is the kernel's own call,
+and do not see each other are blocks of their own. A block that is all there is (few pairs) is the kernel's own call,
 and a mask that is exactly causal is the kernel's own causal one. There, and without a mask, the kernel groups heads
 itself, as it does for PyTorch's attention without a mask. With another mask models repeat heads, and so does csc, to
-the same bits. A call that may be `reordered` is one of blocks in all these cases, and heads are grouped, if its dtype
-is WIDE.
+the same bits. Where sums may be `reordered`, and the dtype is WIDE, a causal mask over many pairs is blocks as well,
+and heads are grouped.
 
     forward(q, k, v, mask, tiles, scale, softcap, reordered) -> (out, lse)
     backward(d_out, q, k, v, out, lse, mask, tiles, scale, softcap, reordered) -> (dq, dk, dv)   laid out as out is

@@ -18,7 +18,7 @@ from csc.kernels.mask import Mask
 from csc.kernels.tiles import SEEN, Tiles
 
 SHORTEST = 8  # queries of a sequence in a row, on the average; of shorter ones many are one block
-ONE_CALL = 128  # queries that are one block where the order of sums is to be that of ATen's kernel
+ONE_CALL = 2**18  # pairs of queries and keys, of all heads and samples, that take least time in one call of the kernel
 ROWS = 256  # queries of a block where there is no mask and scores have to be written out (soft cap)
 FEW = 4096  # pairs of queries and keys that cost less than another call of the kernel, and results put together
 KEPT = 16 * 2**20
@@ -47,10 +47,10 @@ class Block:
 def blocks(
     q: torch.Tensor, keys: int, mask: Mask | None, tiles: Tiles | None, softcap: float, reordered: bool = False
 ) -> Sequence[Block]:
-    """The blocks that every visible pair is in, each in one. keys: how many there are. reordered: what takes least
-    time, though one call of the kernel has all pairs in it.
+    """The blocks that every visible pair is in, each in one. keys: how many there are. reordered: they need not be as
+    PyTorch calls its kernel.
     """
-    batch, _, queries, _ = q.shape
+    batch, heads, queries, _ = q.shape
     if not (queries and keys):  # ATen's kernel divides by their number, which ends the process
         return []
     if mask is None or tiles is None:
@@ -58,7 +58,8 @@ def blocks(
         starts = range(0, queries, height)
         rows = [slice(start, min(start + height, queries)) for start in starts]
         return [Block(slice(0, batch), one, slice(None), whole=len(rows) == 1, grouped=not softcap) for one in rows]
-    key = (batch, q.dtype, bool(softcap), reordered)
+    few = batch * heads * queries * keys <= ONE_CALL
+    key = (batch, q.dtype, bool(softcap), few, reordered and not few)
     known = mask.known.get(key)
     if known is None:
         found = list(_of_mask(mask, tiles, *key))
@@ -69,8 +70,9 @@ def blocks(
 
 
 def _of_mask(
-    mask: Mask, tiles: Tiles, batch: int, dtype: torch.dtype, written_out: bool, reordered: bool
+    mask: Mask, tiles: Tiles, batch: int, dtype: torch.dtype, written_out: bool, few: bool, reordered: bool
 ) -> Iterator[Block]:
+    """few: one call of the kernel is to have all pairs in it."""
     everyone = slice(0, batch)
     if not written_out and not reordered and _is_causal(mask):
         yield Block(everyone, slice(0, mask.queries), slice(0, mask.keys), causal=True, grouped=True)
@@ -82,13 +84,15 @@ def _of_mask(
     index, counts = tiles.of_queries.index, tiles.of_queries.counts.tolist()
     slots = [min(tiles.block_k, mask.keys - start) for start in range(0, mask.keys, tiles.block_k)]
     every = range(index.shape[1])
-    for of_block in [every] if mask.queries <= ONE_CALL and not reordered else [range(i, i + 1) for i in every]:
+    for of_block in [every] if few else [range(i, i + 1) for i in every]:
         rows = slice(of_block.start * tiles.block_q, min(of_block.stop * tiles.block_q, mask.queries))
         looked_at = [
             {tile for i in of_block for tile in index[one, i, : counts[one][i][1]].tolist()}
             for one in range(mask.batch)
         ]
-        for run, listed in _together([sorted(one) for one in looked_at], slots, rows.stop - rows.start):
+        for run, listed in _together(
+            [sorted(one) for one in looked_at], slots, rows.stop - rows.start, ONE_CALL if few else FEW
+        ):
             samples = slice(run[0], run[-1] + 1) if mask.batch > 1 else slice(0, 1)
             keys = _slots(listed, tiles.block_k, mask.keys)
             bias = blind = None
@@ -100,15 +104,18 @@ def _of_mask(
             yield Block(samples if mask.batch > 1 else everyone, rows, keys, bias, blind)
 
 
-def _together(visits: Sequence[list[int]], slots: Sequence[int], rows: int) -> Iterator[tuple[list[int], list[int]]]:
+def _together(
+    visits: Sequence[list[int]], slots: Sequence[int], rows: int, most: int
+) -> Iterator[tuple[list[int], list[int]]]:
     """Runs of neighbouring samples that look at the same tiles, or nearly, and these tiles: a short batch is one call.
-    visits: of each sample; one that looks at none is in no run. slots: of each tile. rows: of queries.
+    visits: of each sample; one that looks at none is in no run. slots: of each tile. rows: of queries. most: pairs that
+    are looked at for nothing, of a run.
     """
     run, listed, looked = list[int](), list[int](), 0  # looked: slots that the run's samples look at, each its own
     for sample, own in enumerate(visits):
         both, width = sorted({*listed, *own}), sum(slots[tile] for tile in own)
         unseen = (len(run) + 1) * sum(slots[tile] for tile in both) - looked - width
-        if run and (not own or rows * unseen > FEW):
+        if run and (not own or rows * unseen > most):
             yield run, listed
             run, both, looked = [], own, 0
         run, listed, looked = ([*run, sample], both, looked + width) if own else ([], [], 0)
