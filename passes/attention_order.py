@@ -16,9 +16,9 @@ def attention_order(program: Program, options: Options) -> Program:
     """Let the CPU's attention add in the order that takes least time, where bits may differ.
 
     Requires  pass `split`.
-    Ensures   without `fuse` nothing changes: what eager PyTorch gives to one call of its kernel is one call, with its
-              bits. Else attention on CPUs is `reordered` in F, B and W: queries go in small blocks that leave out the
-              keys that none of them sees, and the kernel adds the gradients of query heads that share a key head.
+    Ensures   without `fuse` nothing changes. Else attention on CPUs is `reordered` in F, B and W: causal queries go in
+              blocks that leave out the keys that none of them sees, where eager PyTorch has one call of its kernel, and
+              the kernel adds the gradients of query heads that share a key head, which eager PyTorch repeats.
     Before    %dq, %dk, %dv = csc.attention_backward(%d_out, %q[2, 8, 64, 32], %k[2, 2, 64, 32], ..)
     After     %dq, %dk, %dv = csc.attention_backward(%d_out, %q[2, 8, 64, 32], %k[2, 2, 64, 32], .., reordered=True)
     """
