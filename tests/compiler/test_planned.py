@@ -88,11 +88,11 @@ def test_every_layout_has_the_gradients_of_eager(
 
 
 def test_stages_on_any_ranks_have_the_gradients_of_eager(compiled: csc.CompiledModel, tmp_path: Path) -> None:
-    """As `auto` puts them, neither in turns nor in a V; the program on disk says so, too."""
-    changed = compiled.with_options(mesh="pp=3", hardware="cpu")
+    """As `auto` puts them, not in turns from the first rank on; the program on disk says so, too."""
+    changed = compiled.with_options(mesh="pp=2", hardware="a100", freeze=["vision_tower"])
     assert changed.program.schedule is not None
     home = list(changed.program.schedule.placement.values())
-    assert len(home) % 3 or (home != home[:3] * (len(home) // 3) and home != home[:3] + home[2::-1])
+    assert len(home) % 2 and home[0] == 1
     result = verify(changed)
     assert result.params_missing == () and result.params_checked > 0
     assert result.loss_rel <= FLOAT32 and result.grad_rel_max <= FLOAT32

@@ -65,6 +65,7 @@ NAMES = {
     "csc.passes.token_sums": "writes the calls of sums over a shard of tokens",
     "csc.passes.written_out": "a pattern: attention written out",
     "csc.torch_private.dropped_attention": "attention in the parts that torch has for it",
+    "csc.torch_private.artifacts": "what Inductor makes no kernel of",
 }
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
@@ -82,6 +83,7 @@ LISTS = {
     "csc.passes.head": {"PRODUCTS", "STEPS"},
     "csc.passes.regions": {"CARRIES_NAME"},
     "csc.passes.tensor_graph": {"MAKES_SHARDS", "WITHOUT_BIAS"},
+    "csc.torch_private.artifacts": {"AS_THEY_ARE"},
 }
 
 

@@ -430,7 +430,10 @@ def test_unwrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "made"))
     x = torch.linspace(-1, 1, 6).view(2, 3)
-    functions: dict[str, Callable[..., Any]] = {"own": lambda x: [x.sin() + 1, x], "view": lambda x: [x + 1, x.t()]}
+    functions: dict[str, Callable[..., Any]] = {
+        "own": lambda x: [x.sin() + 1, x],
+        "view": lambda x: [x.sin() + 1, x.t()],
+    }
     for name, function in functions.items():
         made = private_artifacts.artifact(function, [x], {}, tmp_path / name)
         read = private_artifacts.artifact_of(tmp_path / name, {})
