@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from csc.kernels.onednn import prefers_onednn, product
 
 from csc import devices
 
@@ -149,8 +150,10 @@ class _Sweep:
         self.head, self.losses = head, losses
         self.wide = wide(x.dtype)
         self.sums_in_product = x.device.type != "cpu" and x.dtype is not self.wide
+        self.by_onednn = x.device.type == "cpu" and x.dtype is torch.float32 and prefers_onednn()
         _, self.to_x, self.to_weight, self.to_bias = head.output_mask
-        self.logits = x.new_empty((min(head.rows, len(x)), len(weight)), dtype=self.wide)  # of every chunk in turn
+        own = 0 if self.by_onednn else min(head.rows, len(x))
+        self.logits = x.new_empty((own, len(weight)), dtype=self.wide)  # of every chunk in turn
         row = len(weight) * self.wide.itemsize
         self.at_once = max(1, IN_CACHE // row if x.device.type == "cpu" else head.rows)
         self.d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if self.to_x else x.new_empty(0)
@@ -179,11 +182,11 @@ class _Sweep:
     def _logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(logits, tanh of those under a soft cap), wide; both may be written over, and the next chunk's will be."""
         _, weight, bias, scale, softcap, *_ = self.head
-        logits = self.logits[: len(x)]
-        if x.dtype is self.wide:
-            torch.mm(x, weight.t(), out=logits)
-        else:
+        logits = product(x, weight.t()) if self.by_onednn else self.logits[: len(x)]
+        if x.dtype is not self.wide:
             logits.copy_(torch.mm(x, weight.t()))
+        elif not self.by_onednn:
+            torch.mm(x, weight.t(), out=logits)
         if bias is not None:
             logits.add_(bias)
         if scale != 1:
@@ -195,7 +198,9 @@ class _Sweep:
 
     def _add(self, part: slice, x: torch.Tensor, d_logits: torch.Tensor) -> None:
         narrow = d_logits.to(x.dtype)
-        if self.to_x:
+        if self.to_x and self.by_onednn:
+            self.d_x[part] = product(narrow, self.head.weight)
+        elif self.to_x:
             torch.mm(narrow, self.head.weight, out=self.d_x[part])
         if self.to_bias:
             self.d_bias.add_(d_logits.sum(0))
@@ -203,5 +208,18 @@ class _Sweep:
             return
         if self.sums_in_product:  # narrow operands, a wide product
             self.d_weight.add_(torch.mm(narrow.t(), x, out_dtype=self.wide))
+        elif self.by_onednn:
+            self._add_blocks(part, x, d_logits)
         else:
             self.d_weight.addmm_(d_logits.t(), x.to(self.wide))
+
+    def _add_blocks(self, part: slice, x: torch.Tensor, d_logits: torch.Tensor) -> None:
+        """To the gradient of the weight, in which oneDNN does not add: some classes at a time, so that what is added
+        takes little room.
+        """
+        if not part.start:
+            self.d_weight = product(d_logits.t(), x)
+            return
+        several = max(1, IN_CACHE // (x.shape[1] * self.wide.itemsize))
+        for total, some in zip(self.d_weight.split(several), d_logits.split(several, 1), strict=True):
+            total.add_(product(some.t(), x))

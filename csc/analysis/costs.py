@@ -234,7 +234,7 @@ def seconds(
         compute = 0.0
         if call.flops:
             done = call.flops * visible.get(call.mask, 1.0)
-            compute = done / hardware.rate(call.dtype, call.op, call.flops)
+            compute = done / hardware.rate(call.dtype, call.op, call.flops, call.compiled)
         takes = max(compute, call.bytes / hardware.reached_bandwidth)
         if call.meets is not None:
             met = exchanges.seconds(call.meets, wires)

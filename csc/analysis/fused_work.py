@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
 from networkx.utils import UnionFind
 from torch import fx
 
 from csc.analysis.kernel_calls import KernelCall, Kernels
-from csc.analysis.operators.execution import FUSED_REDUCTIONS
+from csc.analysis.operators.execution import FUSED_REDUCTIONS, OF_MATRICES
 from csc.analysis.operators.views import is_view, maker
 from csc.ir import graph as g
 
@@ -49,7 +50,7 @@ def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, KernelCall]]) -> Kerne
     found = []
     for node, call in calls:
         if node not in group:
-            found.append(call)
+            found.append(replace(call, compiled=call.op in OF_MATRICES | g.HEADS))
         elif node in first:
             found.append(_together(first[node], kernel))
     return Kernels(tuple(found))

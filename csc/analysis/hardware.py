@@ -49,7 +49,8 @@ class Hardware:
     `memory` that the process takes before it holds anything of a model; answered: see csc.simulation.pipeline.Network.
     attention: shares of the peak that attention reaches, forward and backward; None: that of matmuls. collective: the
     wire of collectives within a node; None: that of messages. matmul: (FLOPs, share) of products by size, rising: what
-    they reach of `matmul_efficiency`, by the logarithm between two and as the nearest outside; none: all of it. action:
+    they reach of `matmul_efficiency`, by the logarithm between two and as the nearest outside; none: all of it.
+    compiled: peaks of products in compiled functions, where another library computes these; none: `peak`. action:
     seconds that the runtime takes for an F, B or W besides its kernels, handling: for a message at each of its ends; 0
     where it runs ahead of the device.
     """
@@ -70,14 +71,15 @@ class Hardware:
     attention: tuple[float, float] | None = None
     collective: Wire | None = None
     matmul: tuple[tuple[float, float], ...] = ()
+    compiled: Mapping[str, float] = field(default_factory=dict)
     action: float = 0.0
     handling: float = 0.0
     measured_on: str = ""
     measured: Mapping[str, Seconds] = field(default_factory=dict)
 
-    def rate(self, dtype: str, op: str = "", flops: float = math.inf) -> float:
-        """FLOP/s that matmuls of a dtype reach, of so many FLOPs, or an operator that is none. InputError if the
-        profile does not have the dtype. One product of complex numbers is four of their parts.
+    def rate(self, dtype: str, op: str = "", flops: float = math.inf, compiled: bool = False) -> float:
+        """FLOP/s that matmuls of a dtype reach, of so many FLOPs, in a compiled function or not, or an operator that is
+        none. InputError if the profile does not have the dtype. One product of complex numbers is four of their parts.
         """
         if dtype in PARTS:
             return self.rate(PARTS[dtype], flops=flops) / 4
@@ -87,7 +89,11 @@ class Hardware:
             )
         if self.attention is not None and "attention" in op:
             return self.peak[dtype] * self.attention["backward" in op]
-        return self.peak[dtype] * self.matmul_efficiency * self.share(flops)
+        return self.peak_of(dtype, compiled) * self.matmul_efficiency * self.share(flops)
+
+    def peak_of(self, dtype: str, compiled: bool) -> float:
+        """FLOP/s of products, in a compiled function or not."""
+        return self.compiled.get(dtype, self.peak[dtype]) if compiled else self.peak[dtype]
 
     def share(self, flops: float) -> float:
         """What a product of so many FLOPs reaches of `matmul_efficiency`."""
@@ -152,7 +158,7 @@ def _hardware(top: _Table, stem: str) -> Hardware:
     peak, network, measured = top.table("peak"), top.table("network"), top.table("measured", optional=True)
     attention = top.table("attention", optional=True)
     wires = {name: network.table(name, optional=name == "collective") for name in ("within", "between", "collective")}
-    matmul = top.table("matmul", optional=True)
+    matmul, compiled = top.table("matmul", optional=True), top.table("compiled", optional=True)
     found = Hardware(
         name=top.text("name", stem),
         description=top.text("description", ""),
@@ -172,12 +178,13 @@ def _hardware(top: _Table, stem: str) -> Hardware:
         else None,
         collective=_wire(wires["collective"]) if wires["collective"].content else None,
         matmul=matmul.sizes("flops", "share") if matmul.content else (),
+        compiled={dtype: compiled.number(dtype, 0.0, LARGEST_RATE) for dtype in DTYPES if dtype in compiled.content},
         action=top.number("action", 0.0, LONGEST, zero=True, default=0.0),
         handling=top.number("handling", 0.0, LONGEST, zero=True, default=0.0),
         measured_on=measured.text("on", ""),
         measured={key: measured.seconds(key) for key in sorted(measured.content) if key != "on"},
     )
-    for table in (top, peak, network, measured, attention, matmul, *wires.values()):
+    for table in (top, peak, network, measured, attention, matmul, compiled, *wires.values()):
         table.done()
     return found
 
@@ -300,6 +307,8 @@ def toml_text(hardware: Hardware) -> str:
     if hardware.matmul:
         sizes, shares = zip(*hardware.matmul)
         lines += ["", "[matmul]", f"flops = {list(sizes)!r}", f"share = {list(shares)!r}"]
+    if hardware.compiled:
+        lines += ["", "[compiled]", *(f"{dtype} = {rate!r}" for dtype, rate in hardware.compiled.items())]
     if hardware.measured:
         lines += ["", "[measured]  # seconds of F, B and W, by the key of the template variant"]
         lines.append(f"on = {_quoted(hardware.measured_on)}")

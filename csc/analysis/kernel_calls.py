@@ -11,7 +11,7 @@ from csc.analysis.exchanges import Exchange
 @dataclass(frozen=True)
 class KernelCall:
     """One kernel. dtype: of the operands, which decides the peak rate. mask: the table by which attention skips. meets:
-    what it gets from other ranks.
+    what it gets from other ranks. compiled: a product in a compiled function.
     """
 
     op: str
@@ -20,6 +20,7 @@ class KernelCall:
     bytes: int
     mask: str = ""
     meets: Exchange | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

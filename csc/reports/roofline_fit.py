@@ -50,6 +50,7 @@ def _with(base: Hardware, found: tuple[float, float, float]) -> Hardware:
     return replace(
         base,
         peak={dtype: rate * max(1.0, compute) for dtype, rate in base.peak.items()},
+        compiled={dtype: rate * max(1.0, compute) for dtype, rate in base.compiled.items()},
         bandwidth=base.bandwidth * max(1.0, memory),
         matmul_efficiency=min(1.0, compute),
         bandwidth_efficiency=min(1.0, memory),
@@ -66,7 +67,7 @@ def _columns(base: Hardware, parameters: tuple[float, float, float], work: Kerne
     """What x, y and z are multiplied by in the time of the work, given which calls are bound by compute."""
     compute = memory = 0.0
     for call in work.calls:
-        flops = call.flops / (base.peak[call.dtype] * base.share(call.flops)) if call.flops else 0.0
+        flops = call.flops / (base.peak_of(call.dtype, call.compiled) * base.share(call.flops)) if call.flops else 0.0
         moved = call.bytes / base.bandwidth
         if flops * parameters[0] > moved * parameters[1]:
             compute += flops

@@ -30,6 +30,8 @@ from typing import Any, Final
 
 import torch
 
+from csc.kernels.onednn import PRODUCT, prefers_onednn
+from csc.runtime.faster_products import products_by_onednn
 from csc.runtime.flat_tensors import Layout, nesting, structure_of, tensors_of
 from csc.torch_private.artifacts import Unwrapped, artifact, artifact_of, inductor_settings, vector_sets_are_proven
 
@@ -92,6 +94,7 @@ class KeptFunction:
         of_torch = [
             torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
             str(torch.get_default_dtype()), inductor_settings(), os.environ.get("ATEN_CPU_CAPABILITY"),
+            prefers_onednn(),
         ]  # fmt: skip
         told = [self.text, self.name, self.layouts, self.structure, of_torch, self._settings]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
@@ -137,11 +140,12 @@ class KeptFunction:
         start, nested = time.perf_counter(), nesting(self.structure)
 
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            results = function(*nested(tensors))
+            with products_by_onednn():
+                results = function(*nested(tensors))
             found.append(structure_of(results))
             return tensors_of(results)
 
-        made = artifact(flat, tensors_of(given), self._settings, self._file)
+        made = artifact(flat, tensors_of(given), self._settings, self._file, (PRODUCT,))
         told = {"empty": made is None, "structure": found[-1], "seconds": round(time.perf_counter() - start, 2)}
         write_whole(self._file.with_suffix(".json"), json.dumps(told))
         return None if made is None else CompiledFunction(made, told["structure"], told["seconds"])

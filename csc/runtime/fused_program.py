@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from csc.kernels.onednn import prefers_onednn
 from csc.runtime.compiled_function import BeingMadeError, settings
 from csc.runtime.function_order import FunctionOrder
 from csc.runtime.fused_words import FusedWord
@@ -40,7 +41,7 @@ from csc.runtime.side_by_side import Background, CompileWorker, make_side_by_sid
 
 log = logging.getLogger("csc")
 
-UNLIKE = "not all ranks' C++ compilers build for the same vector instructions"
+UNLIKE = "not all ranks' CPUs and C++ compilers have the same vector instructions"
 MET = 4  # steps with a size, before it is compiled: not what comes once
 BUSY, PREPARES, READY = 1, 2, 4  # what a program says before a step
 Call = tuple[Rank, Mapping[str, Any], Mapping[str, torch.Tensor]]  # microbatch and weights
@@ -245,7 +246,8 @@ class FusedProgram:
         try:
             if self._without:
                 return ""
-            return json.dumps(settings(self._folder, self._device.type == "cpu"), sort_keys=True)
+            built = settings(self._folder, self._device.type == "cpu") | {"products by oneDNN": prefers_onednn()}
+            return json.dumps(built, sort_keys=True)
         except Exception:  # of a compiler that does not work: then nothing was taken, and each function says why
             return ""
 

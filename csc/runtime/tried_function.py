@@ -1,8 +1,9 @@
 """A compiled function beside the one that it is to stand for: both are called once with the same tensors.
 
-Terms: an *own operator* is one of csc's (attention, collectives, what runs a module of the user's): both functions call
-the same kernels, which may meet other ranks, draw, or change a module. So the plain function alone calls them; the
-compiled one is handed copies of what came of that, and what it gives them is compared as its results are.
+Terms: an *own operator* is one of csc's that layer files call (attention, collectives, what runs a module of the
+user's): both functions call the same kernels, which may meet other ranks, draw, or change a module. So the plain
+function alone calls them; the compiled one is handed copies of what came of that, and what it gives them is compared as
+its results are.
 
     tried(plain, given, compiled, tensors) -> (what plain returns, in what the compiled one differs, "" if in nothing)
     apart(found, wanted) -> str         in what results are too far from those of a function that rounds otherwise
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from csc.kernels.onednn import PRODUCT
 from csc.runtime.flat_tensors import tensors_of
 
 NEAR = 84.0  # times 2**-23 is 1e-5
@@ -85,7 +87,7 @@ def _own_operators(call: Callable[[Given, Callable[[], Any]], Any]) -> Any:
     class OwnOperators(TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            if getattr(operator, "namespace", "") != "csc":
+            if getattr(operator, "namespace", "") != "csc" or operator is PRODUCT:
                 return operator(*args, **kwargs)
             tensors = [one for value in (*args, *kwargs.values()) for one in _listed(value) if torch.is_tensor(one)]
             return call((str(operator), tensors), lambda: operator(*args, **kwargs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib import import_module
@@ -33,11 +33,12 @@ ASKING = Lock()  # the same of what calls compiled code, in which a thread may w
 
 
 def artifact(
-    function: Callable[..., Tensors], given: Tensors, settings: Mapping[str, Any], file: Path
-) -> Callable[..., Tensors] | None:
+    function: Callable[..., Tensors], given: Tensors, settings: Mapping[str, Any], file: Path,
+    gains: Collection[Any] = (),
+) -> Callable[..., Tensors] | None:  # fmt: skip
     """The function of these tensors, traced on fake ones and compiled for their sizes; kept in the file. It is for
     tensors laid out as these, and does not look. None if there is nothing in it to fuse: no two calls that Inductor
-    makes kernels of. Any error of the trace, of Inductor, of the C++ compiler.
+    makes kernels of, nor one of the operators `gains`. Any error of the trace, of Inductor, of the C++ compiler.
     """
     inductor_is_imported()
     from torch._inductor import standalone_compile
@@ -47,7 +48,8 @@ def artifact(
 
     with under_autograd(), torch.no_grad():  # a step runs below autograd; what traces does not
         graph = make_fx(function, tracing_mode="fake")(*given)
-        if sum(map(_is_generated, graph.graph.nodes)) < FUSED:
+        targets = [node.target for node in graph.graph.nodes]
+        if sum(map(_is_generated, targets)) < FUSED and not any(target in gains for target in targets):
             return None
         with REPLACING, _headers_noted(file.parent), _arguments_unasked():
             made = standalone_compile(
@@ -58,9 +60,8 @@ def artifact(
     return made
 
 
-def _is_generated(node: torch.fx.Node) -> bool:
+def _is_generated(target: Any) -> bool:
     """Whether Inductor makes a kernel of a call: not of a view, a product, or an operator that is not torch's own."""
-    target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
     return not target.is_view and target.overloadpacket not in AS_THEY_ARE

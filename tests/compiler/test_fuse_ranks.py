@@ -106,10 +106,10 @@ def _real(cache: str) -> None:
     os.environ |= {"CSC_CACHE_DIR": f"{cache}/{_of_rank()}", "CSC_CACHE": "1"}
     artifact, make = compiled_function.artifact, side_by_side.CompileWorker.make
 
-    def full(function: Any, given: Any, settings: Any, file: Path) -> Any:
+    def full(function: Any, given: Any, settings: Any, file: Path, *rest: Any) -> Any:
         if any("layer__1" in str(getattr(cell.cell_contents, "__code__", "")) for cell in function.__closure__):
             raise OSError(28, "No space left on device")
-        return artifact(function, given, settings, file)
+        return artifact(function, given, settings, file, *rest)
 
     def dies(self: Any, order: FunctionOrder) -> str:
         if _fails(order.name):

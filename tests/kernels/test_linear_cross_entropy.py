@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from csc.kernels import head_sweep, onednn
 from csc.kernels.head_sweep import FEWEST, ROOM, ROOM_ON_CPU, Head, _Sweep, rows_of
 from csc.kernels.linear_cross_entropy import _in_cache, linear_cross_entropy
 from hypothesis import given, settings
@@ -68,6 +69,27 @@ def test_tokens_may_lie_in_any_dimensions_and_strides() -> None:
     (one,), (other,) = (torch.autograd.grad(value, [x]) for value in (loss, expected))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("prefers", [False, True], ids=["MKL", "oneDNN"])
+@pytest.mark.parametrize("rows", [128, 1000])
+@pytest.mark.parametrize(("biased", "softcap"), [(False, 0.0), (True, 5.0)])
+def test_either_library_computes_its_products(
+    prefers: bool, rows: int, biased: bool, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large enough for either; in one chunk and in several, whose gradients are added some classes at a time."""
+    monkeypatch.setattr(head_sweep, "prefers_onednn", lambda: prefers)
+    monkeypatch.setattr(onednn, "prefers_onednn", lambda: prefers)
+    monkeypatch.setattr(head_sweep, "IN_CACHE", 2**17)
+    given = operands(700, 600, 96, torch.float32, biased, seed=2)
+    exact = in_float64(given)
+    expected = results(dense(**exact, softcap=softcap), exact)
+    with profile(activities=[ProfilerActivity.CPU]) as ran:
+        loss = linear_cross_entropy(**given, softcap=softcap, rows=rows, ignored=IGNORED)
+    found = results(loss, given)
+    for name, error in difference(found, expected).items():
+        assert error <= 2e-6, f"{name}: {error:.2e}"
+    assert any(event.key == "mkldnn::_linear_pointwise" for event in ran.key_averages()) is prefers
 
 
 def call(given: dict[str, Any], output_mask: list[bool], rows: int = 7) -> tuple[torch.Tensor, ...]:

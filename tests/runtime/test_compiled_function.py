@@ -28,7 +28,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that were compiled, in order; each is the function itself."""
     files: list[Path] = []
 
-    def artifact(flat: Callable[..., Any], given: Any, settings: Any, file: Path) -> Any:
+    def artifact(flat: Callable[..., Any], given: Any, settings: Any, file: Path, _: Any) -> Any:
         flat(*given)
         files.append(file)
         file.write_text("compiled")

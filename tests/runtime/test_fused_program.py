@@ -290,7 +290,7 @@ def test_what_another_rank_cannot_compile_runs_as_it_is(orders: list[Any], caplo
     assert not other.on and "all functions run as they are, as there is no C++ compiler" in caplog.text
     unlike = Function(orders)
     step(first([unlike]), words=[FusedWord(0, (0,), "other")], calls=CALLS)
-    assert not unlike.on and "not all ranks' C++ compilers build for the same vector instructions" in caplog.text
+    assert not unlike.on and "not all ranks' CPUs and C++ compilers have the same vector instructions" in caplog.text
     alone = Function(orders)
     step(first([alone], without="there is none"), calls=CALLS)
     assert not alone.on and not alone.watches

@@ -8,6 +8,7 @@ from typing import Any
 import csc.kernels.attention  # noqa: F401  the operators torch.ops.csc
 import pytest
 import torch
+from csc.kernels.onednn import PRODUCT
 
 from csc.runtime.flat_tensors import tensors_of
 from csc.runtime.tried_function import tried
@@ -43,12 +44,14 @@ NEAR: dict[str, tuple[Callable[..., Any], Callable[..., Any], torch.Tensor]] = {
     "nothing but zeros": (lambda x: x * 0, lambda x: x - x, X),
     "no entries": (lambda x: x[:0], lambda x: x[:0], X),
     "whole numbers": (lambda x: x.argmax(-1), lambda x: x.max(-1).indices, X),
+    "a product of another library": (lambda x: x @ x.t(), lambda x: PRODUCT(x, x.t()), X),
     "complex numbers": (lambda x: torch.complex(x, x), lambda x: torch.complex(x, x * (1 + 1e-6)), X),
     "noise beside gradients": (
         lambda x: {"w": x, "b": x[0] * 1e-7}, lambda x: {"w": x, "b": x[0] * -1e-8}, X,
     ),
 }  # fmt: skip
 FAR: dict[str, tuple[Callable[..., Any], Callable[..., Any], torch.Tensor]] = {
+    "a product of others": (lambda x: x @ x.t(), lambda x: PRODUCT(x, x.t() * 2), X),
     "a scale": (lambda x: x * 2, lambda x: x * (2 + 1e-4), X),
     "one entry": (lambda x: x * 2, changed(4, 1e-2), X),
     "a scale in bfloat16": (lambda x: x * 2, lambda x: x * 2.25, X.bfloat16()),

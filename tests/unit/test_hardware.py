@@ -46,6 +46,16 @@ def test_products_by_size() -> None:
     assert hardware("a100").rate("bfloat16", "aten::mm", 1e6) == hardware("a100").rate("bfloat16")
 
 
+def test_products_in_compiled_functions() -> None:
+    """Of the dtypes that have another peak there; attention has its own kernel either way."""
+    cpu = hardware("cpu")
+    assert cpu.compiled["float32"] > cpu.peak["float32"] and set(cpu.compiled) == {"float32"}
+    ratio = cpu.rate("float32", "aten::mm", compiled=True) / cpu.rate("float32", "aten::mm")
+    assert ratio == pytest.approx(cpu.compiled["float32"] / cpu.peak["float32"])
+    assert cpu.rate("bfloat16", "aten::mm", compiled=True) == cpu.rate("bfloat16", "aten::mm")
+    assert hardware("h100").rate("float32", compiled=True) == hardware("h100").rate("float32")
+
+
 def test_what_data_sheets_say() -> None:
     """Ratios that do not depend on how a figure is rounded."""
     a100, h100, h200, a40 = (hardware(name) for name in ("a100", "h100", "h200", "a40"))
@@ -79,16 +89,16 @@ third = st.floats(min_value=0, max_value=1e6)
     text=st.text(), memory=positive, bandwidth=positive, efficiency=share, launch=st.floats(0, 1),
     measured=st.dictionaries(st.text("0123456789abcdef", min_size=16, max_size=16), st.tuples(third, third, third)),
     collective=st.none() | st.builds(Wire, st.floats(0, 1), positive), action=st.floats(0, 1),
-    handling=st.floats(0, 1),
+    handling=st.floats(0, 1), compiled=st.dictionaries(st.sampled_from(["float32", "bfloat16"]), positive),
 )  # fmt: skip
 def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, text: str, memory: float, bandwidth: float, efficiency: float,
-    launch: float, measured: dict, collective: Wire | None, action: float, handling: float,
+    launch: float, measured: dict, collective: Wire | None, action: float, handling: float, compiled: dict,
 ) -> None:  # fmt: skip
     profile = replace(
         hardware("h100"), description=text, memory=memory, bandwidth=bandwidth, matmul_efficiency=efficiency,
         launch=launch, measured=measured, measured_on="here" if measured else "", collective=collective, action=action,
-        handling=handling,
+        handling=handling, compiled=compiled,
     )  # fmt: skip
     path = tmp_path_factory.mktemp("profile") / "h100.toml"
     path.write_text(toml_text(profile), encoding="utf-8")
@@ -126,6 +136,8 @@ WRONG = [
     ("[peak]", "[matmul]\nflops = [1e9]\n[peak]", "matmul.share", "is missing"),
     ("[peak]", "[measured]\nabc = [1.0, 2.0]\n[peak]", "measured.abc", "seconds of F, B and W"),
     ("[peak]", "[measured]\nabc = [1.0, -2.0, 0.0]\n[peak]", "measured.abc", "seconds of F, B and W"),
+    ("[peak]", "[compiled]\nfloat32 = 0.0\n[peak]", "compiled.float32", "more than 0"),
+    ("[peak]", "[compiled]\nfloat31 = 1e12\n[peak]", "compiled.float31", "remove it"),
     ("[peak]", 'peak = 3\n[peak_]', "peak", "is no table"),
 ]  # fmt: skip
 

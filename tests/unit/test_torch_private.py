@@ -385,6 +385,8 @@ def test_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert written and not any("assert_size_stride(" in text for text in written), "arguments are asked by the caller"
     for alone in (lambda x: [x], lambda x: [x.t() * 2], lambda x: [(x @ x.t()) @ x, x[:1].view(3).exp()]):
         assert private_artifacts.artifact(alone, [x], {}, None) is None
+    gains = (torch.ops.aten.mm.default,)
+    assert private_artifacts.artifact(lambda x: [x.t() @ x], [x], {}, tmp_path / "product", gains) is not None
     with pytest.raises(RuntimeError):
         private_artifacts.artifact(lambda x: [x] if bool(x.sum() > 0) else [x + 1], [x], {}, None)
 

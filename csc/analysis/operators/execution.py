@@ -1,6 +1,7 @@
 """How calls run on a device: as matrix products, in the kernel of their neighbours, reading rows alone; in which dtype.
 
 MATMULS, ATTENTIONS: products, as kernels                FUSED_REDUCTIONS: what Inductor fuses beside pointwise calls
+OF_MATRICES: products of two matrices, for which compiled functions may have another library
 LOOK_UPS: read as many elements of their first argument as they write, whatever its size
 COMPUTE, FLOAT32: in mixed precision                     serves_in_low(name): whether bfloat16 has the operation
 """
@@ -16,7 +17,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in text.split())
 
 
-MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+OF_MATRICES = frozenset({"aten::mm", "aten::addmm"})
+MATMULS = OF_MATRICES | {"aten::bmm", "aten::baddbmm"}
 ATTENTIONS = frozenset({ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu"})
 FUSED_REDUCTIONS = _names(
     "sum mean amax var_mean _to_copy native_layer_norm _softmax _log_softmax _softmax_backward_data "

@@ -1,0 +1,57 @@
+"""The products of a function that is to be compiled, computed by oneDNN where that is the faster library.
+
+with products_by_onednn():          while the function is traced, csc::product is called in place of aten.mm and
+    function(...)                   aten.addmm, where csc.kernels.onednn says that it is worth it
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from csc.kernels.onednn import PRODUCT, is_worth, prefers_onednn
+
+aten = torch.ops.aten
+
+
+def products_by_onednn() -> AbstractContextManager[Any]:
+    """A transposed left matrix is copied first, by a kernel that Inductor makes, part of the one that computes the
+    matrix: oneDNN's call would have it copied by one of ATen's.
+    """
+    if not prefers_onednn():
+        return nullcontext()
+    from csc.torch_private.traces import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            matrices = _matrices(operator, args, kwargs)
+            if not matrices or not _gains(*matrices):
+                return operator(*args, **(kwargs or {}))
+            left, *others = matrices
+            if not left.is_contiguous():
+                left = left.clone(memory_format=torch.contiguous_format)
+            return PRODUCT(left, *others)
+
+    return Products()
+
+
+def _matrices(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[torch.Tensor, ...]:
+    """Of a product of two matrices: both, and a row that is added to it; empty for any other call."""
+    if kwargs:  # alpha, or beta
+        return ()
+    if operator is aten.mm.default:
+        return args
+    if operator is aten.addmm.default:
+        added, *matrices = args
+        return (*matrices, added)
+    return ()
+
+
+def _gains(left: torch.Tensor, right: torch.Tensor, row: torch.Tensor | None = None) -> bool:
+    if left.dtype is not torch.float32 or left.device.type != "cpu":
+        return False
+    if row is not None and row.shape != right.shape[1:]:  # a number, or other rows for each token
+        return False
+    return is_worth(*left.shape, right.shape[1])
