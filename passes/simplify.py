@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import frexp
 from typing import Any
 
 import torch
@@ -18,16 +19,18 @@ aten = torch.ops.aten
 
 
 def simplify(program: Program, options: Options) -> Program:
-    """Shorten the joint graphs by identities of single entries, which keep every bit, but the sign of a zero.
+    """Shorten the joint graphs by identities of single entries, which keep every bit, but the sign of a zero, and what
+    is infinite when it is doubled.
 
     Requires  pass `differentiate`.
     Ensures   the same outputs, names and layouts; no power, product or quotient by 1; what scales an expanded value
-              scales it before it is expanded, where only calls on entries read it; gradients of the two parts of a
-              value are joined, and not put among zeros and added.
-    Before    %a = expand(%mean, [2, 256, 512]); %b = div(%a, 512); %c = pow(%x, 1.0); %d = mul(%b, %c)
+              scales it before it is expanded, where only calls on entries read it; of an expanded value times one
+              that is doubled the expanded one is doubled, before that; gradients of the two parts of a value are
+              joined, and not put among zeros and added.
+    Before    %a = expand(%mean, [2, 256, 512]); %b = div(%a, 512); %c = mul(pow(%x, 1.0), 2.0); %d = mul(%b, %c)
               %e = slice_backward(%low, [2, 64], 1, 0, 32); %f = slice_backward(%high, [2, 64], 1, 32, 64)
               %g = add(%e, %f)
-    After     %b = div(%mean, 512); %a = expand(%b, [2, 256, 512]); %d = mul(%a, %x)
+    After     %b = mul(div(%mean, 512), 2.0); %a = expand(%b, [2, 256, 512]); %d = mul(%a, %x)
               %g = cat([%low, %high], 1)
     """
     return replace(program, templates={name: shorter(one) for name, one in program.templates.items()})
@@ -55,6 +58,8 @@ def _same(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) ->
     """What gives the same as a call of the old graph, for less; None: nothing is known."""
     if g.op_name(node) == "aten::add":
         return _joined(graph, node, mapping)
+    if g.op_name(node) == "aten::mul" and all(isinstance(one, fx.Node) for one in node.args):
+        return _doubled_first(graph, node, mapping)
     operand, number = _by_number(node)
     if operand is None:
         return None
@@ -121,6 +126,36 @@ def _scaled_first(
     writer = Writer(graph, val.fake_mode)
     scaled = writer.named(node.name, node, node.target, mapping[small], *node.args[1:])
     return writer.named(f"{node.name}_expand", expanded, expanded.target, scaled, *expanded.args[1:])
+
+
+def _doubled_first(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+    """The product of an expanded value and one that is doubled (or made larger by another power of two) for this alone,
+    as the backward of a square has it: the smaller value is doubled instead. None for any other product.
+    """
+    factors = [one for one in node.args if isinstance(one, fx.Node)]
+    for first, scaled in (factors, factors[::-1]):
+        operand, number = _by_number(scaled)
+        expanded = mapping[first]  # as it is now: an earlier step may have put a scale before it
+        if operand is None or g.op_name(expanded) != "aten::expand" or not _is_power_of_two(scaled, number):
+            continue
+        small, val = expanded.args[0], node.meta["val"]
+        assert isinstance(small, fx.Node)
+        alike = _alike(operand.meta["val"], scaled.meta["val"]) and small.meta["val"].dtype == val.dtype
+        if not alike or len(scaled.users) != 1 or small.meta["val"].numel() == val.numel():
+            continue
+        writer = Writer(graph, val.fake_mode)
+        doubled = writer.named(scaled.name, scaled, scaled.target, small, number)
+        again = writer.named(f"{scaled.name}_expand", expanded, expanded.target, doubled, *expanded.args[1:])
+        given = (again if one is first else mapping[operand] for one in factors)
+        found = writer.named(node.name, node, node.target, *given)
+        if _alike(found.meta["val"], val):  # what is not dense lies otherwise once it is scaled
+            return found
+    return None
+
+
+def _is_power_of_two(scaled: fx.Node, number: float) -> bool:
+    """Of a product by a number, which then shifts exponents alone, unless it is out of range."""
+    return g.op_name(scaled) == "aten::mul" and number > 1 and frexp(number)[0] == 0.5
 
 
 def _is_blind(reader: fx.Node, old: fx.Node, value: torch.Tensor) -> bool:

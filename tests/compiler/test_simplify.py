@@ -95,6 +95,9 @@ def test_what_is_left_out(history: list[Program]) -> None:
     assert read_by_cumsum and all(not _is_expand(n.args[0]) for n in read_by_cumsum)
     apart = [sum(g.op_name(n) == "aten::slice_backward" for n in calls(name)) for name in ("differentiate", "simplify")]
     assert apart[0] - apart[1] == 4, "halves are joined; parts that overlap are not"
+    doubled = [[n for n in calls(name) if n.args[1:] == (2.0,)] for name in ("differentiate", "simplify")]
+    sizes = [sorted(n.meta["val"].numel() for n in nodes if g.op_name(n) == "aten::mul") for nodes in doubled]
+    assert sizes[0].count(120) - sizes[1].count(120) == sizes[1].count(15) - sizes[0].count(15) > 0, "the smaller value"
     assert len(calls("simplify")) < len(calls("differentiate"))
 
 
