@@ -24,7 +24,6 @@ from csc.kernels.light_operator import light_operator
 LEAST = 2**21  # multiplications, from which on a call that costs 10 us more is made up for
 NARROWEST = 8  # of the three sizes: for fewer rows oneDNN copies a transposed matrix whole
 OWN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # of oneDNN's instructions, by the environment
-_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,7 +63,7 @@ def _mkl_is_narrow() -> bool:
 
 @light_operator("product")
 def _by_onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return _linear(a, b.t(), bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")  # not in every build of torch
 
 
 @torch.library.register_fake("csc::product")

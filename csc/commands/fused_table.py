@@ -33,13 +33,19 @@ def fused_functions(directory: Path) -> list[FusedRow]:
 
 
 def fused_table(rows: list[FusedRow]) -> Rows:
-    """A row for each function; seconds are those of its compilation, which later starts do not spend."""
+    """A row for each function; seconds are those of its compilation, which later starts do not spend. Products by
+    oneDNN where it computes some.
+    """
     from csc.runtime.inductor import AS_IT_IS
 
-    made = table("function", "seconds", "", "why", title="functions that Inductor compiles")
+    by_onednn = any(row.products for row in rows)
+    columns = ("function", "seconds", *(["products by oneDNN"] if by_onednn else []), "", "why")
+    made = table(*columns, title="functions that Inductor compiles")
     for row in rows:
         seconds = "" if row.how == AS_IT_IS else f"{row.seconds:.2f}"
-        made.add_row(row.name, seconds, row.how, escape(row.why))
+        products = [str(row.products or "")] if by_onednn else []
+        made.add_row(row.name, seconds, *products, row.how, escape(row.why))
     made.add_section()
-    made.add_row("all", f"{sum(row.seconds for row in rows):.2f}", "", "of processes side by side")
+    products = [str(sum(row.products for row in rows))] if by_onednn else []
+    made.add_row("all", f"{sum(row.seconds for row in rows):.2f}", *products, "", "of processes side by side")
     return made

@@ -54,11 +54,14 @@ class BeingMadeError(Exception):
 
 @dataclass(frozen=True)
 class CompiledFunction:
-    """artifact: takes and returns flat tensors; structure: of what it returns; seconds: of its compilation."""
+    """artifact: takes and returns flat tensors; structure: of what it returns; seconds: of its compilation; products:
+    that oneDNN computes.
+    """
 
     artifact: Callable[..., Sequence[torch.Tensor]]
     structure: Any
     seconds: float = 0.0
+    products: int = 0
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         return self.run([*tensors])
@@ -131,7 +134,9 @@ class KeptFunction:
             if told["empty"]:
                 return None
             found = artifact_of(self._file, self._settings)
-            return MISSING if found is None else CompiledFunction(found, told["structure"], told["seconds"])
+            if found is None:
+                return MISSING
+            return CompiledFunction(found, told["structure"], told["seconds"], told["products"])
         except (OSError, ValueError, KeyError, TypeError):
             return MISSING
 
@@ -140,15 +145,16 @@ class KeptFunction:
         start, nested = time.perf_counter(), nesting(self.structure)
 
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            with products_by_onednn():
+            with products_by_onednn() as count:
                 results = function(*nested(tensors))
-            found.append(structure_of(results))
+            found.append((structure_of(results), count.made))
             return tensors_of(results)
 
         made = artifact(flat, tensors_of(given), self._settings, self._file, (PRODUCT,))
-        told = {"empty": made is None, "structure": found[-1], "seconds": round(time.perf_counter() - start, 2)}
-        write_whole(self._file.with_suffix(".json"), json.dumps(told))
-        return None if made is None else CompiledFunction(made, told["structure"], told["seconds"])
+        structure, products = found[-1]
+        told = {"structure": structure, "seconds": round(time.perf_counter() - start, 2), "products": products}
+        write_whole(self._file.with_suffix(".json"), json.dumps(told | {"empty": made is None}))
+        return None if made is None else CompiledFunction(made, **told)
 
 
 def function_file(folder: Path, key: str) -> Path:

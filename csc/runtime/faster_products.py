@@ -1,12 +1,15 @@
 """The products of a function that is to be compiled, computed by oneDNN where that is the faster library.
 
-with products_by_onednn():          while the function is traced, csc::product is called in place of aten.mm and
-    function(...)                   aten.addmm, where csc.kernels.onednn says that it is worth it
+with products_by_onednn() as count:     while a function is traced, csc::product is called in place of aten.mm and
+    function(...)                       aten.addmm, where csc.kernels.onednn says that it is worth it
+count.made                              how often it was
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +19,22 @@ from csc.kernels.onednn import PRODUCT, is_worth, prefers_onednn
 aten = torch.ops.aten
 
 
-def products_by_onednn() -> AbstractContextManager[Any]:
+@dataclass
+class Count:
+    """Of products that were put in another's place."""
+
+    made: int = 0
+
+
+@contextmanager
+def products_by_onednn() -> Iterator[Count]:
     """A transposed left matrix is copied first, by a kernel that Inductor makes, part of the one that computes the
     matrix: oneDNN's call would have it copied by one of ATen's.
     """
+    count = Count()
     if not prefers_onednn():
-        return nullcontext()
+        yield count
+        return
     from csc.torch_private.traces import TorchDispatchMode
 
     class Products(TorchDispatchMode):
@@ -32,9 +45,11 @@ def products_by_onednn() -> AbstractContextManager[Any]:
             left, *others = matrices
             if not left.is_contiguous():
                 left = left.clone(memory_format=torch.contiguous_format)
+            count.made += 1
             return PRODUCT(left, *others)
 
-    return Products()
+    with Products():
+        yield count
 
 
 def _matrices(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[torch.Tensor, ...]:

@@ -37,13 +37,15 @@ class TorchState:
     precision: str
     deterministic: bool
     dtype: str
+    onednn: bool
 
     @classmethod
     def now(cls) -> TorchState:
         """Those of this process."""
         dtype = str(torch.get_default_dtype()).removeprefix("torch.")
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(torch.get_num_threads(), torch.get_float32_matmul_precision(), deterministic, dtype)
+        precision, onednn = torch.get_float32_matmul_precision(), bool(torch.backends.mkldnn.enabled)
+        return cls(torch.get_num_threads(), precision, deterministic, dtype, onednn)
 
     def set(self) -> None:
         """Make them this process'."""
@@ -52,6 +54,7 @@ class TorchState:
         torch.set_float32_matmul_precision(self.precision)
         torch.use_deterministic_algorithms(self.deterministic)
         torch.set_default_dtype(getattr(torch, self.dtype))
+        torch.backends.mkldnn.set_flags(_enabled=self.onednn, _fp32_precision=None)
 
 
 @dataclass(frozen=True)

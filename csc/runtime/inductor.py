@@ -51,13 +51,14 @@ OTHERS = "other layouts of its arguments came"
 @dataclass(frozen=True)
 class FusedRow:
     """A function for layouts of its arguments. how: COMPILED by this start, KEPT, AS_IT_IS; seconds: that its
-    compilation took, whenever that was; why: it runs as it is.
+    compilation took, whenever that was; why: it runs as it is; products: that oneDNN computes.
     """
 
     name: str
     how: str
     seconds: float
     why: str = ""
+    products: int = 0
 
 
 def fused_functions(package: str, folder: Path) -> list[Fused]:
@@ -230,7 +231,7 @@ class Fused:
             return "what was compiled is not to be read"
         self._taken[order.form] = found
         if found is not None:
-            self._rows[order.form] = FusedRow(self.name, how, found.seconds)
+            self._rows[order.form] = FusedRow(self.name, how, found.seconds, products=found.products)
             log.info("fuse: %s %s%s", self.name, how, f" in {found.seconds:.2f} s" if how == COMPILED else "")
         return ""
 

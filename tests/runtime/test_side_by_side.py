@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from csc.runtime import side_by_side
 from csc.runtime.compiled_function import BeingMadeError
@@ -167,3 +168,7 @@ def test_switches_are_those_of_who_asks() -> None:
     state = TorchState.now()
     state.set()
     assert TorchState.now() == state
+    with torch.backends.mkldnn.flags(enabled=False):
+        without = TorchState.now()
+        state.set()
+        assert TorchState.now() == state != without
