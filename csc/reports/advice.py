@@ -199,6 +199,8 @@ def changes(compiled: CompiledModel, now: Now) -> list[Variation]:
     found.append(
         Variation("messages that take no time, same order", lambda: instant, now.whole, stages=now.stages)
     )  # fmt: skip
+    if not compiled.options.fuse:
+        found.append(_compiled("functions compiled (fuse)", compiled, now, fuse=True))
     return [*found, *_recomputations(compiled, now), *_freezings(compiled, now)]
 
 

@@ -20,18 +20,18 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Count:
-    """Of products that were put in another's place."""
+class Replaced:
+    """made: products that were put in the place of others."""
 
     made: int = 0
 
 
 @contextmanager
-def products_by_onednn() -> Iterator[Count]:
+def products_by_onednn() -> Iterator[Replaced]:
     """A transposed left matrix is copied first, by a kernel that Inductor makes, part of the one that computes the
     matrix: oneDNN's call would have it copied by one of ATen's.
     """
-    count = Count()
+    count = Replaced()
     if not prefers_onednn():
         yield count
         return

@@ -66,6 +66,7 @@ def test_rows_are_what_compiling_so_gives(run: Run) -> None:  # noqa: F811
     for name, options in (
         ("recompute full", ("--recompute", "full")),
         ("freeze language_model", ("--freeze", "language_model")),
+        ("functions compiled (fuse)", ("--fuse",)),
     ):
         done = run("simulate", *SHARED, "--schedule", "1f1b", *options, "--baseline", "none", "--json")
         assert named(found["changes"], name)["makespan"] == pytest.approx(json.loads(done.out)["makespan"])
