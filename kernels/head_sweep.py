@@ -214,12 +214,12 @@ class _Sweep:
             self.d_weight.addmm_(d_logits.t(), x.to(self.wide))
 
     def _add_blocks(self, part: slice, x: torch.Tensor, d_logits: torch.Tensor) -> None:
-        """To the gradient of the weight, in which oneDNN does not add: some classes at a time, so that what is added
-        takes little room.
+        """To the gradient of the weight, in which oneDNN does not add: some classes at a time, so that what is added,
+        and the copy of transposed gradients that it makes, take little room.
         """
-        if not part.start:
+        several = max(1, IN_CACHE // (max(x.shape) * self.wide.itemsize))
+        if not part.start and several >= len(self.d_weight):
             self.d_weight = product(d_logits.t(), x)
             return
-        several = max(1, IN_CACHE // (x.shape[1] * self.wide.itemsize))
         for total, some in zip(self.d_weight.split(several), d_logits.split(several, 1), strict=True):
             total.add_(product(some.t(), x))

@@ -17,6 +17,7 @@ import torch
 from csc.kernels.onednn import PRODUCT, is_worth, prefers_onednn
 
 aten = torch.ops.aten
+LARGE = 2**16  # entries of a transposed matrix, from which on a kernel of Inductor's is worth the compiler's time
 
 
 @dataclass
@@ -28,8 +29,8 @@ class Replaced:
 
 @contextmanager
 def products_by_onednn() -> Iterator[Replaced]:
-    """A transposed left matrix is copied first, by a kernel that Inductor makes, part of the one that computes the
-    matrix: oneDNN's call would have it copied by one of ATen's.
+    """A large transposed left matrix is copied first, by a kernel that Inductor makes, part of the one that computes
+    the matrix: oneDNN's call has it copied by one of ATen's, which takes several times as long.
     """
     count = Replaced()
     if not prefers_onednn():
@@ -43,7 +44,7 @@ def products_by_onednn() -> Iterator[Replaced]:
             if not matrices or not _gains(*matrices):
                 return operator(*args, **(kwargs or {}))
             left, *others = matrices
-            if not left.is_contiguous():
+            if left.numel() >= LARGE and not left.is_contiguous():
                 left = left.clone(memory_format=torch.contiguous_format)
             count.made += 1
             return PRODUCT(left, *others)

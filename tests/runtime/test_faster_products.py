@@ -10,7 +10,7 @@ import torch
 from csc.kernels.onednn import PRODUCT
 
 from csc.runtime import faster_products
-from csc.runtime.faster_products import products_by_onednn
+from csc.runtime.faster_products import LARGE, products_by_onednn
 from csc.torch_private.traces import make_fx
 
 WIDE = 128
@@ -48,6 +48,8 @@ def test_products_and_products_with_a_row() -> None:
     assert taken(torch.nn.functional.linear, a, b, row) == 1
     assert taken(lambda a, b: a.t() @ b, a, b) == 1
     assert taken(lambda a, b: (a * 2).t() @ b.t(), a, b) == 1
+    large = torch.randn(LARGE // WIDE, WIDE)
+    assert taken(lambda d, x: d.t() @ x, large, torch.randn(len(large), WIDE)) == 1, "with a copy"
 
 
 def test_what_is_added_otherwise_stays_atens() -> None:
