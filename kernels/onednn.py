@@ -2,14 +2,14 @@
 
 MKL, which computes PyTorch's products, takes AVX-512 on its own vendor's processors alone; oneDNN, which is in PyTorch
 as well, takes it wherever it is. There it needs half the time (docs/measurements.md). It adds in another order, so this
-is for programs that need not have eager's bits: those that are compiled (`fuse`).
+is for what need not have eager's bits: functions that are compiled (`fuse`), and heads in chunks.
 
     product(a, b, bias=None) -> [M, N]      a [M, K], b [K, N], bias [N]; by oneDNN if it `is_worth` that, by ATen else
     prefers_onednn() -> bool                of this machine, as torch is set now
     is_worth(m, k, n) -> bool               of sizes alone
     csc::product(a, b, bias)                by oneDNN in any case: what compiled functions call
 
-Operands may have any strides: a transposed one is not copied.
+Operands may have any strides. A transposed right one is read as it is, a left one that is not contiguous is copied.
 """
 
 from __future__ import annotations
