@@ -17,13 +17,15 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from csc.kernels.light_operator import light_operator
 
 LEAST = 2**21  # multiplications, from which on a call that costs 10 us more is made up for
 NARROWEST = 8  # of the three sizes: for fewer rows oneDNN copies a transposed matrix whole
-OWN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # of oneDNN's instructions, by the environment
+# By which the environment asks either library for other instructions, or for the same bits on every processor.
+OWN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,10 +42,11 @@ def is_worth(m: int, k: int, n: int) -> bool:
 
 
 def prefers_onednn() -> bool:
-    """See the module. False under `torch.backends.mkldnn.flags(enabled=False)`, and where the environment asks for
-    narrower instructions of either library.
+    """See the module. False under `torch.backends.mkldnn.flags(enabled=False)`, where the environment asks either
+    library for other instructions, and in "medium" precision, in which PyTorch takes oneDNN's products itself.
     """
-    if not torch.backends.mkldnn.enabled or any(map(os.environ.get, OWN_LIMITS)):
+    onednn: Any = torch.backends.mkldnn
+    if not onednn.enabled or onednn.matmul.fp32_precision == "bf16" or any(map(os.environ.get, OWN_LIMITS)):
         return False
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and _mkl_is_narrow()
 

@@ -100,9 +100,16 @@ def test_who_asks_for_other_instructions_gets_them(monkeypatch: pytest.MonkeyPat
     assert prefers_onednn()
     with torch.backends.mkldnn.flags(enabled=False):
         assert not prefers_onednn()
-    with monkeypatch.context() as narrower:
-        narrower.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-        assert not prefers_onednn()
+    for name, value in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_CBWR", "COMPATIBLE")):
+        with monkeypatch.context() as narrower:
+            narrower.setenv(name, value)
+            assert not prefers_onednn()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert not prefers_onednn(), "PyTorch takes it itself"
+    finally:
+        torch.set_float32_matmul_precision(before)
     with monkeypatch.context() as narrower:
         narrower.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
         assert not prefers_onednn()
