@@ -16,15 +16,19 @@ from tests.docs.pages import DOCS, ROOT, script
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 LOSS = re.compile(r"step \d: loss ([\d.]+)")
+PATIENCE = 240  # seconds, after which each process says where it stands, and ends
+AT_START = f"import faulthandler\nfaulthandler.dump_traceback_later({PATIENCE}, exit=True)\n"
 
 
 def _node(rank: int, port: int, folder: Path, *command: str) -> subprocess.Popen[str]:
     folder.mkdir()
     for name, text in script("tutorial/first-model.md").files.items():
         (folder / name).write_text(text)
+    (folder / "sitecustomize.py").write_text(AT_START)
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank), *rendezvous]
-    environment = {**os.environ, "CSC_CACHE": "1", "CSC_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    caches = {"CSC_CACHE": "1", "CSC_CACHE_DIR": str(folder / "cache")}
+    environment = {**os.environ, **caches, "PYTHONPATH": f"{folder}:{ROOT}"}
     return subprocess.Popen(
         [*agent, *command], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -39,13 +43,15 @@ def _free_port() -> int:
 def _two(tmp_path: Path, *command: str) -> list[tuple[int, str, str]]:
     port = _free_port()
     nodes = [_node(rank, port, tmp_path / f"node{rank}", *command) for rank in range(2)]
-    heard = [node.communicate(timeout=300) for node in nodes]
+    heard = [node.communicate(timeout=2 * PATIENCE) for node in nodes]
+    for rank, (out, err) in enumerate(heard):  # shown where an assertion fails
+        print(f"node {rank}, which ended with {nodes[rank].returncode}:", out, err, sep="\n", file=sys.stderr)
     return [(node.returncode, *said) for node, said in zip(nodes, heard, strict=True)]
 
 
 def test_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     nodes = _two(tmp_path, "--nproc-per-node", "1", "train.py")
-    assert [code for code, _, _ in nodes] == [0, 0], nodes
+    assert [code for code, _, _ in nodes] == [0, 0]
     losses = [LOSS.findall(out) for _, out, _ in nodes]
     speaking = [found for found in losses if found]
     assert len(speaking) == 1 and len(speaking[0]) == 3  # the first rank alone
