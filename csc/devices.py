@@ -10,7 +10,7 @@ other devices are treated as the CPU is. A *wire* is where tensors lie when a pr
     watch_memory(device), peak_memory(device), held_memory(device)                     what was taken of it
     records(device), graphs(device), is_recording(device)                              work that is launched whole
     wire(device, backends), meeting_place(backends), aborts(backend)                   process groups
-    TYPES, SWITCHES, ASKED                                                             what code may say of devices
+    TYPES, SWITCHES, LIBRARIES, ASKED                                                  what code may say of devices
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Accelerator:
 
     profile: the hardware profile (csc/analysis/profiles) that plans are made for if the user names none. switches:
     torch's own that decide what it computes, by a name. asked: functions of its module that say something of the world,
-    which a cached model may not depend on. graph: the class of its module that records what is launched; "": none.
+    which a cached model may not depend on. libraries: of torch.backends, that take a precision for float32. graph: the
+    class of its module that records what is launched; "": none.
     """
 
     type: str
@@ -48,6 +49,7 @@ class Accelerator:
     profile: str
     switches: Mapping[str, Callable[[], Any]]
     asked: frozenset[str]
+    libraries: tuple[Any, ...]
     graph: str = ""
 
     @property
@@ -76,6 +78,7 @@ ACCELERATORS = (
         asked=frozenset(
             {"memory_allocated", "memory_reserved", "max_memory_allocated", "mem_get_info", "current_device"}
         ),
+        libraries=(_backends.cuda.matmul, _backends.cudnn.conv, _backends.cudnn.rnn),
         graph="CUDAGraph",
     ),
 )
@@ -85,6 +88,8 @@ SWITCHES = {
     "attention": lambda: [getattr(_backends.cuda, name)() for name in _ATTENTION],  # CPUs ask these, too
     **{name: read for one in ACCELERATORS for name, read in one.switches.items()},
 }
+_ONEDNN = _backends.mkldnn
+LIBRARIES = (_ONEDNN.matmul, _ONEDNN.conv, _ONEDNN.rnn, *(library for one in ACCELERATORS for library in one.libraries))
 ASKED = {f"torch.{one.type}": one.asked for one in ACCELERATORS}
 
 

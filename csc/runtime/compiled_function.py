@@ -33,6 +33,7 @@ import torch
 from csc.kernels.onednn import PRODUCT, prefers_onednn
 from csc.runtime.faster_products import products_by_onednn
 from csc.runtime.flat_tensors import Layout, nesting, structure_of, tensors_of
+from csc.runtime.float32_precision import float32_precision
 from csc.torch_private.artifacts import Unwrapped, artifact, artifact_of, inductor_settings, vector_sets_are_proven
 
 FOLDER, SETS_BUILD = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_VEC_ISA_OK"
@@ -95,7 +96,7 @@ class KeptFunction:
     def key(self) -> str:
         """Of its files."""
         of_torch = [
-            torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(), float32_precision(), torch.are_deterministic_algorithms_enabled(),
             str(torch.get_default_dtype()), inductor_settings(), os.environ.get("ATEN_CPU_CAPABILITY"),
             prefers_onednn(),
         ]  # fmt: skip

@@ -26,6 +26,7 @@ import torch
 
 from csc.runtime.compiled_function import KeptFunction, function_file, settings
 from csc.runtime.flat_tensors import Layout, empty_as, nesting
+from csc.runtime.float32_precision import float32_precision, set_float32_precision
 from csc.torch_private.artifacts import inductor_is_imported
 
 
@@ -34,7 +35,7 @@ class TorchState:
     """Switches that stand in a function's key."""
 
     threads: int
-    precision: str
+    precision: list[str]
     deterministic: bool
     dtype: str
     onednn: bool
@@ -44,14 +45,14 @@ class TorchState:
         """Those of this process."""
         dtype = str(torch.get_default_dtype()).removeprefix("torch.")
         deterministic = torch.are_deterministic_algorithms_enabled()
-        precision, onednn = torch.get_float32_matmul_precision(), bool(torch.backends.mkldnn.enabled)
-        return cls(torch.get_num_threads(), precision, deterministic, dtype, onednn)
+        onednn = bool(torch.backends.mkldnn.enabled)
+        return cls(torch.get_num_threads(), float32_precision(), deterministic, dtype, onednn)
 
     def set(self) -> None:
         """Make them this process'."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
-        torch.set_float32_matmul_precision(self.precision)
+        set_float32_precision(self.precision)
         torch.use_deterministic_algorithms(self.deterministic)
         torch.set_default_dtype(getattr(torch, self.dtype))
         torch.backends.mkldnn.set_flags(_enabled=self.onednn, _fp32_precision=None)
