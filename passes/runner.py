@@ -34,6 +34,7 @@ from csc.passes.shapes import shapes
 from csc.passes.simplify import simplify
 from csc.passes.split import split
 from csc.passes.tensor import tensor
+from csc.passes.views import views
 from torch import fx
 
 from csc.analysis.placement_check import CheckedGraphs, verify_on
@@ -45,10 +46,10 @@ from csc.ir.verifier import verify
 Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
 
-# Up to `simplify` nothing depends on what is frozen; a new frozen set starts again behind it.
+# Up to `views` nothing depends on what is frozen; a new frozen set starts again behind it.
 TRACING: tuple[Pass, ...] = (
     shapes, dropout, precision, attention, context, data_parallel, loss, head, regions, tensor, sequence,
-    differentiate, simplify,
+    differentiate, simplify, views,
 )  # fmt: skip
 DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split, attention_order, overlap)
 PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from csc.analysis.flops import call_flops, count
 from csc.analysis.operators.made import FACTORIES
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.views import OF_ALL, is_view
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Template, Variant
 from csc.ir.rewrite import narrow_outputs
@@ -23,8 +23,9 @@ def split(program: Program, options: Options) -> Program:
 
     Requires  passes `prune` and `recompute`.
     Ensures   F = what the outputs need; B = what the gradients of activations need beyond F; W = the rest. What a part
-              needs of an earlier one is in its `saved`; views of saved values and of parameters are made again instead,
-              and in B also what pass `recompute` did not choose for F to save. W gets that from B.
+              needs of an earlier one is in its `saved`: a value, or a view of all of it that the earlier one makes and
+              the part has no other use for. Other views of saved values and of parameters are made again, and in B
+              also what pass `recompute` did not choose for F to save. W gets that from B.
     Before    (x, w, d_out) -> out, d_x, d_w
     After     F(x, w) -> (out), (saved);  B(saved, w, d_out) -> (d_x), (saved for W);  W(saved for W) -> (d_w)
     """
@@ -49,9 +50,9 @@ def divided(variant: Variant, template: Template) -> Variant:
     direct = {n for n in g.placeholders(variant.pruned) if n.meta["role"][0] in ("shared", "parameter")}
     tangents = [n for n in g.placeholders(variant.pruned) if n.meta["role"][0] == "tangent"]
     again = frozenset() if variant.saves is None else in_f - {n for n in in_f if n.name in variant.saves}
-    later = parts.needs(in_b | in_w, [*dx, *dw], direct | set(tangents), again)
+    later = parts.needs(in_b | in_w, [*dx, *dw], direct | set(tangents), in_f, again=again)
     forward = parts.extract(in_f, values, later, _entry_roles(variant.pruned))
-    for_w = parts.needs(in_w, dw, direct)
+    for_w = parts.needs(in_w, dw, direct, in_b, saved=set(later))
     backward_input = parts.extract(
         in_b, [r for r in dx if r is not None], for_w, [*_saved(later), *_direct(direct), *_tangent(tangents)], again
     )
@@ -128,10 +129,11 @@ class _Parts:
         self.order = {node: position for position, node in enumerate(graph.nodes)}
 
     def needs(
-        self, part: set[fx.Node], results: Iterable[Any], given: set[fx.Node], again: Set[fx.Node] = frozenset()
-    ) -> list[fx.Node]:
+        self, part: set[fx.Node], results: Sequence[Any], given: set[fx.Node], made: set[fx.Node],
+        saved: Set[fx.Node] = frozenset(), again: Set[fx.Node] = frozenset(),
+    ) -> list[fx.Node]:  # fmt: skip
         """What the part reads from earlier ones, in graph order; without `given`, what it can cheaply make again, and
-        calls that it is to make `again`.
+        calls that it is to make `again`. made: by the part before; saved: what that one was given.
         """
         inside = {node for node in part if node.op == "call_function"}
         found: set[fx.Node] = set()
@@ -143,11 +145,12 @@ class _Parts:
             if node in seen or node in inside or node in given:
                 continue
             seen.add(node)
-            if is_cheap(node) or (node in again and node.op == "call_function"):
+            if node not in saved and (is_cheap(node) or (node in again and node.op == "call_function")):
                 stack.extend(node.all_input_nodes)
             else:
                 found.add(node)
-        return sorted(found, key=self.order.__getitem__)
+        read = inside | seen
+        return sorted({_as_read(node, read, made, results) for node in found}, key=self.order.__getitem__)
 
     def extract(
         self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role],
@@ -189,6 +192,16 @@ class _Parts:
             wanted.add(node)
             stack.extend(node.all_input_nodes)
         return sorted(wanted, key=self.order.__getitem__)
+
+
+def _as_read(node: fx.Node, readers: set[fx.Node], made: set[fx.Node], results: Sequence[Any]) -> fx.Node:
+    """A value of an earlier part, or the view of it that was made there, if that is all that these read of it."""
+    while node not in results:
+        users = [user for user in node.users if user in readers]
+        if len(users) != 1 or users[0] not in made or g.op_name(users[0]) not in OF_ALL:
+            break
+        node = users[0]
+    return node
 
 
 def _marked(graph: fx.Graph) -> Iterator[fx.Node]:

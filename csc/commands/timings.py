@@ -35,6 +35,7 @@ STEPS = {  # of the way through, and what of it stands in program.json
     "differentiation": (
         "differentiate",
         "simplify",
+        "views",
         "freeze",
         "prune",
         "recompute",

@@ -77,8 +77,8 @@ def test_passes(run: Run) -> None:
     listed = json.loads(run("passes", "--json").out)["passes"]
     assert [p["name"] for p in listed] == [
         "shapes", "dropout", "precision", "attention", "context", "data_parallel", "loss", "head", "regions", "tensor",
-        "sequence", "differentiate", "simplify", "freeze", "prune", "features", "recompute", "split", "attention_order",
-        "overlap", "partition", "schedule",
+        "sequence", "differentiate", "simplify", "views", "freeze", "prune", "features", "recompute", "split",
+        "attention_order", "overlap", "partition", "schedule",
     ]  # fmt: skip
     for contract in listed:
         assert all(contract[field] for field in ("summary", "requires", "ensures", "before", "after")), contract["name"]

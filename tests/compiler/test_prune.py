@@ -9,6 +9,7 @@ import pytest
 from csc.passes.differentiate import joint_of
 from csc.passes.prune import specialise
 from csc.passes.simplify import shorter
+from csc.passes.views import fewer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import fx
@@ -74,7 +75,7 @@ def traced_frozen(template: Template, program: Program, dx: tuple[bool, ...], dw
     frozen = [j for j, wanted in enumerate(dw) if not wanted]
     constant = [i for i, wanted in enumerate(dx) if not wanted]
     layouts = [n.meta["val"].stride() for n in g.placeholders(template.joint) if n.meta["role"][0] == "tangent"]
-    graph = shorter(joint_of(template, program.fake_mode, frozen, constant, layouts)).joint
+    graph = fewer(shorter(joint_of(template, program.fake_mode, frozen, constant, layouts))).joint
     assert graph is not None
     return graph
 

@@ -22,33 +22,30 @@ def forward(image_features, w):
     linear_1_t = torch.t(w["linear_1.weight"])                                            # f32[32, 48]  modeling_llava.py
     linear_1_clone = aten.clone.default(model_slice, memory_format=torch.contiguous_format)  # f32[2, 9, 32]  modeling_llava.py
     del model_slice
-    linear_1_unsafe_view = aten._unsafe_view.default(linear_1_clone, [18, 32])            # f32[18, 32]  modeling_llava.py
-    linear_1_mm = torch.mm(linear_1_unsafe_view, linear_1_t); del linear_1_unsafe_view, linear_1_t  # f32[18, 48]  modeling_llava.py
-    linear_1_unsafe_view_1 = aten._unsafe_view.default(linear_1_mm, [2, 9, 48]); del linear_1_mm  # f32[2, 9, 48]  modeling_llava.py
+    linear_1_unsafe_view = linear_1_clone.view(18, 32); del linear_1_clone                # f32[18, 32]  modeling_llava.py
+    linear_1_mm = torch.mm(linear_1_unsafe_view, linear_1_t); del linear_1_t              # f32[18, 48]  modeling_llava.py
+    linear_1_unsafe_view_1 = linear_1_mm.view(2, 9, 48); del linear_1_mm                  # f32[2, 9, 48]  modeling_llava.py
     linear_1 = torch.add(linear_1_unsafe_view_1, w["linear_1.bias"]); del linear_1_unsafe_view_1  # f32[2, 9, 48]  modeling_llava.py
     act = aten.gelu.default(linear_1)                                                     # f32[2, 9, 48]  activations.py
-    linear_2_view = act.view(18, 48)                                                      # f32[18, 48]  modeling_llava.py
+    linear_2_view = act.view(18, 48); del act                                             # f32[18, 48]  modeling_llava.py
     linear_2_t = torch.t(w["linear_2.weight"])                                            # f32[48, 48]  modeling_llava.py
-    linear_2_addmm = torch.addmm(w["linear_2.bias"], linear_2_view, linear_2_t)           # f32[18, 48]  modeling_llava.py
-    del linear_2_view, linear_2_t
+    linear_2_addmm = torch.addmm(w["linear_2.bias"], linear_2_view, linear_2_t); del linear_2_t  # f32[18, 48]  modeling_llava.py
     linear_2 = linear_2_addmm.view(2, 9, 48); del linear_2_addmm                          # f32[2, 9, 48]  modeling_llava.py
-    saved = (linear_1_clone, linear_1, act)
+    saved = (linear_1_unsafe_view, linear_1, linear_2_view)
     return linear_2, saved
 
 
 def backward_input(saved, d_linear_2):
     """No gradient passes on from here: keep what W needs."""
     # d_linear_2                                                                          # f32[2, 9, 48]
-    (linear_1_clone, linear_1, act) = saved; del saved
-    stashed = (d_linear_2, linear_1_clone, linear_1, act)
+    (linear_1_unsafe_view, linear_1, linear_2_view) = saved; del saved
+    stashed = (d_linear_2, linear_1_unsafe_view, linear_1, linear_2_view)
     return stashed
 
 
 def backward_weight(stashed, w):
     """W: gradients of the parameters that train, by local name."""
-    (d_linear_2, linear_1_clone, linear_1, act) = stashed; del stashed
-    linear_1_unsafe_view = aten._unsafe_view.default(linear_1_clone, [18, 32]); del linear_1_clone  # f32[18, 32]  modeling_llava.py
-    linear_2_view = act.view(18, 48); del act                                             # f32[18, 48]  modeling_llava.py
+    (d_linear_2, linear_1_unsafe_view, linear_1, linear_2_view) = stashed; del stashed
     d_linear_2_view = d_linear_2.view(18, 48); del d_linear_2                             # f32[18, 48]  modeling_llava.py
     d_linear_2_mm = torch.mm(d_linear_2_view, w["linear_2.weight"])                       # f32[18, 48]  modeling_llava.py
     d_linear_2_t = torch.t(d_linear_2_view)                                               # f32[48, 18]  modeling_llava.py

@@ -63,6 +63,7 @@ NAMES = {
     "csc.passes.token_rows": "a pattern: a sum, its bias and the view behind them",
     "csc.passes.token_shards": "writes the calls of a shard of tokens",
     "csc.passes.token_sums": "writes the calls of sums over a shard of tokens",
+    "csc.passes.views": "writes views",
     "csc.passes.written_out": "a pattern: attention written out",
     "csc.runtime.faster_products": "which calls another library computes, and a copy for it",
     "csc.torch_private.dropped_attention": "attention in the parts that torch has for it",

@@ -21,6 +21,7 @@ VIEWS = frozenset(
         "aten::as_strided", "aten::split", "aten::split_with_sizes", "aten::unbind", "aten::diagonal", "aten::unfold",
     }
 )  # fmt: skip
+OF_ALL = frozenset({"aten::t", "aten::view", "aten::transpose", "aten::permute"})  # that have all entries of a value
 # Their results lie in memory in their own way, whatever their inputs do; csc's own operators are known to do as traced.
 OWN_LAYOUT = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::embedding"})
 
