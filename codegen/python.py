@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from csc.codegen.torch_calls import as_users_write
+from csc.codegen.torch_calls import as_users_write, written_over
 from torch import fx
 
 from csc.errors import CscError
@@ -73,19 +73,21 @@ def call(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, list[str], s
     target = node.target
     if not isinstance(target, OpOverload):
         raise CscError(f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations")
-    written = None if node.meta.get("in_place") else as_users_write(node, target, names)
+    write = written_over if node.meta.get("in_place") else as_users_write
+    written = write(node, target, names)
     if written is not None:
-        opening, given = written
-        return opening, [item for value in given for item in _items(value, names, "")], ")"
+        operands = [item for value in written.operands for item in _items(value, names, "")]
+        operands += [item for name, value in written.named.items() for item in _items(value, names, f"{name}=")]
+        return written.opening, operands, ")"
     namespace = target.namespace if target.namespace == "aten" else f"torch.ops.{target.namespace}"
-    named = False  # csc's own: values come first, then settings by name
-    operands: list[str] = []
+    by_name = False  # csc's own: values come first, then settings by name
+    operands = []
     for value, argument in zip(node.args, target._schema.arguments):
-        named |= target.namespace != "aten" and not isinstance(value, fx.Node)
-        operands += _items(value, names, f"{argument.name}=" if named else "")
+        by_name |= target.namespace != "aten" and not isinstance(value, fx.Node)
+        operands += _items(value, names, f"{argument.name}=" if by_name else "")
     for key, value in node.kwargs.items():
         operands += _items(value, names, f"{key}=")
-    name = target._schema.name.split("::")[1] + ("_" if node.meta.get("in_place") else "")
+    name = target._schema.name.split("::")[1]
     return f"{namespace}.{name}.{target._overloadname}(", operands, ")"
 
 

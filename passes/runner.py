@@ -21,6 +21,7 @@ from csc.passes.dropout import dropout
 from csc.passes.features import features
 from csc.passes.freeze import freeze
 from csc.passes.head import head
+from csc.passes.in_place import in_place
 from csc.passes.loss import loss
 from csc.passes.overlap import overlap
 from csc.passes.partition import partition
@@ -51,7 +52,7 @@ TRACING: tuple[Pass, ...] = (
     shapes, dropout, precision, attention, context, data_parallel, loss, head, regions, tensor, sequence,
     differentiate, simplify, views,
 )  # fmt: skip
-DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split, attention_order, overlap)
+DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split, attention_order, overlap, in_place)
 PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)
 
 

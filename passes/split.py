@@ -172,7 +172,7 @@ class _Parts:
             if node in again:
                 copied.meta["rematerialised"] = True
             if _may_write_over(node):
-                copied.meta["in_place"] = True
+                copied.meta["in_place"] = g.METHOD
         outputs: Any = tuple(mapping[r] for r in results)
         if saved is not None:
             outputs = (outputs, tuple(mapping[s] for s in saved))

@@ -16,6 +16,7 @@ from torch import fx
 
 from csc.analysis.costs import extent, held_bytes, tensors_in
 from csc.analysis.fused_work import within
+from csc.analysis.operators.in_place import block
 from csc.analysis.operators.views import maker
 from csc.ir import graph as g
 from csc.ir.program import Variant
@@ -52,7 +53,7 @@ def peak(graph: fx.Graph, fuse: bool = False) -> int:
     hidden = within(graph) if fuse else frozenset()
     ends: dict[fx.Node, int] = {}
     for node in reversed(nodes):  # what a call within a kernel reads is read where the kernel ends
-        base = maker(node)
+        base = block(node)
         last = max((ends[user] if user in hidden else position[user] for user in node.users), default=position[node])
         ends[base] = max(ends.get(base, 0), last)
     sizes = {base: _size(base) for base in ends if _counted(base) and base not in hidden}

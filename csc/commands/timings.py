@@ -42,6 +42,7 @@ STEPS = {  # of the way through, and what of it stands in program.json
         "split",
         "attention_order",
         "overlap",
+        "in_place",
     ),
     "planning": ("partition", "schedule"),
     "emission": ("emission",),

@@ -17,7 +17,10 @@ from torch import fx
 
 from csc.torch_private.exported import OpOverload
 
+# in_place: that the result of a call takes the place of its first operand, and how it is written then: as a METHOD, or
+# the name of the argument that is written to, which is that of the overload, too.
 KEPT_META = ("val", "source", "module", "role", "hint", "backward_of", "in_place", "rematerialised")
+METHOD = "_"
 
 SEEDED = frozenset({"csc::dropout", "csc::uniform", "csc::normal"})  # see csc.kernels.dropout
 # A head and its loss in one call, whole and of ranks that divide the words: see csc.kernels.head_sweep.

@@ -78,7 +78,7 @@ def test_passes(run: Run) -> None:
     assert [p["name"] for p in listed] == [
         "shapes", "dropout", "precision", "attention", "context", "data_parallel", "loss", "head", "regions", "tensor",
         "sequence", "differentiate", "simplify", "views", "freeze", "prune", "features", "recompute", "split",
-        "attention_order", "overlap", "partition", "schedule",
+        "attention_order", "overlap", "in_place", "partition", "schedule",
     ]  # fmt: skip
     for contract in listed:
         assert all(contract[field] for field in ("summary", "requires", "ensures", "before", "after")), contract["name"]

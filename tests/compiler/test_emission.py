@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from csc.codegen import write as writing
-from csc.codegen.torch_calls import FUNCTIONS, METHODS
+from csc.codegen.torch_calls import FUNCTIONS, OF_SIZES
 from csc.codegen.write import sources
 from csc.passes.runner import PLANNING, TRACING, run
 from safetensors.torch import save_file
@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import csc
+from csc.analysis.operators.in_place import WAYS
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError, ProgramError
 from csc.ir import graph as g
@@ -39,6 +40,10 @@ from tests.tiers import long
 
 ROOT = Path(__file__).parents[2]
 OF_TORCH = {f"torch.{name.removeprefix('aten::').partition('.')[0]}" for name in FUNCTIONS}
+METHODS = (
+    ".append", ".pop", ".clone", ".narrow", *(f".{name.removeprefix('aten::')}" for name in OF_SIZES),
+    *(f".{name.removeprefix('aten::').partition('.')[0]}_" for name, way in WAYS.items() if way == g.METHOD),
+)  # fmt: skip
 
 
 # --- short -------------------------------------------------------------------------------------------------------
@@ -228,8 +233,7 @@ def only_harmless(files: Mapping[str, str]) -> None:
                     "range",
                     "w.full_names",
                 )
-                methods = (".append", ".pop", *(f".{name.removeprefix('aten::')}" for name in METHODS))
-                known = called in OF_TORCH or called.startswith(allowed) or called.endswith(methods)
+                known = called in OF_TORCH or called.startswith(allowed) or called.endswith(METHODS)
                 assert known, f"{path} calls {called}"
 
 

@@ -18,14 +18,13 @@ def forward(image_features, w):
     # w[linear_1.bias]                                                                    # f32[48]
     # w[linear_2.weight]                                                                  # f32[48, 48]
     # w[linear_2.bias]                                                                    # f32[48]
-    model_slice = aten.slice.Tensor(image_features, 1, 1, 2**63 - 1)                      # f32[2, 9, 32]  modeling_llava.py
+    model_slice = image_features.narrow(1, 1, 9)                                          # f32[2, 9, 32]  modeling_llava.py
     linear_1_t = torch.t(w["linear_1.weight"])                                            # f32[32, 48]  modeling_llava.py
-    linear_1_clone = aten.clone.default(model_slice, memory_format=torch.contiguous_format)  # f32[2, 9, 32]  modeling_llava.py
-    del model_slice
+    linear_1_clone = model_slice.clone(memory_format=torch.contiguous_format); del model_slice  # f32[2, 9, 32]  modeling_llava.py
     linear_1_unsafe_view = linear_1_clone.view(18, 32); del linear_1_clone                # f32[18, 32]  modeling_llava.py
     linear_1_mm = torch.mm(linear_1_unsafe_view, linear_1_t); del linear_1_t              # f32[18, 48]  modeling_llava.py
     linear_1_unsafe_view_1 = linear_1_mm.view(2, 9, 48); del linear_1_mm                  # f32[2, 9, 48]  modeling_llava.py
-    linear_1 = torch.add(linear_1_unsafe_view_1, w["linear_1.bias"]); del linear_1_unsafe_view_1  # f32[2, 9, 48]  modeling_llava.py
+    linear_1 = linear_1_unsafe_view_1.add_(w["linear_1.bias"]); del linear_1_unsafe_view_1  # f32[2, 9, 48]  modeling_llava.py
     act = aten.gelu.default(linear_1)                                                     # f32[2, 9, 48]  activations.py
     linear_2_view = act.view(18, 48); del act                                             # f32[18, 48]  modeling_llava.py
     linear_2_t = torch.t(w["linear_2.weight"])                                            # f32[48, 48]  modeling_llava.py
@@ -53,7 +52,9 @@ def backward_weight(stashed, w):
     d_linear_2_sum = torch.sum(d_linear_2_view, [0], True); del d_linear_2_view           # f32[1, 48]  modeling_llava.py
     d_linear_2_view_1 = d_linear_2_sum.view(48); del d_linear_2_sum                       # f32[48]  modeling_llava.py
     d_linear_2_view_2 = d_linear_2_mm.view(2, 9, 48); del d_linear_2_mm                   # f32[2, 9, 48]  modeling_llava.py
-    d_act_gelu_backward = aten.gelu_backward.default(d_linear_2_view_2, linear_1)         # f32[2, 9, 48]  activations.py
+    d_act_gelu_backward = aten.gelu_backward.grad_input(                                  # f32[2, 9, 48]  activations.py
+        d_linear_2_view_2, linear_1, grad_input=d_linear_2_view_2,
+    )
     del d_linear_2_view_2, linear_1
     d_linear_1_sum = torch.sum(d_act_gelu_backward, [0, 1], True)                         # f32[1, 1, 48]  modeling_llava.py
     d_linear_1_view = d_linear_1_sum.view(48); del d_linear_1_sum                         # f32[48]  modeling_llava.py

@@ -81,7 +81,7 @@ LISTS = {
     "csc.capture.lower.selected_sums": {"ARITHMETIC", "REDUCED"},
     "csc.capture.lower.unselected_rows": {"FINITE", "LOSSES", "WRITES"},
     "csc.capture.lower.writes": {"SCATTERS"},
-    "csc.codegen.torch_calls": {"FUNCTIONS", "METHODS"},
+    "csc.codegen.torch_calls": {"FUNCTIONS", "OF_SIZES"},
     "csc.passes.head": {"PRODUCTS", "STEPS"},
     "csc.passes.regions": {"CARRIES_NAME"},
     "csc.passes.tensor_graph": {"MAKES_SHARDS", "WITHOUT_BIAS"},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from csc.codegen.python import call
-from csc.codegen.torch_calls import FUNCTIONS, METHODS
+from csc.codegen.torch_calls import FUNCTIONS, OF_SIZES
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +21,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {  # a string: a tensor of that name
     "aten::rsqrt": ("a",), "aten::sigmoid": ("a",), "aten::sin": ("a",), "aten::sub.Tensor": ("a", "b"),
     "aten::sum.dim_IntList": ("a", [0, 1], True), "aten::t": ("a",), "aten::tanh": ("a",),
     "aten::transpose.int": ("c", 1, 2), "aten::unsqueeze": ("a", 1), "aten::view": ("a", [-1, 9]),
+    "aten::clone": ("a",), "aten::slice.Tensor": ("c", -1, -2, 2**63 - 1),
 }  # fmt: skip
 SCALARS = {"aten::mul.Scalar": "aten::mul.Tensor", "aten::div.Scalar": "aten::div.Tensor"}  # which are made of these
 
@@ -37,26 +38,42 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _values(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    values = {"a": torch.tensor([[1, -2, 3], [4, 5, -6], [7, 8, 9]], dtype=dtype)}
+    return values | {"b": values["a"] + 1, "c": torch.stack([values["a"], values["a"] - 4])}
+
+
+def _text(node: fx.Node, nodes: dict[str, fx.Node]) -> str:
+    opening, operands, closing = call(node, {one: letter for letter, one in nodes.items()})
+    return opening + ", ".join(operands) + closing
+
+
 def _filled(argument: Any, values: dict[str, torch.Tensor]) -> Any:
     if isinstance(argument, list):
         return [_filled(one, values) for one in argument]
     return values[argument] if isinstance(argument, str) else argument
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS | METHODS))
+def test_every_one_is_tried() -> None:
+    assert ARGUMENTS.keys() == FUNCTIONS | OF_SIZES | {"aten::clone", "aten::slice.Tensor"}
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
 def test_a_written_call_is_its_operator(name: str) -> None:
     packet, _, overload = name.removeprefix("aten::").partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
     graph = fx.Graph()
     nodes = {letter: graph.placeholder(letter) for letter in "abc"}
     node = graph.call_function(operator, fx.node.map_aggregate(ARGUMENTS[name], lambda one: nodes.get(one, one)))
-    opening, operands, closing = call(node, {one: letter for letter, one in nodes.items()})
-    text = opening + ", ".join(operands) + closing
+    values = _values(torch.float32)
+    for letter, one in nodes.items():
+        one.meta["val"] = values[letter]
+    node.meta["val"] = operator(*(_filled(argument, values) for argument in ARGUMENTS[name]))
+    text = _text(node, nodes)
     assert "aten" not in text
     tried = 0
     for dtype in DTYPES:
-        values = {"a": torch.tensor([[1, -2, 3], [4, 5, -6], [7, 8, 9]], dtype=dtype)}
-        values |= {"b": values["a"] + 1, "c": torch.stack([values["a"], values["a"] - 4])}
+        values = _values(dtype)
         given = [_filled(one, values) for one in ARGUMENTS[name]]
         try:
             expected = operator(*given)
@@ -70,3 +87,40 @@ def test_a_written_call_is_its_operator(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         tried += 1
     assert tried >= 3
+
+
+SLICES = [
+    (0,),
+    (0, 1),
+    (-1, 0, 2),
+    (1, -2),
+    (1, -2, -1),
+    (2, 1, 100),
+    (0, 2, 2),
+    (1, -100, 1),
+    (0, None, 1),
+    (2, 0, 3, 2),
+]
+
+
+@pytest.mark.parametrize("rest", SLICES, ids=str)
+def test_slices(rest: tuple[Any, ...]) -> None:
+    graph, values = fx.Graph(), _values(torch.float32)
+    c = graph.placeholder("c")
+    node = graph.call_function(torch.ops.aten.slice.Tensor, (c, *rest))
+    c.meta["val"], node.meta["val"] = values["c"], torch.ops.aten.slice.Tensor(values["c"], *rest)
+    text = _text(node, {"c": c})
+    assert ("narrow" in text) is (len(rest) < 4), "with steps it is no narrower tensor"
+    found = eval(text, {"torch": torch, "aten": torch.ops.aten, **values})
+    assert torch.equal(found, node.meta["val"]) and found.stride() == node.meta["val"].stride()
+    assert found.storage_offset() == node.meta["val"].storage_offset()
+
+
+def test_a_copy_in_a_format() -> None:
+    graph, values = fx.Graph(), _values(torch.float32)
+    c = graph.placeholder("c")
+    node = graph.call_function(torch.ops.aten.clone.default, (c,), {"memory_format": torch.contiguous_format})
+    text = _text(node, {"c": c})
+    assert text == "c.clone(memory_format=torch.contiguous_format)"
+    found = eval(text, {"torch": torch, "c": values["c"].transpose(1, 2)})
+    assert found.is_contiguous() and torch.equal(found, values["c"].transpose(1, 2))
