@@ -95,6 +95,8 @@ def graph_lines(title: str, graph: fx.Graph, returns: tuple[str, ...] = ()) -> I
         elif node.op == "call_function":
             arguments = ", ".join([_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()])
             line = f"  %{node.name} : {g.type_text(node.meta['val'])} = {_op(node)}({arguments})"
+            if node.meta.get("in_place"):
+                line += " in place"
             source = node.meta.get("source")
             yield f"{line}  # {source}" if source else line
         else:

@@ -19,6 +19,7 @@ import csc
 from csc.analysis.operators.in_place import WAYS, block
 from csc.analysis.working import peak
 from csc.ir import graph as g
+from csc.ir.printer import program_text
 from csc.ir.rewrite import Writer
 from tests.compiler.random_graphs import graphs, results, tensors
 
@@ -213,3 +214,5 @@ def test_a_compiler_does_it_itself(fuse: bool) -> None:
     assert bool(written) is not fuse
     if not fuse:
         assert {"_log_softmax", "_log_softmax_backward_data", "silu_backward"} <= set(written)
+    told = program_text(after(history, "in_place"))
+    assert told.count(" in place") == len(written) and " in place" not in program_text(after(history, "overlap"))
