@@ -96,9 +96,14 @@ def _may_go(operand: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_by_rows(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
-    """Whether a call reads contiguous values, row by row: some kernels of ATen's write nothing else right."""
-    last = operands[0].meta["val"].dim() - 1
-    return g.bind(node).get("dim", last) in (-1, last) and all(one.meta["val"].is_contiguous() for one in operands)
+    """Whether a call reads contiguous values, row by row: some kernels of ATen's write nothing else right. Those that
+    go through a row several times have been tried on CPUs alone.
+    """
+    value = operands[0].meta["val"]
+    last, given = value.dim() - 1, g.bind(node)
+    if "dim" in given and (given["dim"] not in (-1, last) or value.device.type != "cpu"):
+        return False
+    return all(one.meta["val"].is_contiguous() for one in operands)
 
 
 def _is_all_of(value: torch.Tensor, memory: torch.Tensor) -> bool:

@@ -136,6 +136,19 @@ def test_what_is_not(what: str) -> None:
     assert _written(REFUSED[what]) == []
 
 
+def test_softmaxes_of_other_devices_are_left() -> None:
+    """Their kernels go through a row several times, and nobody has tried them in place."""
+    mode, graph = FakeTensorMode(), fx.Graph()
+    with mode:
+        x, y = (g.add_placeholder(graph, n, torch.empty(4, 4, device="meta"), ("activation", n)) for n in "xy")
+    writer = Writer(graph, mode)
+    made = writer.call(None, aten.mm.default, x, y)
+    graph.output((writer.call(None, aten._log_softmax.default, writer.call(None, aten.neg.default, made), 1, False),))
+    done = marked(graph)
+    assert done is not None
+    assert [g.short_op(node) for node in done.nodes if node.meta.get("in_place")] == ["neg"]
+
+
 def test_an_exchange_may_still_read() -> None:
     """What is not aten's may return before it has read all, or return an operand."""
 
