@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from csc.analysis.operators.in_place import EITHER, OWN, WAYS
-from csc.analysis.operators.views import maker
+from csc.analysis.operators.in_place import EITHER, MAY_BE_OPERANDS, OWN, WAYS
+from csc.analysis.operators.views import is_view, maker
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Variant
 from csc.ir.strides import dense
@@ -69,8 +69,12 @@ def _last_reads(graph: fx.Graph) -> dict[fx.Node, float]:
 
 def _may_keep(node: fx.Node) -> bool:
     """Whether what a call reads may be read after it has returned, or be what it returns."""
-    of_aten = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
-    return not of_aten and node.target is not operator.getitem
+    if node.target is operator.getitem or is_view(node):  # which `maker` sees through
+        return False
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return True
+    shares = any(result.alias_info is not None for result in node.target._schema.returns)
+    return shares or g.op_name(node) in MAY_BE_OPERANDS
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:

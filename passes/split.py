@@ -150,7 +150,8 @@ class _Parts:
             else:
                 found.add(node)
         read = inside | seen
-        return sorted({_as_read(node, read, made, results) for node in found}, key=self.order.__getitem__)
+        whole = set(results)
+        return sorted({_as_read(node, read, made, whole) for node in found}, key=self.order.__getitem__)
 
     def extract(
         self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role],
@@ -194,7 +195,7 @@ class _Parts:
         return sorted(wanted, key=self.order.__getitem__)
 
 
-def _as_read(node: fx.Node, readers: set[fx.Node], made: set[fx.Node], results: Sequence[Any]) -> fx.Node:
+def _as_read(node: fx.Node, readers: set[fx.Node], made: set[fx.Node], results: Set[Any]) -> fx.Node:
     """A value of an earlier part, or the view of it that was made there, if that is all that these read of it."""
     while node not in results:
         users = [user for user in node.users if user in readers]

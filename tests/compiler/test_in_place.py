@@ -125,6 +125,19 @@ REFUSED: dict[str, Callable[[Writer, fx.Node, fx.Node], Any]] = {
         w.call(None, aten.t.default, w.call(None, aten.mm.default, x, y)), w.call(None, aten.t.default, y), 1,
         torch.float32,
     ),
+    "a view that is no one of the table": lambda w, x, y: (
+        w.call(
+            None, aten.add.Tensor, w.call(None, aten.view_as_complex.default, made := w.call(
+                None, aten.mm.default, w.call(None, aten.mm.default, x, y),
+                w.call(None, aten.slice.Tensor, y, 1, 0, 2),
+            )), 1.0,
+        ),
+        w.call(None, aten.neg.default, made),
+    )[::-1],
+    "what may be the operand itself": lambda w, x, y: (
+        w.call(None, aten.type_as.default, made := w.call(None, aten.mm.default, x, y), y),
+        w.call(None, aten.neg.default, made),
+    ),
     "with another factor": lambda w, x, y: w.call(
         None, aten.add.Tensor, w.call(None, aten.mm.default, x, y), x, alpha=2
     ),

@@ -3,6 +3,7 @@
 WAYS        how they are written then: `a.mul_(b)`, as a METHOD, or `aten.silu_backward.grad_input(a, b, grad_input=a)`
 EITHER      of these, those whose operands may change places
 OWN         further calls whose result is memory of its own, which no operand shares
+MAY_BE_OPERANDS     calls that may return an operand itself, though their types in torch do not say so
 
     written(node) -> Node       the operand that a call marked as `in_place` writes over: its first
     block(node) -> Node         the call, or the placeholder, that first made the memory of a value
@@ -27,6 +28,10 @@ EITHER = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
 OWN = frozenset({
     "aten::addmm", "aten::bmm", "aten::cat", "aten::clone", "aten::mean.dim", "aten::mm", "aten::nll_loss_backward",
     "aten::sum.dim_IntList",
+})  # fmt: skip
+MAY_BE_OPERANDS = frozenset({
+    "aten::alpha_dropout", "aten::conj_physical", "aten::dropout", "aten::feature_alpha_dropout",
+    "aten::feature_dropout", "aten::type_as",
 })  # fmt: skip
 
 
