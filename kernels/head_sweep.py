@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from csc.kernels.onednn import prefers_onednn, product
+from csc.kernels.onednn import is_worth, product
 
 from csc import devices
 
@@ -150,9 +150,10 @@ class _Sweep:
         self.head, self.losses = head, losses
         self.wide = wide(x.dtype)
         self.sums_in_product = x.device.type != "cpu" and x.dtype is not self.wide
-        self.by_onednn = x.device.type == "cpu" and x.dtype is torch.float32 and prefers_onednn()
         _, self.to_x, self.to_weight, self.to_bias = head.output_mask
-        own = 0 if self.by_onednn else min(head.rows, len(x))
+        rows = min(head.rows, len(x))
+        self.by_onednn = x.device.type == "cpu" and x.dtype is torch.float32 and is_worth(rows, *weight.t().shape)
+        own = 0 if self.by_onednn else rows
         self.logits = x.new_empty((own, len(weight)), dtype=self.wide)  # of every chunk in turn
         row = len(weight) * self.wide.itemsize
         self.at_once = max(1, IN_CACHE // row if x.device.type == "cpu" else head.rows)

@@ -5,8 +5,8 @@ as well, takes it wherever it is. There it needs half the time (docs/measurement
 is for what need not have eager's bits: functions that are compiled (`fuse`), and heads in chunks.
 
     product(a, b, bias=None) -> [M, N]      a [M, K], b [K, N], bias [N]; by oneDNN if it `is_worth` that, by ATen else
-    prefers_onednn() -> bool                of this machine, as torch is set now
-    is_worth(m, k, n) -> bool               of sizes alone
+    is_worth(m, k, n) -> bool               whether a product of [m, k] and [k, n] takes oneDNN less time here
+    least_multiplications() -> int          of such a product, on this machine and as torch is set now; 0: none does
     csc::product(a, b, bias)                by oneDNN in any case: what compiled functions call
 
 Operands may have any strides. A transposed right one is read as it is, a left one that is not contiguous is copied.
@@ -23,6 +23,8 @@ import torch
 from csc.kernels.light_operator import light_operator
 
 LEAST = 2**21  # multiplications, from which on a call that costs 10 us more is made up for
+LEAST_IN_HALVES = 2**26  # the same where 512 bits are computed in two steps, and oneDNN gains a tenth, not half
+IN_HALVES = ("AuthenticAMD", "25")  # vendor and family of processors that do so
 NARROWEST = 8  # of the three sizes: for fewer rows oneDNN copies a transposed matrix whole
 # By which the environment asks either library for other instructions, or for the same bits on every processor.
 OWN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
@@ -30,38 +32,52 @@ OWN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See the module."""
-    wide = a.dtype is torch.float32 and a.device.type == "cpu"
-    if wide and is_worth(a.shape[0], a.shape[1], b.shape[1]) and prefers_onednn():
+    if a.dtype is torch.float32 and a.device.type == "cpu" and is_worth(a.shape[0], a.shape[1], b.shape[1]):
         return _by_onednn(a, b, bias)
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 def is_worth(m: int, k: int, n: int) -> bool:
-    """Whether a product of [m, k] and [k, n] takes oneDNN less time, where it is the faster one."""
-    return min(m, k, n) >= NARROWEST and m * k * n >= LEAST
+    """Of matrices of float32 on a CPU."""
+    multiplications = m * k * n
+    return (
+        min(m, k, n) >= NARROWEST and multiplications >= LEAST and 0 < least_multiplications() <= multiplications
+    )  # what the machine says is asked last
 
 
-def prefers_onednn() -> bool:
-    """See the module. False under `torch.backends.mkldnn.flags(enabled=False)`, where the environment asks either
-    library for other instructions, and in "medium" precision, in which PyTorch takes oneDNN's products itself.
+def least_multiplications() -> int:
+    """See the module. 0 under `torch.backends.mkldnn.flags(enabled=False)`, where the environment asks either library
+    for other instructions, and in "medium" precision, in which PyTorch takes oneDNN's products itself.
     """
     onednn: Any = torch.backends.mkldnn
     if not onednn.enabled or onednn.matmul.fp32_precision == "bf16" or any(map(os.environ.get, OWN_LIMITS)):
-        return False
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _mkl_is_narrow()
+        return 0
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not _mkl_is_narrow():
+        return 0
+    return LEAST_IN_HALVES if IN_HALVES in _processors() else LEAST
 
 
-@cache
 def _mkl_is_narrow() -> bool:
     """Whether products go to MKL on another vendor's processor. False where that cannot be told."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
+    vendors = {vendor for vendor, _ in _processors()}
+    return bool(vendors) and "GenuineIntel" not in vendors
+
+
+@cache
+def _processors() -> frozenset[tuple[str, str]]:
+    """Vendor and family of this machine's. Empty where that cannot be told."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return False
-    vendors = {line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")}
-    return bool(vendors) and "GenuineIntel" not in vendors
+        return frozenset()
+    told = {name: [_value(line) for line in lines if line.startswith(name)] for name in ("vendor_id", "cpu family")}
+    return frozenset(zip(told["vendor_id"], told["cpu family"], strict=False))
+
+
+def _value(line: str) -> str:
+    return line.partition(":")[2].strip()
 
 
 @light_operator("product")

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import torch
 
-from csc.kernels.onednn import PRODUCT, prefers_onednn
+from csc.kernels.onednn import PRODUCT, least_multiplications
 from csc.runtime.faster_products import products_by_onednn
 from csc.runtime.flat_tensors import Layout, nesting, structure_of, tensors_of
 from csc.runtime.float32_precision import float32_precision
@@ -98,7 +98,7 @@ class KeptFunction:
         of_torch = [
             torch.get_num_threads(), float32_precision(), torch.are_deterministic_algorithms_enabled(),
             str(torch.get_default_dtype()), inductor_settings(), os.environ.get("ATEN_CPU_CAPABILITY"),
-            prefers_onednn(),
+            least_multiplications(),
         ]  # fmt: skip
         told = [self.text, self.name, self.layouts, self.structure, of_torch, self._settings]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from csc.kernels.onednn import PRODUCT, is_worth, prefers_onednn
+from csc.kernels.onednn import PRODUCT, is_worth, least_multiplications
 
 aten = torch.ops.aten
 LARGE = 2**16  # entries of a transposed matrix, from which on a kernel of Inductor's is worth the compiler's time
@@ -33,7 +33,7 @@ def products_by_onednn() -> Iterator[Replaced]:
     the matrix: oneDNN's call has it copied by one of ATen's, which takes several times as long.
     """
     count = Replaced()
-    if not prefers_onednn():
+    if not least_multiplications():
         yield count
         return
     from csc.torch_private.traces import TorchDispatchMode

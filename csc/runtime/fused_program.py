@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from csc.kernels.onednn import prefers_onednn
+from csc.kernels.onednn import least_multiplications
 from csc.runtime.compiled_function import BeingMadeError, settings
 from csc.runtime.function_order import FunctionOrder
 from csc.runtime.fused_words import FusedWord
@@ -246,8 +246,8 @@ class FusedProgram:
         try:
             if self._without:
                 return ""
-            built = settings(self._folder, self._device.type == "cpu") | {"products by oneDNN": prefers_onednn()}
-            return json.dumps(built, sort_keys=True)
+            built = settings(self._folder, self._device.type == "cpu")
+            return json.dumps(built | {"products by oneDNN from": least_multiplications()}, sort_keys=True)
         except Exception:  # of a compiler that does not work: then nothing was taken, and each function says why
             return ""
 

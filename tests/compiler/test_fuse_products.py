@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from csc.kernels import onednn
+from csc.kernels.onednn import LEAST
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -33,7 +34,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("prefers", [False, True], ids=["MKL", "oneDNN"])
 def test_the_library_of_compiled_functions(prefers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (onednn, compiled_function, faster_products, fused_program):
-        monkeypatch.setattr(module, "prefers_onednn", lambda: prefers)
+        monkeypatch.setattr(module, "least_multiplications", lambda: LEAST if prefers else 0)
     monkeypatch.setattr(fused_program, "worker_count", lambda: 0)  # they would ask the machine
     torch.manual_seed(0)
     model, batch = Model(), {"x": torch.randn(TOKENS, WIDTH).cumsum(0) / TOKENS}

@@ -10,6 +10,7 @@ import torch
 from csc.kernels import head_sweep, onednn
 from csc.kernels.head_sweep import FEWEST, ROOM, ROOM_ON_CPU, Head, _Sweep, rows_of
 from csc.kernels.linear_cross_entropy import _in_cache, linear_cross_entropy
+from csc.kernels.onednn import LEAST
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -78,8 +79,7 @@ def test_either_library_computes_its_products(
     prefers: bool, rows: int, biased: bool, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large enough for either; in one chunk and in several, whose gradients are added some classes at a time."""
-    monkeypatch.setattr(head_sweep, "prefers_onednn", lambda: prefers)
-    monkeypatch.setattr(onednn, "prefers_onednn", lambda: prefers)
+    monkeypatch.setattr(onednn, "least_multiplications", lambda: LEAST if prefers else 0)
     monkeypatch.setattr(head_sweep, "IN_CACHE", 2**17)
     given = operands(700, 600, 96, torch.float32, biased, seed=2)
     exact = in_float64(given)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from itertools import product as every
+from pathlib import Path
 
 import pytest
 import torch
 from csc.kernels import onednn
-from csc.kernels.onednn import LEAST, PRODUCT, is_worth, prefers_onednn, product
+from csc.kernels.onednn import LEAST, LEAST_IN_HALVES, PRODUCT, is_worth, least_multiplications, product
 
 Preference = Callable[[bool], None]
 
 
 @pytest.fixture
 def preference(monkeypatch: pytest.MonkeyPatch) -> Preference:
-    """Says what `prefers_onednn` finds, whatever the machine."""
-    return lambda prefers: monkeypatch.setattr(onednn, "prefers_onednn", lambda: prefers)
+    """Says whether `least_multiplications` finds oneDNN the faster one, whatever the machine."""
+    return lambda prefers: monkeypatch.setattr(onednn, "least_multiplications", lambda: LEAST if prefers else 0)
 
 
 def laid_out(rows: int, columns: int, how: str) -> torch.Tensor:
@@ -80,7 +82,8 @@ def test_nothing_is_oneDNNs_where_it_is_not_the_faster_one(preference: Preferenc
     assert torch.equal(product(a, b), PRODUCT(a, b))
 
 
-def test_sizes_that_are_worth_it() -> None:
+def test_sizes_that_are_worth_it(preference: Preference) -> None:
+    preference(True)
     assert is_worth(128, 128, 128) and LEAST == 128**3 and not is_worth(127, 128, 128)
     assert is_worth(8, 1024, 1024) and not is_worth(7, 4096, 4096) and not is_worth(4096, 4096, 1)
     assert not is_worth(0, 4096, 4096)
@@ -89,7 +92,7 @@ def test_sizes_that_are_worth_it() -> None:
 @pytest.fixture
 def another_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which oneDNN has AVX-512 and MKL does not take it."""
-    monkeypatch.setattr(onednn, "_mkl_is_narrow", lambda: True)
+    monkeypatch.setattr(onednn, "_processors", lambda: frozenset({("AuthenticAMD", "26")}))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for name in onednn.OWN_LIMITS:
         monkeypatch.delenv(name, raising=False)
@@ -97,23 +100,41 @@ def another_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("another_vendor")
 def test_who_asks_for_other_instructions_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prefers_onednn()
+    assert least_multiplications()
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not prefers_onednn()
+        assert not least_multiplications()
     for name, value in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("MKL_CBWR", "COMPATIBLE")):
         with monkeypatch.context() as narrower:
             narrower.setenv(name, value)
-            assert not prefers_onednn()
+            assert not least_multiplications()
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert not prefers_onednn(), "PyTorch takes it itself"
+        assert not least_multiplications(), "PyTorch takes it itself"
     finally:
         torch.set_float32_matmul_precision(before)
     with monkeypatch.context() as narrower:
         narrower.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-        assert not prefers_onednn()
+        assert not least_multiplications()
     with monkeypatch.context() as of_mkl:
-        of_mkl.setattr(onednn, "_mkl_is_narrow", lambda: False)
-        assert not prefers_onednn()
-    assert prefers_onednn()
+        of_mkl.setattr(onednn, "_processors", lambda: frozenset({("GenuineIntel", "6")}))
+        assert not least_multiplications()
+    with monkeypatch.context() as untold:
+        untold.setattr(onednn, "_processors", frozenset)
+        assert not least_multiplications()
+    assert least_multiplications()
+
+
+@pytest.mark.usefixtures("another_vendor")
+def test_processors_that_take_two_steps_gain_on_larger_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert least_multiplications() == LEAST and is_worth(128, 128, 128)
+    monkeypatch.setattr(onednn, "_processors", lambda: frozenset({("AuthenticAMD", "25")}))
+    assert least_multiplications() == LEAST_IN_HALVES
+    assert is_worth(256, 512, 512) and not is_worth(128, 512, 512) and not is_worth(512, 128, 512)
+
+
+def test_what_this_machine_says_of_its_processors() -> None:
+    found = onednn._processors.__wrapped__()
+    assert all(vendor and family.isdecimal() for vendor, family in found)
+    if platform.machine() == "x86_64" and Path("/proc/cpuinfo").exists():
+        assert len(found) == 1

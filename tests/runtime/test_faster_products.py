@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from csc.kernels.onednn import PRODUCT
+from csc.kernels import onednn
+from csc.kernels.onednn import LEAST, PRODUCT
 
 from csc.runtime import faster_products
 from csc.runtime.faster_products import LARGE, products_by_onednn
@@ -18,7 +19,8 @@ WIDE = 128
 
 @pytest.fixture(autouse=True)
 def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faster_products, "prefers_onednn", lambda: True)
+    for module in (onednn, faster_products):
+        monkeypatch.setattr(module, "least_multiplications", lambda: LEAST)
 
 
 def taken(function: Callable[..., Any], *given: torch.Tensor) -> int:
@@ -71,7 +73,7 @@ def test_other_dtypes_and_small_ones_stay_atens() -> None:
 
 
 def test_none_where_mkl_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faster_products, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(faster_products, "least_multiplications", lambda: 0)
     assert taken(torch.mm, *matrices(2)) == 0
 
 
