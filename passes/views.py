@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from csc.analysis.operators.moves import RESHAPES
-from csc.analysis.operators.views import VIEWS
+from csc.analysis.operators.views import VIEWS, strides_as
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Template
 from csc.ir.rewrite import add_call
@@ -83,19 +83,10 @@ def _view(node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> _View:
     assert isinstance(operand, fx.Node)
     bases = [*(operand.all_input_nodes if g.op_name(operand) in RESHAPES else []), operand]
     for base in bases:
-        if _seen_as(base.meta["val"], val.shape) == val.stride():
+        if strides_as(base.meta["val"], val.shape) == val.stride():
             same = base if base.meta["val"].shape == val.shape else None
             return _View(aten.view.default, (base, list(val.shape)), {}, same)
     return _View(node.target, args, kwargs)
-
-
-def _seen_as(value: torch.Tensor, sizes: torch.Size) -> tuple[int, ...] | None:
-    """The strides of a value in these sizes; None if it has to be copied for that."""
-    alike = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    try:
-        return alike.view(sizes).stride()
-    except RuntimeError:
-        return None
 
 
 def _shared(graph: fx.Graph) -> set[fx.Node]:

@@ -37,7 +37,7 @@ from csc.analysis.fused_work import fused
 from csc.analysis.hardware import Hardware, Seconds
 from csc.analysis.kernel_calls import KernelCall, Kernels
 from csc.analysis.operators.execution import LOOK_UPS
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.views import base, is_view
 from csc.analysis.visible import mask_of, named, shares
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
@@ -379,14 +379,7 @@ def held_bytes(nodes: Iterable[Any], without: str = "") -> int:
     """
     blocks: dict[fx.Node, int] = {}
     for node in nodes:
-        base = _base(node)
-        if base.op != "placeholder" or base.meta["role"][0] not in ("parameter", "shared", without):
-            blocks[base] = extent(base.meta["val"])
+        held = base(node)
+        if held.op != "placeholder" or held.meta["role"][0] not in ("parameter", "shared", without):
+            blocks[held] = extent(held.meta["val"])
     return sum(blocks.values())
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory a view looks at."""
-    while node.op == "call_function" and is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node

@@ -1,7 +1,9 @@
 """How the results of calls lie in memory: in that of an operand, or in one of their own.
 
 is_view(node) -> bool        the result shares its first operand's memory
+base(node) -> Node           what a view looks at, an item of several results maybe
 maker(node) -> Node          the call that wrote the memory of a value
+strides_as(value, sizes)     of a view of these sizes; None if the value has to be copied for that
 """
 
 from __future__ import annotations
@@ -35,20 +37,32 @@ def is_view(node: fx.Node) -> bool:
     return g.op_name(node) in VIEWS or (g.op_name(node) == "aten::reshape" and _shares(node.args[0], node))
 
 
-def maker(node: fx.Node) -> fx.Node:
-    """The call, or the placeholder, whose memory a view or an item of several results looks at."""
-    while node.op == "call_function" and (node.target is operator.getitem or is_view(node)):
+def base(node: fx.Node) -> fx.Node:
+    """See the module."""
+    while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The call, or the placeholder, whose memory a view or an item of several results looks at."""
+    seen = base(node)
+    while seen.op == "call_function" and seen.target is operator.getitem:
+        seen = base(seen.args[0])  # type: ignore[arg-type]
+    return seen
+
+
+def strides_as(value: torch.Tensor, sizes: torch.Size) -> tuple[int, ...] | None:
+    """See the module."""
+    alike = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    try:
+        return alike.view(sizes).stride()
+    except RuntimeError:
+        return None
 
 
 def _shares(operand: Any, node: fx.Node) -> bool:
     before, after = operand.meta["val"], node.meta["val"]
     if not all(isinstance(size, int) for size in (*before.shape, *before.stride(), *after.shape)):
         return False
-    alike = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
-    try:
-        alike.view(after.shape)
-    except RuntimeError:
-        return False
-    return True
+    return strides_as(before, after.shape) is not None
