@@ -23,7 +23,7 @@ import torch
 from csc.kernels.light_operator import light_operator
 
 LEAST = 2**21  # multiplications, from which on a call that costs 10 us more is made up for
-LEAST_IN_HALVES = 2**26  # the same where 512 bits are computed in two steps, and oneDNN gains a tenth, not half
+LEAST_IN_HALVES = 2**28  # the same where 512 bits are computed in two steps, and oneDNN gains a tenth at most
 IN_HALVES = ("AuthenticAMD", "25")  # vendor and family of processors that do so
 NARROWEST = 8  # of the three sizes: for fewer rows oneDNN copies a transposed matrix whole
 # By which the environment asks either library for other instructions, or for the same bits on every processor.

@@ -130,7 +130,7 @@ def test_processors_that_take_two_steps_gain_on_larger_products_alone(monkeypatc
     assert least_multiplications() == LEAST and is_worth(128, 128, 128)
     monkeypatch.setattr(onednn, "_processors", lambda: frozenset({("AuthenticAMD", "25")}))
     assert least_multiplications() == LEAST_IN_HALVES
-    assert is_worth(256, 512, 512) and not is_worth(128, 512, 512) and not is_worth(512, 128, 512)
+    assert is_worth(512, 512, 1024) and not is_worth(512, 512, 512) and not is_worth(256, 128, 4096)
 
 
 def test_what_this_machine_says_of_its_processors() -> None:
