@@ -196,8 +196,10 @@ class _Parts:
 
 
 def _as_read(node: fx.Node, readers: set[fx.Node], made: set[fx.Node], results: Set[Any]) -> fx.Node:
-    """A value of an earlier part, or the view of it that was made there, if that is all that these read of it."""
-    while node not in results:
+    """A value of an earlier part, or the view of it that was made there, if that is all that these read of it. What
+    that part was given stays as it is: a compiled function that returns views of its arguments is called the long way.
+    """
+    while node in made and node.op == "call_function" and node not in results:
         users = [user for user in node.users if user in readers]
         if len(users) != 1 or users[0] not in made or g.op_name(users[0]) not in OF_ALL:
             break

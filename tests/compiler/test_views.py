@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import fx, nn
 
 import csc
-from csc.analysis.operators.views import VIEWS
+from csc.analysis.operators.views import VIEWS, base
 from csc.ir import graph as g
 from csc.ir.program import Program, Template
 from tests.compiler.random_graphs import graphs, results, tensors
@@ -96,12 +96,25 @@ def test_what_is_left_of_a_layer() -> None:
 
 
 def test_w_is_given_the_views_that_it_reads() -> None:
-    """The products of a layer's weights: what they multiply was viewed before, whole."""
+    """The products of a layer's weights: what they multiply was viewed before, whole, but for what B was given."""
     program = HISTORY[-1]
     variant = next(v for v in program.variants.values() if sum(v.dw) == 4 and any(v.dx))
     assert variant.backward_weight is not None
     names = [g.op_name(n) for n in g.calls(variant.backward_weight)]
-    assert sorted(names) == ["aten::mm"] * 4 + ["aten::t"] * 4
+    assert sorted(names) == ["aten::mm"] * 4 + ["aten::t"] * 4 + ["aten::view"] * 2
+
+
+def test_no_part_keeps_views_of_what_it_was_given() -> None:
+    """Where it is compiled, what such a view is of would have to be found around each call."""
+    kept = [
+        node
+        for variant in HISTORY[-1].variants.values()
+        for graph in (variant.forward, variant.backward_input)
+        if graph is not None
+        for node in g.outputs(graph)[1]
+    ]
+    assert any(node.op == "placeholder" for node in kept)
+    assert not [node for node in kept if node.op == "call_function" and base(node).op == "placeholder"]
 
 
 HISTORY = history()
