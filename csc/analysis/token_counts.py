@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from csc.analysis.samples.spare_rows import without_spare
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
@@ -33,7 +34,8 @@ SMALL = 2**14  # numbers that take less to compare than to find groups among
 
 @dataclass(frozen=True)
 class Scatter:
-    """graph: from the batch to the mask of placeholders and to that of the rows that count (None: all do).
+    """graph: from the batch to the mask of placeholders, and to masks of the rows that count: none (all do), one, or
+    two, without a spare row (csc.analysis.samples.spare_rows) and with it, which may be in a place or in none.
 
     shape: of what rows are scattered into; numbers: how many numbers are scattered; width: how many are in a row.
     """
@@ -95,12 +97,12 @@ class Places:
                 raise InputError(f"{name}: {torn.what}", group.source, torn.remedy) from None
         for scatter in self.scatters:
             with torch.no_grad():
-                mask, selected = scatter.run(*_given(scatter, self, microbatch))
+                mask, *selected = scatter.run(*_given(scatter, self, microbatch))
             places = set_in_samples(mask.expand(scatter.shape))
-            expected = scatter.numbers
-            if selected is not None:  # some of the rows that were put together, each as long as all are
-                expected = scatter.numbers // selected.numel() * int(selected.sum())
-            if sum(places) != expected:
+            # some of the rows that were put together, each as long as all are
+            numbers = [scatter.numbers // one.numel() * int(one.sum()) for one in selected] or [scatter.numbers]
+            if sum(places) not in numbers:
+                expected = numbers[0]
                 by_sample = ", ".join(f"sample {i}: {count // scatter.width}" for i, count in enumerate(places))
                 raise InputError(
                     f"{name} has {sum(places) // scatter.width} placeholders for {expected // scatter.width} rows of "
@@ -120,12 +122,12 @@ def places_for_features(program: Program, masked: Program) -> Places:
         whole, places, rows = node.args
         assert isinstance(whole, fx.Node) and isinstance(places, fx.Node) and isinstance(rows, fx.Node)
         selected = _selected(rows)
-        if g.reads_parameters([places, selected]):
+        if g.reads_parameters([places, *selected]):
             continue
         shape = tuple(whole.meta["val"].shape)
         found.append(
             Scatter(
-                graph=extract(program.graph, [places, selected]),
+                graph=extract(program.graph, [places, *selected]),
                 shape=shape,
                 numbers=rows.meta["val"].numel(),
                 width=shape[-1],
@@ -154,12 +156,16 @@ def _groups(program: Program) -> Iterator[MaskGroups]:
                 yield MaskGroups(graph, g.line(node))
 
 
-def _selected(rows: fx.Node) -> fx.Node | None:
+def _selected(rows: fx.Node) -> list[fx.Node]:
     """The mask of a selection that was put together (see csc.capture.lower.masked_index): the others stand behind."""
     if g.op_name(rows) != "aten::index_select" or g.op_name(order := rows.args[2]) != "aten::argsort":  # type: ignore[arg-type]
-        return None
+        return []
     others = order.args[0]  # type: ignore[union-attr]
-    return others.args[0] if g.op_name(others) == "aten::logical_not" else None  # type: ignore[arg-type, union-attr, return-value]
+    if g.op_name(others) != "aten::logical_not":  # type: ignore[arg-type]
+        return []
+    mask: Any = others.args[0]  # type: ignore[union-attr]
+    kept = without_spare(mask)
+    return [mask] if kept is mask else [kept, mask]
 
 
 def _runner(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:

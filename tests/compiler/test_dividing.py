@@ -73,7 +73,7 @@ def test_meshes(mesh: str, microbatches: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LLaVA", long("Gemma 3"), long("Qwen3-VL"), long("Qwen2-Audio")])
+@pytest.mark.parametrize("name", ["LLaVA", long("Gemma 3"), long("SmolVLM"), long("Qwen3-VL"), long("Qwen2-Audio")])
 def test_a_microbatch_without_images(name: str) -> None:
     same(*mixed.built(name, [2, 1, 0, 0]), FLOAT32, mesh="pp=2", microbatches=2)
 

@@ -18,6 +18,7 @@ NAMES = {
     "csc.analysis.samples.propagation": "calls that make something of mixed samples again",
     "csc.analysis.samples.rules": "which rule follows samples through which call",
     "csc.analysis.samples.size_rules": "the rule of one call",
+    "csc.analysis.samples.spare_rows": "a pattern: an entry of a mask that is set where none is",
     "csc.analysis.samples.sorted_samples": "where a pattern begins that csc.analysis.routing follows",
     "csc.analysis.placements": "what adds and what scales the terms of a sum",
     "csc.analysis.sized": "writes a view as a reshape",

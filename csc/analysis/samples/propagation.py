@@ -31,6 +31,7 @@ from csc.analysis.operators.relation import reshaped, shape_of
 from csc.analysis.operators.table import links
 from csc.analysis.operators.views import is_view
 from csc.analysis.samples.sorted_samples import sorted_rows
+from csc.analysis.samples.spare_rows import written_to
 from csc.analysis.samples.states import (
     ALONG_SAMPLES,
     BY_NUMBER,
@@ -38,6 +39,7 @@ from csc.analysis.samples.states import (
     FIXED,
     NONE,
     NOT_LINEAR,
+    SPARE,
     UNKNOWN,
     Count,
     Lost,
@@ -87,8 +89,19 @@ class SamplePropagation:
                 known = all(used in self.of_batch for used in self.operands(node)) and not draws(node)
                 if known or g.op_name(node) in SIZE_NUMBERS:  # sizes are a matter of those of the batch
                     self.of_batch.add(node)
-                self.states[node] = self._state(node)
+                self.states[node] = self._spared(node, self._state(node))
         return self.states
+
+    def _spared(self, node: fx.Node, state: State) -> State:
+        """What a call gives, spare if rows are that it reads, but for those that it puts in places."""
+        name = g.op_name(node)
+        read = [one for one in self.operands(node) if name != "aten::masked_scatter" or one is not node.args[2]]
+        rows = [self.states[one] for one in read]
+        if name in SIZES_READ or not any(isinstance(one, SampleRows) and one.spare for one in rows):
+            return state
+        if isinstance(state, SampleRows):
+            return replace(state, spare=True)
+        return state if isinstance(state, Mixed) else Mixed(node, SPARE)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """Of a call, whole numbers too."""
@@ -99,6 +112,9 @@ class SamplePropagation:
     def _state(self, node: fx.Node) -> State:
         name = g.op_name(node)
         used = [self.states[one] for one in self.operands(node)]
+        found = written_to(node)
+        if found is not None and isinstance(state := self.states[found[0]], SampleRows):
+            return replace(state, spare=state.spare or found[1])
         if name not in SIZES_READ:
             lost = next((one for one in used if isinstance(one, Mixed)), None)
             if lost is not None:

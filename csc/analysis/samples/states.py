@@ -44,12 +44,15 @@ class Whole:
 
 @dataclass(frozen=True)
 class SampleRows:
-    """count: of the samples; entry: the batch entry whose rows they are."""
+    """count: of the samples; entry: the batch entry whose rows they are. spare: a microbatch may have one that the
+    batch does not have (csc.analysis.samples.spare_rows).
+    """
 
     axis: Axis
     count: int
     entry: str
     powers: Powers = NONE
+    spare: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ ALONG_SAMPLES = "works along the samples"
 EVERY_OTHER = "combines every sample with every other"
 BY_NUMBER = "takes as much of a value as there are samples"
 NOT_LINEAR = "does more than scale what was summed over samples, or divided by their number"
+SPARE = "adds up a row that a microbatch without any keeps, and the whole batch does not"
 FIXED = "meets samples with a value that is the same for every batch, entry by entry"
 
 
