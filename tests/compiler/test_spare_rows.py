@@ -132,3 +132,46 @@ def test_rows_that_are_added_up_are_refused(what: str) -> None:
     loss, expected = step(model, batch(2, 0, 1, 1))
     assert float(compiled.train_step(batch(2, 0, 1, 1))) == pytest.approx(loss, rel=1e-6)
     assert {name for name, p in model.named_parameters() if p.grad is not None} == expected.keys()
+
+
+class Marked(nn.Module):
+    """Every slot has a place; `mark` makes features of them with the mask of those that are kept."""
+
+    def __init__(self, mark: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project, self.embed, self.head = (
+            nn.Linear(3, WIDTH),
+            nn.Embedding(CLASSES, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
+        self.mark = mark
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        slots = pixels.view(-1, 3)
+        there = slots[:, 0] > 0
+        rows = self.mark(self.project(slots), first_if_none(there.clone()), slots[:, 1] > -9)
+        hidden = self.embed(ids).masked_scatter((ids == IMAGE)[..., None], rows)
+        return F.cross_entropy(self.head(torch.tanh(hidden)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        lambda rows, keep, every: rows * keep[:, None],
+        lambda rows, keep, every: (rows * keep[:, None])[every],
+        lambda rows, keep, every: (rows * keep[:, None])[first_if_none(every.clone())],
+    ],
+    ids=["all rows", "rows that another mask selects", "that another one selects which has a spare row"],
+)
+def test_spare_rows_that_have_a_place_are_refused(
+    mark: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """The first slot of a microbatch without any is kept there, and not in the whole batch."""
+    given = batch(2, 2, 2, 2)
+    given["pixels"][:2, :, 0] = given["pixels"][:2, :, 0].abs()
+    given["pixels"][2:, :, 0] = -given["pixels"][2:, :, 0].abs()
+    with pytest.raises(InputError, match="csc cannot prove"):
+        csc.compile(Marked(mark), example=given, microbatches=2, cache=False, check=False)
+    compiled = csc.compile(Marked(mark), example=given, cache=False)
+    assert float(compiled.train_step(given)) == pytest.approx(step(Marked(mark), given)[0], rel=1e-6)

@@ -31,7 +31,7 @@ from csc.analysis.operators.relation import reshaped, shape_of
 from csc.analysis.operators.table import links
 from csc.analysis.operators.views import is_view
 from csc.analysis.samples.sorted_samples import sorted_rows
-from csc.analysis.samples.spare_rows import written_to
+from csc.analysis.samples.spare_rows import spare_of_order, written_to
 from csc.analysis.samples.states import (
     ALONG_SAMPLES,
     BY_NUMBER,
@@ -93,15 +93,16 @@ class SamplePropagation:
         return self.states
 
     def _spared(self, node: fx.Node, state: State) -> State:
-        """What a call gives, spare if rows are that it reads, but for those that it puts in places."""
-        name = g.op_name(node)
-        read = [one for one in self.operands(node) if name != "aten::masked_scatter" or one is not node.args[2]]
-        rows = [self.states[one] for one in read]
-        if name in SIZES_READ or not any(isinstance(one, SampleRows) and one.spare for one in rows):
+        """What a call gives, spare if rows are that it reads. Mixed rows are not: those of one order alone are taken
+        up again (`_after`), and it asks for the spare mask.
+        """
+        rows = [one for used in self.operands(node) if isinstance(one := self.states[used], SampleRows)]
+        spares = {one.spare for one in [*rows, state] if isinstance(one, SampleRows) and one.spare is not None}
+        if g.op_name(node) in SIZES_READ or isinstance(state, Mixed) or not spares:
             return state
-        if isinstance(state, SampleRows):
-            return replace(state, spare=True)
-        return state if isinstance(state, Mixed) else Mixed(node, SPARE)
+        if isinstance(state, SampleRows) and len(spares) == 1:
+            return replace(state, spare=spares.pop())
+        return Mixed(node, SPARE)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """Of a call, whole numbers too."""
@@ -114,7 +115,7 @@ class SamplePropagation:
         used = [self.states[one] for one in self.operands(node)]
         found = written_to(node)
         if found is not None and isinstance(state := self.states[found[0]], SampleRows):
-            return replace(state, spare=state.spare or found[1])
+            return replace(state, spare=found[0]) if found[1] else state
         if name not in SIZES_READ:
             lost = next((one for one in used if isinstance(one, Mixed)), None)
             if lost is not None:
@@ -140,7 +141,8 @@ class SamplePropagation:
             return NewTensor()
         if lost.unless == "order" and name == "aten::index_select" and states == [states[0], lost]:
             rows: Any = node.args[0]
-            if isinstance(states[0], SampleRows) and self.outermost(rows, states[0]) and not states[0].powers:
+            fits = isinstance(states[0], SampleRows) and self.outermost(rows, states[0]) and not states[0].powers
+            if fits and states[0].spare in (None, spare_of_order(node.args[2])):  # type: ignore[union-attr]
                 return Mixed(lost.node, lost.why, "scattered")
         if lost.unless == "scattered" and name == "aten::masked_scatter" and self.states[node.args[2]] is lost:  # type: ignore[index]
             return self.special[name](self, node)

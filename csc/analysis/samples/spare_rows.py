@@ -1,12 +1,15 @@
 """A row that a model keeps where it would keep none, as in `keep[0] |= ~keep.any()` of a mask of images.
 
 A microbatch without any row to keep then has a *spare* one, which the whole batch does not keep. Computing with it row
-by row harms nobody, and where rows are scattered to the places that samples have for them (as many as are kept, which
-is checked before the step) there is none for it. Adding it up would.
+by row harms nobody, and where the rows that this very mask keeps are scattered to the places that samples have for them
+(as many as are kept, which is checked before the step) there is none for it. Adding it up would do harm, and so would a
+place for it, which rows have that are scattered as they are, or that another mask selects.
 
     written_to(node) -> (mask, spare) | None      what `select_scatter` writes to; spare: it may keep one row more;
                                                   None: it writes something else, or is another call
     without_spare(mask) -> mask                   before a spare row is kept; the mask itself if none is
+    spare_of_order(order) -> mask | None          of the mask that an `argsort` puts first, without its spare row; None:
+                                                  it has none
 """
 
 from __future__ import annotations
@@ -45,6 +48,15 @@ def without_spare(mask: fx.Node) -> fx.Node:
     while (before := written_to(found)) is not None:
         found, spares = before[0], spares or before[1]
     return found if spares else mask
+
+
+def spare_of_order(order: Any) -> fx.Node | None:
+    """See the module."""
+    others = order.args[0]
+    if g.op_name(order) != "aten::argsort" or g.op_name(others) != "aten::logical_not":
+        return None
+    kept = without_spare(others.args[0])
+    return None if kept is others.args[0] else kept
 
 
 def _uncopied(node: fx.Node) -> fx.Node:

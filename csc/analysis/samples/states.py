@@ -44,15 +44,15 @@ class Whole:
 
 @dataclass(frozen=True)
 class SampleRows:
-    """count: of the samples; entry: the batch entry whose rows they are. spare: a microbatch may have one that the
-    batch does not have (csc.analysis.samples.spare_rows).
+    """count: of the samples; entry: the batch entry whose rows they are. spare: the mask of which a microbatch
+    without any keeps one, which the batch does not (csc.analysis.samples.spare_rows); None: there is none.
     """
 
     axis: Axis
     count: int
     entry: str
     powers: Powers = NONE
-    spare: bool = False
+    spare: fx.Node | None = None
 
 
 @dataclass(frozen=True)
