@@ -4,6 +4,7 @@ kept = ModelEntries(model, store)
 kept.guards(microbatch, known) -> iterator of Guards               those that extend what is known
 kept.program(match, options) -> Packed | None                      kept.keep_program(packed, match, options)
 kept.checked(match, options) -> str                                kept.keep_checked(text, match, options)
+kept.met(pair, microbatch, options) -> bool                        kept.keep_met(pair, microbatch, options)
 kept.trace(match, options) -> TracedProgram | None                 kept.keep_trace(traced, match, options)
 kept.capture(match) -> Captured | None                             kept.keep_capture(captured, match)
 kept.mesh(batch, options) -> text or ""                            kept.keep_mesh(text, batch, options)
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -119,6 +120,21 @@ class ModelEntries:
     def keep_checked(self, text: str, match: Match, options: Options) -> None:
         """Keep that a program was found to train what eager PyTorch does."""
         self._keep("checked", None, match, options, lambda: {CHECKED: text.encode()}, self._as_it_runs(options), {})
+
+    def met(self, pair: Set[str], microbatch: Mapping[str, Any], options: Options) -> bool:
+        """Whether a step in which these two meet was found to train what eager PyTorch does."""
+        key = self._pair_key(pair, microbatch, options)
+        return key is not None and self._store is not None and self._store.read("checked", key) is not None
+
+    def keep_met(self, pair: Set[str], microbatch: Mapping[str, Any], options: Options) -> None:
+        """Keep that it was."""
+        key = self._pair_key(pair, microbatch, options)
+        if key is not None and self._store is not None:
+            self._store.write("checked", key, {CHECKED: "\n".join(sorted(pair)).encode()}, {"name": self._name})
+
+    def _pair_key(self, pair: Set[str], microbatch: Mapping[str, Any], options: Options) -> str | None:
+        model = self._model_key(microbatch)
+        return None if model is None else self._as_it_runs(options)(" ".join((model, *sorted(pair))))
 
     def keep_trace(self, traced: TracedProgram, match: Match, options: Options) -> None:
         """Keep what was just traced."""

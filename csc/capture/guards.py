@@ -51,6 +51,11 @@ class Match:
         return self.capture.answers if self.capture is not None else ()
 
     @property
+    def kind(self) -> str:
+        """Of its capture: what that assumed but for sizes as such."""
+        return self.capture.kind if self.capture is not None else ""
+
+    @property
     def entries(self) -> frozenset[str]:
         """The names of its tensors."""
         return frozenset(name for name, value in self.batch.items() if isinstance(value, torch.Tensor))

@@ -43,6 +43,11 @@ BUG = (
     "is a bug of csc: please report it with the model; `csc verify` shows every gradient. check=False trains all the "
     "same"
 )
+TOGETHER = (
+    "What the model's code makes of the whole batch (the longest length, a number of classes, whether there are "
+    "images) each microbatch has of its own: make it before the step, as an entry of the batch, or use microbatches=1 "
+    "and dp=1"
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ def check(
     steady: bool = False,
     masks: SameMasks | None = None,
     draws: bool = True,
+    apart: str = "",
 ) -> Checked:
     """Compare loss and every gradient of one step on a batch.
 
@@ -89,8 +95,9 @@ def check(
     trainable: the parameters that train. batch: as the user gives it; ready: its microbatches. steady: it is known that
     the model's forward does the same each time. masks: of the dropout in own_step; None: nothing is left to chance
     there. Where eager PyTorch cannot take them, or may have had them in other places, nothing is compared. draws:
-    whether the program draws anything. DifferenceError that names the region where both part, InputError if the model
-    is another function in each step; the model and its gradients are as before in any case.
+    whether the program draws anything. apart: how microbatches differ that were right in steps of their own; "": not
+    all were. DifferenceError that names the region where both part, InputError if the model is another function in each
+    step; the model and its gradients are as before in any case.
     """
     start = time.perf_counter()
     model = compiler.model
@@ -135,6 +142,8 @@ def check(
         if not result.good:
             return Checked(skipped="the microbatches differ in length, and how their losses combine was not seen")
         return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own)
+    if apart:
+        raise DifferenceError(f"{WRONG}: {_told(result)}; {apart}", type(model).__name__, TOGETHER)
     raise _difference(compiler, ready[0], options, result, precision.tolerance)
 
 

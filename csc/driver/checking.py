@@ -2,10 +2,14 @@
 
 Terms
   due        a program that nobody has compared yet, in this process or, as the cache knows, in another
+  meets      what comes together in a step: kinds of captures (another branch, other values that Python reads, entries
+             that a microbatch lacks), and sizes that differ between its microbatches. Programs that are right alone
+             may be wrong together, so every two that meet are compared in one step with eager PyTorch, once
   different  a program that does not train what eager PyTorch trains: nothing is handed out any more
 
     checking.made(name, program)                 a new program, by the key of its microbatches
     checking.compare(asked, meeting, group)      DifferenceError, and from then on of `refuse_different`
+    meeting_in(matches) -> what meets            checking.unmet(meets) -> pairs that have not been compared
     checking.compared_steps() -> [ComparedStep]  a context: filled with those that may be kept as training steps
 """
 
@@ -13,9 +17,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +56,7 @@ log = logging.getLogger("csc")
 CHECK = "check against eager PyTorch"
 WHOLE, BY_LAYER = "whole", "by layer"
 Name = Any  # of a program: the key of its microbatches
+Pair = frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,14 @@ class NewProgram:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison. trainer: this process'; names: of the programs of these microbatches; ready: as the user gives
-    them, made of this batch; again: also if it was done; progress: told when it begins; complete: a microbatch as
-    programs take it of which all ranks run here.
+    """A comparison. trainer: this process'; names: of the programs of these microbatches; pairs: of what meets in them,
+    those that have not been compared; ready: as the user gives them, made of this batch; again: also if it was done;
+    progress: told when it begins; complete: a microbatch as programs take it of which all ranks run here.
     """
 
     trainer: Trainer
     names: Sequence[Name]
+    pairs: Set[Pair]
     ready: Sequence[Mapping[str, Any]]
     batch: Any
     options: Options
@@ -90,6 +97,8 @@ class Checking:
         self._compiler = compiler
         self._made: dict[int, dict[Name, NewProgram]] = {}  # by the number of microbatches
         self._due: dict[int, set[Name]] = {}
+        self._met: set[Pair] = set()
+        self._warned = False
         self._different: DifferenceError | None = None
         self._steady = False  # the model's forward did the same twice
         self._kept: list[ComparedStep] | None = None
@@ -104,6 +113,24 @@ class Checking:
     def due(self, count: int) -> set[Name]:
         """The programs for so many microbatches that are."""
         return self._due.setdefault(count, set())
+
+    def unmet(self, meets: Set[str]) -> set[Pair]:
+        """Every two of what meets in a step that no step was compared with."""
+        return set(map(frozenset, combinations(sorted(meets), 2))) - self._met if len(meets) > 1 else set()
+
+    def met(self, pairs: Set[Pair]) -> None:
+        """Nobody asks for these again."""
+        self._met |= pairs
+
+    def warn_of_kinds(self, matches: Sequence[Match]) -> None:
+        """Say once that kinds meet that nobody compares."""
+        if not self._warned and len({match.kind for match in matches}) > 1:
+            self._warned = True
+            log.warning(
+                "microbatches of one step differ in %s, and check=False: that the model does with each of them what it "
+                "does with the whole batch is not known. Train a step with check=True to know",
+                _difference(matches),
+            )
 
     def refuse_different(self) -> None:
         """Raise what a comparison raised."""
@@ -139,6 +166,7 @@ class Checking:
             self._different = error
             raise
         self.due(asked.options.microbatches).difference_update(asked.names)
+        self.met(asked.pairs)
 
     def _alone(self, asked: Comparison) -> None:
         """On this rank, whose trainer runs all ranks of the program."""
@@ -242,10 +270,25 @@ class Checking:
 
     def _how(self, asked: Comparison) -> str:
         """WHOLE, BY_LAYER, or "" if there is nothing to compare."""
-        made = self._made[asked.options.microbatches]
-        if not asked.again and all(self._known(made[name]) for name in self._new(asked)):
+        made, kept = self._made[asked.options.microbatches], self._compiler.kept
+        known = all(self._known(made[name]) for name in self._new(asked))
+        together = all(kept.met(pair, asked.ready[0], asked.options) for pair in asked.pairs)
+        if not asked.again and known and together:
             return ""
-        return BY_LAYER if too_much(self._compiler.model) else WHOLE
+        if not too_much(self._compiler.model):
+            return WHOLE
+        if not asked.again and known:
+            log.warning("microbatches of other kinds or sizes than before meet: the model is too large to compare that")
+            return ""
+        return BY_LAYER
+
+    def _apart(self, asked: Comparison) -> str:
+        """How microbatches differ that were right in steps of their own, and meet now; "" if there are none."""
+        if not asked.pairs or self._new(asked):
+            return ""
+        made = self._made[asked.options.microbatches]
+        differ = _difference([made[name].match for name in asked.names])
+        return f"its microbatches were right in steps of their own, and meet first in this one; they differ in {differ}"
 
     def _new(self, asked: Comparison) -> list[Name]:
         due = self.due(asked.options.microbatches)
@@ -271,7 +314,7 @@ class Checking:
             draws = asked.trainer.program.manifest.random
             found = check(
                 self._compiler, own_step, asked.trainable, asked.batch, asked.ready, asked.options, self._steady,
-                masks, draws,
+                masks, draws, self._apart(asked),
             )  # fmt: skip
             self._steady = self._steady or not found.skipped
         found = replace(found, kept=keeps and not found.skipped)
@@ -283,6 +326,9 @@ class Checking:
         if not found.skipped:
             for name in self._new(asked):
                 self._compiler.kept.keep_checked(str(found), made[name].match, made[name].options)
+            if how == WHOLE:
+                for pair in asked.pairs:
+                    self._compiler.kept.keep_met(pair, asked.ready[0], asked.options)
         return found
 
     def _shared(self, asked: Comparison) -> list[torch.Tensor]:
@@ -311,3 +357,26 @@ class Checking:
     def _known(self, made: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""
         return bool(self._compiler.kept.checked(made.match, made.options))
+
+
+def meeting_in(matches: Sequence[Match]) -> frozenset[str]:
+    """What meets in a step of these microbatches."""
+    if len({match.key for match in matches}) == 1:
+        return frozenset({matches[0].kind})
+    sizes: dict[str, set[int]] = {}
+    for _, shapes in (match.key for match in matches if match.key is not None):
+        for name, _, shape in shapes:
+            for dimension, size in enumerate(shape):
+                sizes.setdefault(f"{name}.shape[{dimension}] differs", set()).add(size)
+    return frozenset({match.kind for match in matches} | {what for what, found in sizes.items() if len(found) > 1})
+
+
+def _difference(matches: Sequence[Match]) -> str:
+    """In what microbatches differ, in a phrase."""
+    captures = [match.capture for match in matches if match.capture is not None]
+    entries = [frozenset[str](one.sizes.entries) for one in captures]
+    read = sorted({entry for one in captures for entry in one.values})
+    lacked = sorted(frozenset[str]().union(*entries).difference(frozenset[str].intersection(*entries)))
+    how = [f"what Python reads of {', '.join(map(repr, read))}"] * bool(read)
+    how += [f"whether they have {', '.join(map(repr, lacked))}"] * bool(lacked)
+    return " and ".join(how) or "their sizes"

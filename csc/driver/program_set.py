@@ -16,7 +16,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from csc.capture.model_guards import ModelGuards
 from csc.check.first import Checked
 from csc.check.one_of_each import check_by_layer
 from csc.codegen.directory import contents
-from csc.driver.checking import CHECK, Checking, Comparison, NewProgram
+from csc.driver.checking import CHECK, Checking, Comparison, NewProgram, Pair, meeting_in
 from csc.driver.compiled_programs import CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.entries import fullest_first
@@ -159,7 +159,8 @@ class ProgramSet:
             trainer = self._trainers[self._variants(matches, options)]
             trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])
             keys, given = [match.key for match in matches], [match.given for match in matches]
-            asked = Comparison(trainer, keys, given, batch, options, again, progress, self._complete_here)
+            pairs = self.checking.unmet(meeting_in(matches))
+            asked = Comparison(trainer, keys, pairs, given, batch, options, again, progress, self._complete_here)
             self.checking.compare(asked, self.meeting(options), self._broadcast.group)
 
     def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:
@@ -187,9 +188,9 @@ class ProgramSet:
         return self.guards.match(self._compiler.model, microbatch)
 
     def _are_due(self, matches: Sequence[Match], options: Options) -> bool:
-        """Whether a program of one of these has not been compared."""
+        """Whether a program of one of these has not been compared, or not beside the others."""
         due = self.checking.due(options.microbatches)
-        return any(match.key in due for match in matches)
+        return any(match.key in due for match in matches) or bool(self.checking.unmet(meeting_in(matches)))
 
     def handed_out(self, matches: Sequence[Match], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these, compared if that is wanted. DifferenceError if one was
@@ -197,6 +198,8 @@ class ProgramSet:
         """
         self.checking.refuse_different()
         trainer = self.serves(matches, options)
+        if not self._checks:
+            self.checking.warn_of_kinds(matches)
         return None if self._checks and self._are_due(matches, options) else trainer
 
     def serves(self, matches: Sequence[Match], options: Options) -> Trainer | None:
@@ -228,6 +231,10 @@ class ProgramSet:
                 "pictures), or use one microbatch and dp=1",
             )  # fmt: skip
         return options.microbatches, answers[0]
+
+    def unmet(self, meets: Set[str]) -> set[Pair]:
+        """Every two of what meets in a step that no step was compared with, if steps are compared."""
+        return self.checking.unmet(meets) if self._checks else set()
 
     def decides(self, matches: Sequence[Match], options: Options) -> Answers:
         """What microbatches that are served decide. InputError if they decide differently."""

@@ -9,6 +9,7 @@ Terms
     share.agree(operation, divide, prepare) -> (ready, what `prepare` returned, heard)
     share.waits(ready, changed), .known(ready, said, decides), .first(ready, said, decides) -> Said
     share.served(heard) -> bool         share.flags(heard) -> those of any rank, for the trainer
+    share.meets(heard) -> what meets in the step, of the microbatches of replicas that this rank does not have
     share.of_all(ready) -> microbatches of all replicas    after a meeting
 
     Divided(microbatches, said)                            ready ones of a replica, of a step that was divided for all
@@ -18,7 +19,7 @@ Terms
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -39,6 +40,7 @@ Result = TypeVar("Result")
 # Bits of what ranks say: those of csc.runtime.trainer below SAID; from FLAGS on a digest of what replicas share.
 UNSERVED = SAID
 FLAGS = 2 * UNSERVED
+HALF, LOW = 32, 0xFFFFFFFF  # of 64 bits
 
 
 class ReplicaShare(list[dict[str, Any]]):
@@ -111,23 +113,37 @@ class Share:
             return Said((CHANGED,) * changed, self._replica, value=value, shared=sizes(ready))
         return Said((*sizes(ready), CHANGED if changed else "no program yet"), value=value)
 
-    def known(self, ready: Ready, said: Said, decides: Sequence[str]) -> Said:
-        """Said by a rank with one. said: what its runtime says; decides: what the microbatches decide."""
+    def known(self, ready: Ready, said: Said, decides: Sequence[str], meets: Set[str]) -> Said:
+        """Said by a rank with one. said: what its runtime says; decides: what the microbatches decide; meets: what
+        meets in them (csc.driver.checking).
+        """
         if not self.own:
             return replace(said, signature=sizes(ready))
         common = digest("\n".join((*said.signature, *decides))) & 0xFFFFFFFF
-        return replace(said, signature=(), shared=sizes(ready), value=said.value + FLAGS * common)
+        value = said.value + FLAGS * common
+        return replace(said, signature=(), shared=sizes(ready), value=value, meets=_meets(ready, meets))
 
-    def first(self, ready: Ready, said: Said, decides: Sequence[str]) -> Said:
+    def first(self, ready: Ready, said: Said, decides: Sequence[str], meets: Set[str]) -> Said:
         """Said once all have one."""
         if not self.own:
             return replace(said, signature=sizes(ready))
-        return replace(said, signature=(*said.signature, *decides), shared=sizes(ready))
+        signature = (*said.signature, *decides)
+        return replace(said, signature=signature, shared=sizes(ready), meets=_meets(ready, meets))
 
     def served(self, heard: Sequence[Heard]) -> bool:
         """Whether every rank has a program, and what replicas must have in common is so as far as anybody can tell."""
         found = {int(one.value) // FLAGS for one in heard}
         return len(found) == 1 and not any(int(one.value) & UNSERVED for one in heard)
+
+    def meets(self, heard: Sequence[Heard]) -> frozenset[str]:
+        """What meets in the step where ranks have samples of their own: the kinds of their shares, and whether the
+        sizes of these differ.
+        """
+        if not self.own:
+            return frozenset()
+        kinds = {f"replicas of kind {one.meets >> HALF}" for one in heard}
+        uneven = len({one.meets & LOW for one in heard}) > 1
+        return frozenset(kinds | {"replicas of other sizes"} if uneven else kinds)
 
     def flags(self, heard: Sequence[Heard]) -> int:
         """What any rank's trainer said."""
@@ -136,3 +152,8 @@ class Share:
     def of_all(self, ready: Ready) -> Ready:
         """The microbatches of all replicas. All ranks call it, right after a meeting."""
         return own_samples.of_all(self._meeting, self._replicas, ready) if self.own else ready
+
+
+def _meets(ready: Ready, meets: Set[str]) -> int:
+    """The kind of a replica's share in the upper half, its sizes in the lower."""
+    return (digest("\n".join(sorted(meets))) >> HALF << HALF) | (digest("\n".join(sizes(ready))) & LOW)

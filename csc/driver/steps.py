@@ -27,6 +27,7 @@ from csc.capture.guards import Match
 from csc.check.first import Checked
 from csc.check.one_step import ComparedStep
 from csc.driver import modes
+from csc.driver.checking import meeting_in
 from csc.driver.entries import fullest
 from csc.driver.evaluation import evaluated, options_for
 from csc.driver.features_ahead import FeaturesAhead
@@ -216,7 +217,8 @@ class Steps:
             said, dealt = made.ready(self.complete(matches, made), local=share.own)
             coming, encoding = self._coming(following, made, options, share.parts)
             said = replace(said, value=said.value + NOTHING_AHEAD * (encoding is None))
-            return say([*ready, *coming], said, programs.decides(matches, options)), (made, dealt, encoding)
+            decides, meets = programs.decides(matches, options), meeting_in(matches)
+            return say([*ready, *coming], said, decides, meets), (made, dealt, encoding)
 
         with meeting.turn(operation):
             compared: list[ComparedStep] = []
@@ -226,7 +228,7 @@ class Steps:
                 for what in filter(None, changes):
                     error.add_note(f"on this rank the model has changed since it was compiled: {what}")
                 raise
-            served = share.served(heard) and found is not None
+            served = share.served(heard) and found is not None and not programs.unmet(share.meets(heard))
             due = served and self._is_due
             if due or not served:
                 meeting.began()  # what is made now has meetings of its own
@@ -236,6 +238,7 @@ class Steps:
                 if not due and not any(changes) and made.transport.ranks[0] == 0:
                     self._new_sizes.waited(time.perf_counter() - start, self._count)
                 found, heard = meeting.heard(FIRST_STEP, lambda: known(ready, programs.match(ready), made, share.first))
+                programs.checking.met(programs.unmet(share.meets(heard)))
             assert found is not None
             programs.use(found[0])
             if operation not in STEPS or compared:

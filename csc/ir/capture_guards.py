@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ class CaptureGuards:
     def answers(self) -> tuple[str, ...]:
         """The decisions as texts."""
         return tuple(decision.text() for decision in self.decisions)
+
+    @cached_property
+    def kind(self) -> str:
+        """A hash of what it assumed but for sizes as such: captures of one kind differ in sizes alone."""
+        values, relations = _values_tree(self.values), map(str, self.sizes.relations)
+        parts = sorted(self.sizes.entries), sorted(relations), sorted(values.items()), self.answers, sorted(self.plain)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def match(
         self,

@@ -51,6 +51,7 @@ class Heard:
 
     content: int
     value: float
+    meets: int = 0
 
 
 class Meeting:
@@ -122,7 +123,8 @@ class Meeting:
             return found, result
 
         result, rows = self._held(operation, said)
-        return result, [Heard(row[5], as_float(row[6])) for row in rows] or [Heard(own[0].content, own[0].value)]
+        heard = [Heard(row[5], as_float(row[6]), row[7]) for row in rows]
+        return result, heard or [Heard(own[0].content, own[0].value, own[0].meets)]
 
     def texts(self, operation: str, text: str) -> list[str]:
         """A text of every rank, by rank, right after a meeting in which all learnt that they would tell. RankLost."""
@@ -141,7 +143,7 @@ class Meeting:
             return Said(value=value), value
 
         own, rows = self._held(operation, said)
-        return sum(as_float(row[-1]) for row in rows) if rows else own
+        return sum(as_float(row[6]) for row in rows) if rows else own
 
     def _held(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
         with self.turn(operation):
@@ -209,7 +211,7 @@ class Meeting:
         """What all said, and the words of all if they do not agree."""
         row = [
             digest(operation), self.step, int(error is not None), digest("\n".join(said.signature)),
-            said.replica, said.content ^ digest("\n".join(said.shared)), as_int(said.value),
+            said.replica, said.content ^ digest("\n".join(said.shared)), as_int(said.value), said.meets,
         ]  # fmt: skip
         rows = self.guarded(lambda: self._gathered(row), operation)
         if agree(rows):

@@ -31,8 +31,8 @@ CHANGED = "the model has changed"  # in the signature of a rank whose programs a
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank says in a meeting, besides the operation. replica: its place on the dp axis; value: a number for the
-    others, which need not agree.
+    """What a rank says in a meeting, besides the operation. replica: its place on the dp axis. value, meets: numbers
+    for the others, which need not agree.
     """
 
     signature: tuple[str, ...] = ()
@@ -40,6 +40,7 @@ class Said:
     content: int = 0
     value: float = 0.0
     shared: tuple[str, ...] = ()
+    meets: int = 0
 
 
 NOTHING = Said()
@@ -113,7 +114,7 @@ def _other_samples(operation: str, words: Sequence[Word], one: int, other: int) 
 def agree(rows: Sequence[Sequence[int]]) -> bool:
     """Whether nobody failed, and operation, step and signature are the same; the content within each replica.
 
-    A row: operation, step, failed, signature, replica, content, value; texts as digests.
+    A row: operation, step, failed, signature, replica, content, value, meets; texts as digests.
     """
     contents = {(row[4], row[5]) for row in rows}
     same = len({tuple(row[:4]) for row in rows}) == 1 and len(contents) == len({row[4] for row in rows})

@@ -1,0 +1,126 @@
+"""What is compared with eager PyTorch is a step's combination: programs that are right alone may be wrong together."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import csc
+from csc.errors import DifferenceError
+from tests import launching
+from tests.compiler import mixed_steps, small
+from tests.compiler.mixed_steps import images_batch, lengths_batch
+
+Batch = dict[str, torch.Tensor]
+
+
+def compiled(model: nn.Module, example: Any, **options: Any) -> csc.CompiledModel:
+    return csc.compile(model, example=example, microbatches=2, **{"cache": False, **options})
+
+
+def comparisons(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("checked against eager" in record.message for record in caplog.records)
+
+
+def is_eagers(model: csc.CompiledModel, batch: Batch) -> bool:
+    """Whether a step has eager PyTorch's loss and gradients."""
+    parameters = dict(model.model.named_parameters())
+    model.model.zero_grad()
+    right = model.model(**batch)
+    right.backward()
+    expected = {name: None if one.grad is None else one.grad.clone() for name, one in parameters.items()}
+    model.model.zero_grad()
+    loss = model.train_step(batch)
+    same = [
+        one.grad is expected[name] if expected[name] is None or one.grad is None
+        else torch.allclose(one.grad, expected[name], atol=1e-6)
+        for name, one in parameters.items()
+    ]  # fmt: skip
+    return all(same) and torch.allclose(loss, right.detach())
+
+
+@pytest.fixture
+def cache_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSC_CACHE", "1")
+    monkeypatch.setenv("CSC_CACHE_DIR", str(tmp_path))
+
+
+def images_of(batch: Batch) -> torch.Tensor:
+    return (batch["input_ids"] == 0).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "steps", "told"),
+    [
+        (mixed_steps.DividedByLongest, lengths_batch, [(3, 2, 3, 2), (5, 2, 5, 2), (5, 2, 3, 2)], "reads of 'lengths'"),
+        (mixed_steps.ThresholdOfLongest, lengths_batch, [(5, 2, 4, 2), (3, 2, 3, 2), (5, 2, 3, 2)], "of 'lengths'"),
+        (mixed_steps.PositionsOfLongest, lengths_batch, [(3, 2, 3, 2), (5, 2, 5, 2), (3, 2, 5, 2)], "of 'lengths'"),
+        (mixed_steps.PenaltyOfImages, images_batch, [(1, 1, 1, 1), (0, 0, 0, 0), (1, 1, 0, 0)], "have 'pixel_values'"),
+    ],
+)  # fmt: skip
+def test_programs_that_are_right_alone_and_wrong_together_are_an_error(
+    make: Callable[[], nn.Module], batch: Callable[..., Batch], steps: Sequence[Sequence[int]], told: str
+) -> None:
+    """Each is compared before: the step that mixes them is another one."""
+    options = {"divide": {"pixel_values": images_of}} if batch is images_batch else {}
+    model = compiled(make(), batch(*steps[0]), **options)
+    assert is_eagers(model, batch(*steps[0])) and is_eagers(model, batch(*steps[1]))
+    for _ in range(2):
+        with pytest.raises(DifferenceError, match=f"right in steps of their own, and meet first.* {told}"):
+            model.train_step(batch(*steps[2]))
+
+
+def test_two_kinds_that_are_right_together_are_compared_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = compiled(mixed_steps.EitherWay(), lengths_batch(3, 2, 3, 2))
+    with caplog.at_level(logging.INFO, "csc"):
+        for lengths in ((3, 2, 3, 2), (5, 2, 5, 2), (5, 2, 3, 2), (3, 2, 5, 2), (5, 2, 3, 2)):
+            assert is_eagers(model, lengths_batch(*lengths))
+    assert comparisons(caplog) == 3
+
+
+def test_ragged_steps_are_compared_once_and_not_for_each_tuple_of_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    """Sizes that differ within a step are a kind of their own; which sizes they are is none."""
+    steps = [(2, 2), (1, 3), (3, 1), (2, 1), (1, 1), (3, 2)]
+    model = compiled(small.text(1), [small.text_batch(2), small.text_batch(2)])
+    with caplog.at_level(logging.INFO, "csc"):
+        for sizes in steps:
+            model.train_step([small.text_batch(size) for size in sizes])
+        before = comparisons(caplog)
+        for sizes in [(1, 2), (2, 3), (3, 3), (1, 3)]:
+            model.train_step([small.text_batch(size) for size in sizes])
+    assert comparisons(caplog) == before <= 4
+
+
+def test_the_cache_remembers_what_met(cache_here: None, caplog: pytest.LogCaptureFixture) -> None:
+    for first in (True, False):
+        caplog.clear()
+        model = compiled(mixed_steps.EitherWay(), lengths_batch(3, 2, 3, 2), cache=True)
+        with caplog.at_level(logging.INFO, "csc"):
+            for lengths in ((3, 2, 3, 2), (5, 2, 5, 2), (5, 2, 3, 2)):
+                model.train_step(lengths_batch(*lengths))
+        assert comparisons(caplog) == (3 if first else 0)
+
+
+def test_without_a_check_a_warning_says_that_nobody_compared_what_meets(caplog: pytest.LogCaptureFixture) -> None:
+    model = compiled(mixed_steps.EitherWay(), lengths_batch(3, 2, 3, 2), check=False)
+    for lengths in ((3, 2, 3, 2), (5, 2, 3, 2), (5, 2, 3, 2), (3, 2, 5, 2)):
+        model.train_step(lengths_batch(*lengths))
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 1 and "what Python reads of 'lengths', and check=False" in said[0]
+
+
+@pytest.mark.gloo
+def test_kinds_that_meet_over_replicas_with_samples_of_their_own_are_compared(tmp_path: Path) -> None:
+    launching.ranks(mixed_steps.main, 2, tmp_path)
+    first, second = (json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2))
+    assert first == second and all(isinstance(said, float) for said in first[:2])
+    assert first[2].startswith("DifferenceError") and "in steps of their own" in first[2]
