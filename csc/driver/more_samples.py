@@ -19,6 +19,7 @@ from torch import fx
 
 from csc.analysis.samples.combining import assumed, combination, proven
 from csc.analysis.samples.other_number import named_alike, unlike
+from csc.analysis.samples.states import OF_OTHERS
 from csc.cache.packed import TracedProgram
 from csc.capture.batch import repeated
 from csc.capture.capture import name_of
@@ -30,6 +31,7 @@ from csc.passes.loss import ONE_SAMPLE
 log = logging.getLogger("csc")
 
 TRIED = (2, 3)  # samples
+COMPARED = "leave check=False away: the first step is then compared with eager PyTorch, whole batch and all; or, "
 
 InItsSizes = tuple[Program, fx.Graph]
 
@@ -76,12 +78,12 @@ class MoreSamples:
         found = self._once((key, TRIED), lambda: self._unproven(microbatch), "a batch of two samples cannot be traced")
         if not found:
             return _without_note(traced)
-        if not compared:
+        if not compared or OF_OTHERS in found:  # which rows these are is a matter of values: one step does not tell
             raise InputError(
                 f"csc cannot prove that the losses of microbatches of one sample make the loss of the batch: {found}",
                 "model",
-                "leave check=False away: the first step is then compared with eager PyTorch, whole batch and all; or, "
-                "if samples do not depend on each other, say loss_weight='tokens' (by labels), 'mean' or 'sum'",
+                ("" if compared else COMPARED) + "if samples do not depend on each other, say loss_weight='tokens' (by "
+                "labels), 'mean' or 'sum'; or use one microbatch and dp=1",
             )
         log.warning(
             "how the losses of microbatches of one sample combine is taken to be by labels, and not proven: %s; the "

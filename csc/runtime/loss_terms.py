@@ -50,7 +50,7 @@ class Losses:
         """The loss of the whole batch, a 0-d CPU tensor in the model's dtype, once it is computed. CscError if a part
         is not finite.
         """
-        parts = [float(loss) * weight for loss, weight in self.parts]
+        parts = [_part(float(loss), weight) for loss, weight in self.parts]
         bad = [place for place, part in enumerate(parts) if not math.isfinite(part)]
         if bad:
             several = len(self.parts) > microbatches
@@ -63,6 +63,11 @@ class Losses:
                 "or lower the learning rate",
             )
         return torch.tensor(sum(parts), dtype=torch.float64).to(self.dtype)
+
+
+def _part(loss: float, weight: float) -> float:
+    """What a microbatch adds to the whole loss. A mean over nothing adds nothing."""
+    return 0.0 if weight == 0 and math.isnan(loss) else loss * weight
 
 
 def weighed(
@@ -125,7 +130,12 @@ def _samples(manifest: Manifest, microbatches: Sequence[Batch]) -> torch.Tensor:
     """Rows of the microbatches, as the loss counts them."""
     rows = manifest.loss.rows
     device = torch.device(manifest.device)
-    found = [batch[rows].shape[0] if rows in batch else 1 for batch in microbatches]
+    if any(rows and rows not in batch for batch in microbatches):
+        raise CscError(
+            f"a microbatch has no {rows!r}, and the loss is a mean over its rows", "step",
+            "give each microbatch that entry, or say how losses combine with loss_weight=",
+        )  # fmt: skip
+    found = [batch[rows].shape[0] if rows else 1 for batch in microbatches]
     return torch.tensor(found, dtype=torch.float64, device=device).reshape(-1, 1)
 
 

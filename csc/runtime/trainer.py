@@ -385,8 +385,10 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _read(rank: Rank) -> list[str]:
-    """The inputs that a rank's stages read."""
-    return [name for stage in rank.stages for name in stage.inputs]
+    """The inputs that a rank's stages read, and that whose rows its loss is a mean over."""
+    names, loss = [name for stage in rank.stages for name in stage.inputs], rank.program.manifest.loss
+    counts = loss.rows and any(stage.stage == loss.stage for stage in rank.stages)
+    return [*names, loss.rows] if counts and loss.rows not in names else names
 
 
 def _device(program: LoadedProgram, device: torch.device | str | None) -> torch.device:

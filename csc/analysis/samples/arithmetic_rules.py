@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -13,6 +13,7 @@ from torch import fx
 from csc.analysis.operators.made import FILLED, filled_with
 from csc.analysis.operators.relation import shape_of
 from csc.analysis.operators.table import is_linear, links
+from csc.analysis.samples.number_bounds import bounds
 from csc.analysis.samples.operands import number_of, of, powers_of
 from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import (
@@ -116,7 +117,8 @@ def _scaled_numbers(following: SamplePropagation, node: fx.Node, one: Any, other
     factor = number_of(factor)
     if sign < 0 or not isinstance(factor, int) or isinstance(factor, bool) or not isinstance(state, RowNumbers):
         raise Lost("computes with the numbers of samples")
-    return replace(state, step=state.step * factor)
+    within = state.within and (state.within[0] * factor, state.within[1] * factor) if factor >= 0 else None
+    return replace(state, step=state.step * factor, within=within)
 
 
 def _scaled_terms(following: SamplePropagation, one: Any, other: Any, sign: int) -> Terms:
@@ -153,7 +155,8 @@ def sum_rule(following: SamplePropagation, node: fx.Node) -> State:
         raise Lost(UNKNOWN)
     numbers = [state for state in states if isinstance(state, RowNumbers)]
     if numbers:
-        return _offset_numbers(following, node, states)
+        return _offset_numbers(following, node, terms, states)
+    _check_statistics(terms, states)
     for value, state, other, rest in zip(terms, states, reversed(terms), reversed(states)):
         if isinstance(state, PartsOfSum) and isinstance(rest, Whole) and not isinstance(other, fx.Node):
             count = following.counting(value) if isinstance(value, fx.Node) else None
@@ -210,10 +213,18 @@ def _terms(following: SamplePropagation, node: fx.Node, place: int, state: State
     return frozenset({TermOfSum(node.name, place, count)})
 
 
-def _offset_numbers(following: SamplePropagation, node: fx.Node, states: list[State]) -> State:
+def _check_statistics(terms: Sequence[Any], states: Sequence[State]) -> None:
+    """A single number that was made for a microbatch is another one in the batch."""
+    for value, state, other in zip(terms, states, reversed(states)):
+        if isinstance(state, NewTensor) and isinstance(other, SampleRows) and prod(shape_of(value)) == 1:
+            raise Lost("adds a number that was made for the microbatch")
+
+
+def _offset_numbers(following: SamplePropagation, node: fx.Node, terms: Sequence[Any], states: list[State]) -> State:
     """Row numbers, and places within each sample."""
     numbers, *others = [state for state in states if isinstance(state, RowNumbers)]
-    if others:
+    name = g.op_name(node)
+    if others or name == "aten::rsub" or (name == "aten::sub" and states[1] is numbers):
         raise Lost("computes with the numbers of samples")
     result = None
     for one, link in links(node):
@@ -224,7 +235,13 @@ def _offset_numbers(following: SamplePropagation, node: fx.Node, states: list[St
                 raise Lost(EVERY_OTHER)
             result = moved
     assert result is not None
-    return RowNumbers(result.axis, numbers.count, numbers.entry, numbers.step)
+    offset = bounds(terms[0] if states[1] is numbers else terms[1])
+    if offset is not None and name == "aten::sub":
+        offset = -offset[1], -offset[0]
+    alpha = given(node).get("alpha", 1)
+    known = numbers.within is not None and offset is not None and alpha == 1
+    within = (numbers.within[0] + offset[0], numbers.within[1] + offset[1]) if known else None  # type: ignore[index]
+    return RowNumbers(result.axis, numbers.count, numbers.entry, numbers.step, within)
 
 
 def stack_rule(following: SamplePropagation, node: fx.Node) -> State:

@@ -26,6 +26,7 @@ from csc.analysis.samples.states import (
     SampleRows,
     State,
     Whole,
+    rows_of,
 )
 from csc.ir import graph as g
 
@@ -81,7 +82,7 @@ def _terms(following: SamplePropagation, node: fx.Node) -> State:
 
 def _reduced(reduction: int, rows: SampleRows) -> State:
     if reduction == MEAN:
-        return PartsOfSum(frozenset({(Count("rows", rows.entry), -1)}))
+        return PartsOfSum(frozenset({(rows_of(rows.entry), -1)}))
     return rows if reduction == NONE else PartsOfSum()
 
 

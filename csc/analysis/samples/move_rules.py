@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.moves import look_up
+from csc.analysis.operators.moves import CASTS, COPIES, look_up
 from csc.analysis.operators.relation import Use, shape_of
+from csc.analysis.operators.views import is_view
 from csc.analysis.samples.operands import of, powers_of, uses_of
 from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import (
@@ -19,6 +20,7 @@ from csc.analysis.samples.states import (
     FIXED,
     NONE,
     NOT_LINEAR,
+    OF_OTHERS,
     UNKNOWN,
     Lost,
     Mixed,
@@ -128,13 +130,29 @@ def _looked_up(following: SamplePropagation, uses: Sequence[Use], out: tuple[int
         if isinstance(by, SampleRows):
             return replace(by, powers=powers)
         begin = table.link.index(None)
-        return SampleRows((begin, _inner(out[begin], state.count)), state.count, state.entry, powers)
+        others = out[begin] != shape_of(table.node)[place]  # rows of their own number, not the same in another order
+        entry = _made_entry(next(one.node for end, one in zip(table.ends, indices) if end == place))
+        return SampleRows(
+            (begin, _inner(out[begin], state.count)), state.count, entry if others else state.entry, powers
+        )
     outermost = shape_of(table.node)[place] == inner * state.count
     if not isinstance(row, RowNumbers) or numbered != [place] or not outermost:
         raise Lost("picks some of the samples")
     if row.step * row.count != inner * state.count or row.count != state.count:
         raise Lost("picks some of the samples")
+    if not row.is_own:
+        raise Lost(OF_OTHERS)
     return SampleRows(by.axis, row.count, row.entry, powers)
+
+
+def _made_entry(numbers: fx.Node) -> str:
+    """The entry, made by the model's code, that has as many rows as there are of these numbers; "": none is known."""
+    many = shape_of(numbers)[:1]
+    while numbers.op == "call_function" and (is_view(numbers) or g.op_name(numbers) in COPIES | CASTS):
+        numbers = numbers.args[0]  # type: ignore[assignment]
+        if shape_of(numbers)[:1] != many:
+            return ""
+    return numbers.meta["role"][1] if numbers.op == "placeholder" and numbers.meta["role"][0] == "input" else ""
 
 
 def _inner(size: int, count: int) -> int:

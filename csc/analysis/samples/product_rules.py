@@ -15,12 +15,12 @@ from csc.analysis.samples.states import (
     FIXED,
     NONE,
     NOT_LINEAR,
-    Count,
     Lost,
     PartsOfSum,
     SampleRows,
     State,
     Whole,
+    rows_of,
     times,
 )
 from csc.analysis.sized import given
@@ -36,7 +36,7 @@ def reduction_rule(following: SamplePropagation, node: fx.Node) -> State:
     dim, inner = state.axis
     if use.end(dim) is None:
         return replace(state, axis=(use.link.index(dim), inner))
-    rows = frozenset({(Count("rows", state.entry), 1)})
+    rows = frozenset({(rows_of(state.entry), 1)})
     return PartsOfSum(times(state.powers, rows, -1) if g.op_name(node) == "aten::mean" else state.powers)
 
 

@@ -267,6 +267,8 @@ class SamplePropagation:
         if type(one) is not type(other):
             raise Lost("computes with the numbers of samples")
         if one.axis == other.axis and one.count == other.count:
+            if not one.entry or not other.entry:
+                return one if one.entry else other
             return one if one.entry <= other.entry or one.entry in self.primary else other
         same = one.axis[0] == other.axis[0] and one.axis[1] * one.count == other.axis[1] * other.count
         fewer, more = (one, other) if one.count < other.count else (other, one)

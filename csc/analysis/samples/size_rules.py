@@ -13,7 +13,6 @@ from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import (
     FIXED,
     UNKNOWN,
-    Count,
     Lost,
     Mixed,
     NewTensor,
@@ -21,6 +20,7 @@ from csc.analysis.samples.states import (
     SampleRows,
     State,
     Whole,
+    rows_of,
     times,
 )
 from csc.analysis.sized import given
@@ -35,7 +35,7 @@ def size_rule(following: SamplePropagation, node: fx.Node) -> State:
     if isinstance(state, Mixed):
         return state
     if isinstance(state, SampleRows | RowNumbers) and state.axis[0] == dim % len(shape_of(operand)):  # type: ignore[operator]
-        return Whole(frozenset({(Count("rows", state.entry), 1)}))
+        return Whole(frozenset({(rows_of(state.entry), 1)}))
     return NewTensor() if isinstance(state, NewTensor) else Whole()
 
 
@@ -116,7 +116,7 @@ def range_rule(following: SamplePropagation, node: fx.Node) -> State:
     if any(one != Whole() for one in ends) or number_of(bound.get("start", 0)) or number_of(bound.get("step", 1)) != 1:
         raise Lost("counts samples")
     _, inner, count, entry = found
-    return RowNumbers((0, inner), count, entry, inner)
+    return RowNumbers((0, inner), count, entry, inner, (0, inner - 1))
 
 
 def expand_rule(following: SamplePropagation, node: fx.Node) -> State:

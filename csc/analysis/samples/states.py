@@ -76,12 +76,20 @@ class Terms:
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """step: by how much the numbers of one sample are larger than those of the sample before."""
+    """step: by how much the numbers of one sample are larger than those of the sample before. within: the least and the
+    largest that a number may lie behind the first of its sample; None: that is not known.
+    """
 
     axis: Axis
     count: int
     entry: str
     step: int
+    within: tuple[int, int] | None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether no number is another sample's."""
+        return self.within is not None and self.within[0] >= 0 and self.within[1] < self.step
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,18 @@ EVERY_OTHER = "combines every sample with every other"
 BY_NUMBER = "takes as much of a value as there are samples"
 NOT_LINEAR = "does more than scale what was summed over samples, or divided by their number"
 SPARE = "adds up a row that a microbatch without any keeps, and the whole batch does not"
+OF_OTHERS = (
+    "reads rows by number, which may be another sample's (a length of 0, less 1); x[torch.arange(n), place] reads each "
+    "sample's own"
+)
 FIXED = "meets samples with a value that is the same for every batch, entry by entry"
+
+
+def rows_of(entry: str) -> Count:
+    """The number of a batch entry's rows. Lost if it is that of no entry."""
+    if not entry:
+        raise Lost("counts rows that were picked by numbers made for the microbatch")
+    return Count("rows", entry)
 
 
 def times(one: Powers, other: Powers, sign: int = 1) -> Powers:

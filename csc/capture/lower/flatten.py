@@ -22,6 +22,7 @@ from csc.capture.lower.autocast import SETTLED, write_casts
 from csc.capture.lower.decompose import functional
 from csc.capture.lower.detached import own_memory
 from csc.capture.lower.masked_index import without_selections
+from csc.capture.lower.own_divisors import with_own_divisors
 from csc.capture.lower.recorded import source_of
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
@@ -170,6 +171,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
     _each_size_once(flat.graph)
     checkpoints = settle(flat.graph)
     without_selections(flat.graph, flat.mode)
+    with_own_divisors(flat.graph, flat.mode)
     own = [("parameter", name) for name, _ in model.named_parameters()]
     own += [("constant", name) for name, _ in model.named_buffers()]
     return Flattened(_ordered(flat.graph, own), flat.constants, checkpoints)

@@ -1,0 +1,149 @@
+"""Rows that are picked by number: whose they are, and how many a mean is over, in microbatches and in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import csc
+from csc.errors import CscError, InputError
+from tests.compiler.test_mixed_steps import is_eagers
+
+Tensor = torch.Tensor
+IDS = torch.tensor([[1, 8, 3, 0, 4], [5, 2, 2, 7, 1], [0, 6, 8, 3, 3], [4, 1, 5, 7, 2]])
+TWO_EACH = torch.arange(5).expand(4, 5) < 2
+UNEVEN = torch.arange(5) < torch.tensor([[5], [3], [2], [1]])
+NONE_LATER = torch.arange(5) < torch.tensor([[2], [3], [0], [0]])
+
+
+class Rows(nn.Module):
+    """pick(rows, ids, mask) -> rows, of which the loss is a mean; early: before all layers, not behind them."""
+
+    def __init__(self, pick: Callable[[Tensor, Tensor, Tensor], Tensor], early: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.hidden, self.out = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+        self.pick, self.early = pick, early
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        rows = self.embed(ids)
+        if self.early:
+            return self.out(torch.tanh(self.hidden(self.pick(rows, ids, mask)))).pow(2).mean()
+        return self.pick(self.out(torch.tanh(self.hidden(rows))), ids, mask).pow(2).mean()
+
+
+def flat(rows: Tensor, places: Tensor) -> Tensor:
+    """Rows of a sample by their places in it, as numbers of the flattened batch."""
+    count, length = rows.shape[:2]
+    return rows.flatten(0, 1)[torch.arange(count) * length + places]
+
+
+def step(model: nn.Module, *masks: Tensor, check: bool = False, microbatches: int = 2) -> csc.CompiledModel:
+    """Steps with each of these masks are eager's."""
+    batches = [{"ids": IDS, "mask": mask} for mask in masks]
+    compiled = csc.compile(model, mesh="pp=2", example=batches[0], microbatches=microbatches, check=check, cache=False)
+    assert all(is_eagers(compiled, batch) for batch in batches)
+    return compiled
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda rows, ids, mask: rows[mask.nonzero(as_tuple=True)],
+        lambda rows, ids, mask: rows[torch.where(mask)],
+        lambda rows, ids, mask: rows[torch.argwhere(mask)[:, 0], torch.argwhere(mask)[:, 1]],
+        lambda rows, ids, mask: rows.flatten(0, 1)[mask.flatten().nonzero().squeeze(1)],
+    ],
+    ids=["nonzero", "where", "argwhere", "flat"],
+)
+def test_a_mean_over_rows_that_were_picked_is_over_as_many(
+    pick: Callable[[Tensor, Tensor, Tensor], Tensor], early: bool
+) -> None:
+    """Microbatches weigh by rows, not by samples; one without any adds nothing."""
+    step(Rows(pick, early), TWO_EACH, UNEVEN, NONE_LATER)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        lambda ids, mask: (mask.sum(1) - 1).clamp(min=0),
+        lambda ids, mask: ids.argmax(1),
+        lambda ids, mask: ids.shape[1] - 1,
+        lambda ids, mask: ids[:, 0] % 5,
+    ],
+    ids=["clamped", "argmax", "last", "remainder"],
+)
+def test_places_that_lie_within_a_sample_are_its_own(places: Callable[[Tensor, Tensor], Tensor]) -> None:
+    step(Rows(lambda rows, ids, mask: flat(rows, places(ids, mask))), UNEVEN, TWO_EACH)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda rows, ids, mask: flat(rows, mask.sum(1) - 1),
+        lambda rows, ids, mask: flat(rows, mask.sum(1)),
+        lambda rows, ids, mask: rows + rows[torch.arange(ids.shape[0]) - 1],
+    ],
+    ids=["before", "behind", "neighbour"],
+)
+def test_places_that_may_be_another_samples_are_refused(
+    pick: Callable[[Tensor, Tensor, Tensor], Tensor], check: bool, microbatches: int
+) -> None:
+    with pytest.raises(InputError, match="may be another sample's"):
+        step(Rows(pick), UNEVEN, check=check, microbatches=microbatches)
+
+
+def test_a_statistic_of_the_microbatch_that_is_added_is_refused() -> None:
+    with pytest.raises(InputError, match="adds a number that was made for the microbatch"):
+        step(Rows(lambda rows, ids, mask: rows + ids.unique().float().mean()), UNEVEN)
+
+
+def test_a_mean_over_samples_counts_them_where_the_loss_reads_no_entry() -> None:
+    """The stage of the loss reads nothing of the batch: the microbatches' rows are counted all the same."""
+    model = Rows(lambda rows, ids, mask: rows)
+    whole = {"ids": IDS, "mask": UNEVEN}
+    parts = [{name: entry[:3] for name, entry in whole.items()}, {name: entry[3:] for name, entry in whole.items()}]
+    compiled = csc.compile(model, mesh="pp=2", example=parts, microbatches=2, check=False, cache=False)
+    model(**whole).backward()
+    right = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    compiled.train_step(parts)
+    assert right and all(torch.allclose(dict(model.named_parameters())[name].grad, one) for name, one in right.items())
+
+
+class Smoothed(nn.Module):
+    """A class that weighs nothing, beside label smoothing."""
+
+    def __init__(self, penalty: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden, self.out, self.penalty = nn.Linear(6, 8), nn.Linear(8, 4), penalty
+        self.register_buffer("weighs", torch.tensor([0.0, 1.0, 2.0, 1.0]))
+
+    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+        logits = self.out(torch.tanh(self.hidden(features)))
+        loss = F.cross_entropy(logits, labels, weight=self.weighs, label_smoothing=0.1)
+        return loss + 0.01 * logits.pow(2).mean() if self.penalty else loss
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+def test_labels_that_weigh_nothing_are_smoothed_all_the_same(penalty: bool) -> None:
+    """A microbatch of these alone has something to divide and nothing to divide by: it trains as it does in the whole
+    batch, or is an error, and is not left out.
+    """
+    features = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    some, alone = ({"features": features, "labels": torch.tensor(one)} for one in ([1, 0, 3, 1], [0, 0, 3, 2]))
+    compiled = csc.compile(Smoothed(penalty), mesh="pp=2", example=some, microbatches=2, cache=False)
+    assert is_eagers(compiled, some)
+    if penalty:
+        assert is_eagers(compiled, alone)
+    else:
+        with pytest.raises(CscError, match="the loss of microbatch 0 is not finite"):
+            compiled.train_step(alone)
