@@ -82,6 +82,10 @@ def test_every_page_is_in_the_navigation() -> None:
     assert len(listed) == len(set(listed)) and set(listed) <= set(PAGES) <= {*listed, *apart}
 
 
+def test_every_page_is_in_the_list_on_the_first_page() -> None:
+    assert {target for target, _ in links("index.md")} == {f"docs/{page}" for page in PAGES} - {"docs/index.md"}
+
+
 def test_pages_say_what_they_are_for() -> None:
     """A title, and plain text before the first heading, block, table or picture."""
     for page in PAGES:
