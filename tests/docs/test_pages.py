@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import re
 import runpy
 import sys
@@ -9,7 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import Trainer, TrainingArguments
 
+import csc
+from csc.integrations.hf import CompiledTrainer
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors, links, script
 
 pytestmark = pytest.mark.usefixtures("traces")
@@ -76,11 +82,31 @@ def test_every_page_is_in_the_navigation() -> None:
     assert len(listed) == len(set(listed)) and set(listed) <= set(PAGES) <= {*listed, *apart}
 
 
+def test_every_page_is_in_the_list_on_the_first_page() -> None:
+    assert {target for target, _ in links("index.md")} == {f"docs/{page}" for page in PAGES} - {"docs/index.md"}
+
+
 def test_pages_say_what_they_are_for() -> None:
     """A title, and plain text before the first heading, block, table or picture."""
     for page in PAGES:
         title, _, first = (DOCS / page).read_text().split("\n", 2)
         assert title.startswith("# ") and re.match(r"(?!```)[\w`*]", first), page
+
+
+def test_names_of_csc_for_those_who_come_from_elsewhere_exist() -> None:
+    """The second column of each table: attributes of csc and of a compiled model, and names of arguments."""
+    cells = re.findall(r"^\|[^|]+\|([^|]+)\|", (DOCS / "coming-from.md").read_text(), re.M)
+    code = " ".join(part for cell in cells for part in re.findall(r"`([^`]+)`", cell))
+    for name in re.findall(r"\bcsc\.(\w+)", code):
+        assert name in csc.__all__ or importlib.util.find_spec(f"csc.{name}"), name
+    for name in re.findall(r"\bcompiled\.(\w+)", code):
+        assert hasattr(csc.CompiledModel, name), name
+    callables = (
+        csc.compile, csc.CompiledModel.train_step, csc.CheckpointManager, CompiledTrainer, Trainer, TrainingArguments,
+        DistributedSampler, DataLoader, torch.optim.AdamW,
+    )  # fmt: skip
+    known = {"level"} | {name for each in callables for name in inspect.signature(each).parameters}  # of logging
+    assert set(re.findall(r"\b([a-z]\w*)=", re.sub(r"\"[^\"]*\"", "", code))) <= known
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
