@@ -14,6 +14,7 @@ NAMES = {
     "csc.analysis.routing": "a pattern: tokens sorted by expert and put back",
     "csc.analysis.samples.arithmetic_rules": "the rule of one call each, with what the table says of its dimensions",
     "csc.analysis.samples.layer_rules": "the rule of one call",
+    "csc.analysis.samples.number_bounds": "what one call each makes of the bounds of its operands",
     "csc.analysis.samples.product_rules": "the rule of one call",
     "csc.analysis.samples.propagation": "calls that make something of mixed samples again",
     "csc.analysis.samples.rules": "which rule follows samples through which call",
@@ -24,6 +25,7 @@ NAMES = {
     "csc.analysis.sized": "writes a view as a reshape",
     "csc.analysis.token_counts": "a pattern: what csc.capture.lower.masked_index writes for a selection",
     "csc.analysis.visibility": "a pattern: masks written as comparisons",
+    "csc.capture.lower.own_divisors": "a pattern: a smoothed mean over weighted classes",
     "csc.capture.lower.autocast": "writes casts",
     "csc.capture.lower.decompose": "which calls are taken apart, and into what",
     "csc.capture.lower.detached": "writes copies for values that are written to later",
@@ -72,6 +74,7 @@ NAMES = {
 }
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
+    "csc.analysis.samples.number_bounds": {"MOVES", "RULES"},
     "csc.analysis.samples.propagation": {"UNLESS"},
     "csc.analysis.samples.sorted_samples": {"BEGIN"},
     "csc.analysis.placements": {"FACTORS", "NORMS", "OVER_ROWS", "SCATTERS", "TERMS"},
