@@ -10,7 +10,7 @@
    asks for the top and the bottom row only, so that phase 2 has something to learn: two thirds is its ceiling.
 
 Leaves in the output directory: answers.svg (held-out images and what the model answered), timeline.html (the plan
-beside the last measured step), program/phase1 and program/phase2 (read rank_1.py), the weights, result.json. Every
+beside a measured step), program/phase1 and program/phase2 (read rank_1.py), the weights, result.json. Every
 process has one thread: with more, those of four ranks would wait for each other on two cores.
 """
 
@@ -202,7 +202,7 @@ def run(output: Path, seed: int) -> dict[str, object]:
     (output / "answers.svg").write_text(answers_picture(images[:SHOWN], rows, digits[:SHOWN], answers))
     for file, what in (
         (output / "answers.svg", f"{SHOWN} held-out images and what the model answered: open it in a browser"),
-        (output / "timeline.html", "phase 2: the plan beside the last step that was measured: open it in a browser"),
+        (output / "timeline.html", "phase 2: the plan beside a step that was measured: open it in a browser"),
         (program / "rank_1.py", "what rank 1 runs, as text: open it in an editor"),
         (program / "schedule.txt", "who does what, in which order"),
     ):
