@@ -29,6 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: install
+	@echo "loading PyTorch, transformers and csc ..."
 	$(BIN)/python examples/digits/demo.py --output build/demo
 
 test: install lint

@@ -18,7 +18,6 @@ import argparse
 import ctypes
 import gc
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from csc import cores
 from csc.runtime.c10d import Distributed
 from csc.runtime.launch import setup_distributed
 from csc.runtime.loaded_program import load
@@ -102,8 +102,7 @@ def measure(directory: Path, pp: int = PP) -> list[Start]:
     command += ["-m", "benchmarks.startup", "--worker", str(directory)]
     found = []
     for weights in ("file", "meta"):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, weights], env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run([*command, weights], env=cores.environment(), capture_output=True, text=True, timeout=600)
         if done.returncode:
             raise RuntimeError(done.stderr[-4000:])
         rows = [json.loads((directory / f"{weights}-{rank}.json").read_text()) for rank in range(pp)]

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,8 +33,10 @@ from csc.errors import CscError, InputError, ProgramError, RankLost
 
 if TYPE_CHECKING:
     from csc.runtime.function_folder import FunctionFolder
+    from csc.runtime.positions import Positions
 
 Batches = Iterator[Any]
+FIND_OUT = 2.0  # seconds that a rank has, once the launcher stops it, to find out why
 
 
 class Optimizer(StrEnum):
@@ -112,29 +114,25 @@ def command(
 
 def run(options: Arguments, debug: bool = False) -> int:
     """Train; returns the exit code. Errors become one sentence on stderr."""
-    from csc.runtime.launch import first_to_speak, open_store, setup_distributed, under_torchrun
+    from csc.runtime.launch import open_store, setup_distributed, under_torchrun
     from csc.runtime.loaded_program import load
     from csc.runtime.starting import tell_agent
 
     store: Any = None
+    ending = _Ending()
     try:
         if under_torchrun():
-            store = open_store(options.timeout)
-            _leave_when_stopped(lambda: first_to_speak(store))
+            ending.store = store = open_store(options.timeout)
+            signal.signal(signal.SIGTERM, ending.stopped)
         own = () if options.emulate is not None else (int(os.environ["RANK"]),) if store else None
         program = load(options.directory, own)
         launch = setup_distributed(program.manifest.device, options.timeout, store) if store else None
-        (_train if options.emulate is None else _wait)(options, program, launch)
+        (_train if options.emulate is None else _wait)(options, program, launch, ending)
         return 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        known = isinstance(error, CscError)
-        speak = first_to_speak(store) if store else True
-        if debug or (speak and not known):
-            traceback.print_exc()
-        elif speak:
-            _say(str(error))
+        ending.tell(error, debug)
         code = 3 if isinstance(error, RankLost) else 2 if isinstance(error, (InputError, ProgramError)) else 1
         tell_agent(error)
         if store:  # do not let the destructors of a broken process group wait for the others
@@ -148,26 +146,58 @@ def _say(sentence: str) -> None:
     print(f"csc.run: {sentence}", file=sys.stderr, flush=True)
 
 
-def _leave_when_stopped(first_to_speak: Callable[[], bool]) -> None:
-    """torchrun stops the other ranks with SIGTERM as soon as one has died. Give them two seconds to find out
-    why and say it.
+class _Ending:
+    """How this rank ends if it does not end well: it says so if no other rank has, and one thread of it alone.
+
+    store: of the processes; None: this one is alone. positions: where this rank stands, once it has met the others.
     """
 
-    def leave() -> None:
-        if first_to_speak():
-            rank = os.environ["RANK"]
-            _say(f"rank {rank}: the launcher stopped this rank. Look for a rank that ended before it.")
-        os._exit(3)
+    def __init__(self) -> None:
+        self.store: Any = None
+        self.positions: Positions | None = None
+        self._lock = threading.Lock()
 
-    def stopped(number: int, frame: Any) -> None:
-        timer = threading.Timer(2.0, leave)
+    def tell(self, error: BaseException, debug: bool) -> None:
+        """The sentence of an error, or its traceback. Whoever has told ends the process: nobody else of it speaks."""
+        self._lock.acquire()
+        speaks = self._first()
+        if debug or (speaks and not isinstance(error, CscError)):
+            traceback.print_exception(error)
+        elif speaks:
+            _say(str(error))
+
+    def stopped(self, number: int, frame: Any) -> None:
+        """torchrun stops the other ranks with SIGTERM as soon as one has died. Two seconds are there to find out why;
+        a rank that does not by then says what it knows.
+        """
+        timer = threading.Timer(FIND_OUT, self._leave)
         timer.daemon = True
         timer.start()
 
-    signal.signal(signal.SIGTERM, stopped)
+    def _leave(self) -> None:
+        self._lock.acquire()
+        if self._first():
+            _say(stopped_sentence(int(os.environ["RANK"]), self.positions))
+        os._exit(3)
+
+    def _first(self) -> bool:
+        from csc.runtime.launch import first_to_speak
+
+        return self.store is None or first_to_speak(self.store)
 
 
-def _train(options: Arguments, program: Any, launch: Any) -> None:
+def stopped_sentence(rank: int, positions: Positions | None) -> str:
+    """What a rank knows that the launcher has stopped: the error that it was about to raise, or where it stood and
+    which rank it waited for.
+    """
+    failure = None if positions is None else positions.failure
+    if failure is not None:
+        return str(failure) if isinstance(failure, CscError) else f"rank {rank}: {type(failure).__name__}: {failure}"
+    stood = f"rank {rank}" if positions is None else positions.now.text(rank)
+    return f"{stood}: the launcher stopped this rank. Look for a rank that ended before it."
+
+
+def _train(options: Arguments, program: Any, launch: Any, ending: _Ending) -> None:
     import torch
 
     from csc.runtime.c10d import Distributed
@@ -178,6 +208,7 @@ def _train(options: Arguments, program: Any, launch: Any) -> None:
     first = launch is None or launch.rank == 0
     _say_what_is_edited(program, launch)
     transport = Distributed(program, launch.device, options.timeout) if launch else None
+    ending.positions = transport.meeting.positions if transport else None
     weights: Any = options.weights
     if weights is None and not (program.directory / "weights.safetensors").is_file():
         mesh = program.manifest.mesh
@@ -252,7 +283,7 @@ def _say_what_is_edited(program: Any, launch: Any) -> None:
         _say(f"edited since it was compiled: {', '.join(found)}.")
 
 
-def _wait(options: Arguments, program: Any, launch: Any) -> None:
+def _wait(options: Arguments, program: Any, launch: Any, ending: _Ending) -> None:
     """Run emulated ranks (see csc.runtime.emulated) and print each step's seconds beside the simulator's."""
     import torch
 
@@ -269,6 +300,7 @@ def _wait(options: Arguments, program: Any, launch: Any) -> None:
     assert options.emulate is not None
     waiting = emulated_program(program)
     transport = Distributed(waiting.program, torch.device("cpu"), options.timeout)
+    ending.positions = transport.meeting.positions
     predicted = expected(waiting, options.emulate)
     traces: Any = {}
     for number in range(1, options.steps + 1):

@@ -28,8 +28,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from csc import cores
+
 ROOT = Path(__file__).parents[1]
-PATIENCE = 240.0  # seconds
+PATIENCE = 240.0  # seconds: for what hangs. What is only slow, beside other work, is done by then
 IMPORTED = [
     "csc",
     "csc.driver.compiler",
@@ -48,7 +50,7 @@ def torchrun(
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     launcher.append(f"--max-restarts={restarts}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**cores.environment(), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*launcher, *map(str, command)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
     )

@@ -96,6 +96,7 @@ def _build(head_dim: int, count: int) -> None:
 
 
 def _launched(head_dim: int, numbers: range) -> None:
+    torch.set_num_threads(1)  # there are as many processes as cores
     trial = _trial(head_dim, FEW_TOKENS)
     listed = list(_candidates(trial.default))
     for number in numbers:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from csc import cores
 
 RIVALS = ("torch.export", "aot_export_joint", "torch.compile aot_eager", "torch pipelining")
 CSC, SEARCHED = "csc", "auto"
@@ -55,7 +56,7 @@ def run(
 def _measured(name: str, layers: int, ranks: int, schedule: str, limit: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.compile_time.measure", name, str(layers), str(ranks), schedule]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=dict(os.environ))
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=cores.environment())
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {limit} s"}
     if ended.returncode:

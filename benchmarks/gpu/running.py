@@ -21,6 +21,7 @@ from threading import Event
 import torch
 
 from benchmarks.gpu.pieces import Piece
+from csc import cores
 
 LOOK = 0.3  # seconds from one look whether a piece is given up to the next
 TAIL = 6000  # characters of what a piece wrote
@@ -63,7 +64,7 @@ def run(piece: Piece, directory: Path, device: str, given_up: Event) -> Outcome:
     """Run a piece with its children, end them all after its minutes or once it is given up, and keep the outcome."""
     start = time.perf_counter()
     own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
-    environment = {**os.environ, **piece.environment, **own}
+    environment = cores.environment(cores.here()) | dict(piece.environment) | own
     process = subprocess.Popen(
         piece.command, cwd=ROOT, env=environment, text=True, errors="replace", start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

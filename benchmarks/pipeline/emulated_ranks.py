@@ -36,6 +36,7 @@ from typing import Any
 from benchmarks.pipeline.baselines import Split, balanced, torch_split
 from benchmarks.pipeline.cases import Case, Numbers, of_case
 from benchmarks.pipeline.torch_schedules import TORCH, chain, modelled, placement, without_gradients
+from csc import cores
 from csc.ir.schedule import Schedule
 from csc.planning.partition_bound import shared_lower_bound
 from csc.planning.plan import plan
@@ -254,7 +255,7 @@ def _some(jobs: Sequence[dict[str, Any]], ranks: int, folder: Path) -> list[dict
             command,
             stdout=output,
             stderr=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=cores.environment(),
             start_new_session=True,
         )
         try:

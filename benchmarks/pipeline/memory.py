@@ -20,7 +20,7 @@ from csc.analysis.hardware import hardware
 
 RUNS = (("1f1b", "none"), ("auto", "full"), ("zb-h1", "none"))
 # glibc gives back at once what is freed: what is resident is what is held.
-RETURNED = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ run is recorded (`csc.run --timeline`). Seconds run from the first compute's sta
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
@@ -18,15 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from csc import cores
 from csc.errors import CscError
 from csc.reports.forecast import read
 from csc.simulation.timeline import Timeline
 
 LIMIT = 600  # seconds for one command
-# One thread each. glibc would hand freed memory back to the system and take it anew page by page: with several
+# glibc would hand freed memory back to the system and take it anew page by page: with several
 # microbatches in flight F takes 10 % longer than in the profile, where one is. So it keeps what it once had.
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
@@ -92,8 +91,10 @@ def torchrun(*command: str) -> list[str]:
 
 
 def together(commands: Sequence[list[str]], own: Mapping[str, str] = ENVIRONMENT) -> None:
-    """Run commands beside each other, with `own` in the environment. CscError with what one said if it fails."""
-    environment = {**os.environ, **own}
+    """Run commands beside each other, with one thread each and `own` in the environment. CscError with what one said if
+    it fails.
+    """
+    environment = cores.environment() | own
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         for command in commands

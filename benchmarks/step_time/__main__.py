@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -40,10 +39,11 @@ from benchmarks.step_time.overhead import fitted
 from benchmarks.step_time.overhead import measure as measure_overhead
 from benchmarks.step_time.rows import Ratio, Row, Timed, keep, kept
 from benchmarks.step_time.summary import summary
+from csc import cores
 
 WIDTH = 170  # of what is no terminal
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000",
     "MALLOC_CONF": "dirty_decay_ms:0,muzzy_decay_ms:0",
 }  # fmt: skip
 
@@ -81,7 +81,7 @@ def _process(case: Case, home: str, allocator: dict[str, str], *arguments: str) 
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor", "CSC_CACHE_DIR": f"{home}/csc", "CSC_CACHE": "1"}
     command = [sys.executable, "-m", "benchmarks.step_time.measure", json.dumps(asdict(case)), *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT, **allocator, **caches}
+        command, capture_output=True, text=True, env=cores.environment() | ENVIRONMENT | allocator | caches
     )
     if done.returncode:
         raise RuntimeError(f"{case}: {done.stderr[-2000:]}")

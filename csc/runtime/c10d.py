@@ -121,6 +121,7 @@ class Distributed:
         self.under_way: dict[int, Any] = {}
 
     def failed(self, error: BaseException) -> BaseException:
+        self.meeting.positions.failure = error
         let_go(error)
         self._close()
         try:
@@ -131,6 +132,7 @@ class Distributed:
         except BaseException as stopped:
             self.meeting.give_up(f"rank {self.rank} was stopped before the ranks had come together again")
             return stopped
+        self.meeting.positions.failure = found if self.meeting.broken else None
         return found
 
     def _close(self) -> None:

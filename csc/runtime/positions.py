@@ -3,6 +3,7 @@
 Terms
   place      what a rank is doing: an action of its schedule, a meeting; None: between steps, in code of the user
   waits      what for, and the rank that it comes from (None: from any of several)
+  failure    what went wrong on this rank, while it meets the others over it
   tell       write into the store of the process group. A rank begins once it has stood at a place for a while, so that
              nothing is written while all is well, and tells at every look from then on: one that has become silent is
              stopped
@@ -79,6 +80,7 @@ class Positions:
         self._patience = max(LONGEST, seconds / STALE)
         self.place: Place = None
         self.waits: Waits | None = None
+        self.failure: BaseException | None = None  # which this rank is about to raise, and first tells the others
         self._done = threading.Event()
         if store is not None:
             every = min(LONGEST, max(SHORTEST, seconds / TICKS))

@@ -21,7 +21,7 @@ def vision_config() -> CLIPVisionConfig:
     return CLIPVisionConfig(
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         image_size=IMAGE_SIZE,
         patch_size=CELL_SIZE,

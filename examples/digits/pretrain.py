@@ -1,13 +1,18 @@
 """The two models that a LLaVA starts from, each pretrained on its own and without the other.
 
 The vision encoder sees images and no text; the LLM sees text and no image.
+
+    python examples/digits/pretrain.py --output llm.safetensors          the LLM, in a process of its own
 """
 
+import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from data import Scans, image_batches, text_batches
-from models import build_encoder, build_llm
+from models import build_encoder, build_llm, save_weights
+from progress import showing
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
@@ -18,8 +23,8 @@ from transformers import CLIPVisionModel, LlamaForCausalLM
 # Called after every step with the name of the phase, the step (from 1), the number of steps and the loss.
 Report = Callable[[str, int, int, float], None]
 
-ENCODER_STEPS, ENCODER_BATCH, ENCODER_RATE = 400, 64, 2e-3
-LLM_STEPS, LLM_BATCH, LLM_RATE = 350, 64, 2e-3
+ENCODER_STEPS, ENCODER_BATCH, ENCODER_RATE = 200, 64, 2e-3
+LLM_STEPS, LLM_BATCH, LLM_RATE = 100, 64, 2e-3
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 
 
@@ -62,3 +67,18 @@ def pretrain_llm(device: torch.device, seed: int, report: Report) -> LlamaForCau
         optimizer.zero_grad()
         report("llm", step, LLM_STEPS, loss.item())
     return llm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="safetensors to write")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with showing() as report:
+        save_weights(pretrain_llm(device, arguments.seed, report), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -36,14 +36,19 @@ class Phase:
     batch_size: int = 48
     microbatches: int = 4
 
+    @property
+    def folder(self) -> str:
+        """Its name in a path."""
+        return self.name.replace(" ", "")
 
-PHASE_1 = Phase("phase 1", ("model.multi_modal_projector.",), KNOWN_ROWS, steps=120, learning_rate=3e-3)
+
+PHASE_1 = Phase("phase 1", ("model.multi_modal_projector.",), KNOWN_ROWS, steps=60, learning_rate=3e-3)
 PHASE_2 = Phase(
     "phase 2",
     ("model.multi_modal_projector.", "model.language_model.", "lm_head."),
     ALL_ROWS,
-    steps=250,
-    learning_rate=1e-3,
+    steps=100,
+    learning_rate=1.5e-3,
 )
 PHASES = (PHASE_1, PHASE_2)
 

@@ -16,6 +16,7 @@ from csc.balance.loader import BalancedLoader
 from csc.balance.order import EpochOrder
 from csc.errors import CscError
 from tests.balance.captions import Captions, Sample, collate
+from tests.launching import PATIENCE
 from tests.models import captions
 
 STEP, SEED = 16, 1
@@ -24,7 +25,9 @@ STEP, SEED = 16, 1
 def compiled_for(mesh: str) -> csc.CompiledModel:
     samples = Captions(40)
     example = collate([samples[i] for i in range(8)], 40)
-    return csc.compile(captions.Captions(), mesh=mesh, example=example, microbatches=2, schedule="1f1b", timeout=100)
+    return csc.compile(
+        captions.Captions(), mesh=mesh, example=example, microbatches=2, schedule="1f1b", timeout=PATIENCE
+    )
 
 
 def loader_for(compiled: csc.CompiledModel, dataset: Captions, seed: int = SEED) -> BalancedLoader:

@@ -15,6 +15,7 @@ from torch import nn
 
 import csc
 from tests.compiler.features_worker import Batch, gradients, share
+from tests.launching import PATIENCE
 from tests.models.hf import llava, llava_batch
 
 
@@ -37,7 +38,7 @@ def batch_of(step: int) -> Batch:
 
 
 def main(case: dict[str, Any], directory: Path) -> None:
-    compiled = compiled_for(case["mesh"], case["microbatches"], encode_ahead=True, timeout=60)
+    compiled = compiled_for(case["mesh"], case["microbatches"], encode_ahead=True, timeout=PATIENCE)
     compiled.parameters()  # joins the group
     rank, told = dist.get_rank(), []
 

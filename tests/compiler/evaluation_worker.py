@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import csc
 from tests.compiler import small
+from tests.launching import PATIENCE
 
 Batch = dict[str, torch.Tensor]
 SEED = 5
@@ -31,7 +32,7 @@ SAMPLES = [batch(2, 12, 1), batch(1, 16, 9)]
 
 
 def compiled_for(mesh: str) -> csc.CompiledModel:
-    return csc.compile(small.dropped(), mesh=mesh, example=SAMPLES, timeout=60)
+    return csc.compile(small.dropped(), mesh=mesh, example=SAMPLES, timeout=PATIENCE)
 
 
 def main(case: dict[str, str], directory: Path) -> None:

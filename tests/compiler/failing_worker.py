@@ -15,6 +15,7 @@ import torch.distributed as dist
 import csc
 from csc.errors import CscError
 from tests.compiler import small
+from tests.launching import PATIENCE
 
 Gradients = dict[str, torch.Tensor]
 
@@ -24,7 +25,7 @@ def main(directory: Path) -> None:
     batches = [small.text_batch(2, length=length) for length in (10, 10, 13, 17)]
     batches[1]["tokens"] = batches[1]["tokens"].flip(0)
     compiled = csc.compile(
-        model, mesh="pp=2,cp=2", example=batches[0], microbatches=2, directory=directory / "program", timeout=30
+        model, mesh="pp=2,cp=2", example=batches[0], microbatches=2, directory=directory / "program", timeout=PATIENCE
     )
 
     def step(number: int) -> tuple[torch.Tensor, Gradients]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import csc
+from tests.launching import PATIENCE
 from tests.models.hf import llava, llava_batch
 
 Batch = dict[str, torch.Tensor]
@@ -41,7 +42,7 @@ def share(batch: Batch, number: int, count: int, needs: frozenset[str]) -> Batch
 
 def main(case: dict[str, Any], directory: Path) -> None:
     folder = directory / ("shared" if case["shared"] else f"own_{os.environ['RANK']}")
-    compiled = compiled_for(case["mesh"], folder, timeout=60)
+    compiled = compiled_for(case["mesh"], folder, timeout=PATIENCE)
     compiled.parameters()  # joins the group
     rank, told = dist.get_rank(), []
     for local in (False, True):

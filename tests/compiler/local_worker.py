@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import csc
 from csc.errors import CscError
+from tests.launching import PATIENCE
 from tests.models import captions
 
 Batch = dict[str, torch.Tensor]
@@ -70,7 +71,7 @@ def gradients(compiled: csc.CompiledModel) -> Batch:
 
 
 def main(case: dict[str, Any], directory: Path) -> None:
-    compiled = compiled_for(case["mesh"], timeout=60)
+    compiled = compiled_for(case["mesh"], timeout=PATIENCE)
     compiled.parameters()  # joins the group
     rank, needs = dist.get_rank(), compiled.needs
     losses = {}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import csc
 from tests.compiler.tensor_models import BATCHES, MODELS
+from tests.launching import PATIENCE
 from tests.models import mixed
 
 IMAGES = (1, 0, 0, 0)
@@ -22,7 +23,7 @@ IMAGES = (1, 0, 0, 0)
 def fails(mesh: str, victim: int) -> None:
     """The victim's second F raises."""
     batch = BATCHES["llava"](8)
-    compiled = csc.compile(MODELS["llava"](), mesh=mesh, example=batch, microbatches=4, timeout=30, check=False)
+    compiled = csc.compile(MODELS["llava"](), mesh=mesh, example=batch, microbatches=4, timeout=PATIENCE, check=False)
 
     def step() -> list[torch.Tensor]:
         compiled.zero_grad()

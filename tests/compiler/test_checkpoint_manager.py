@@ -24,6 +24,7 @@ from csc.runtime.optimizer_state import SteppedParameter, check_whole
 from csc.runtime.specs import ParameterSpec
 from tests import damage
 from tests.compiler import small
+from tests.launching import PATIENCE
 from tests.tiers import long
 
 BATCH = small.text_batch(4)
@@ -115,7 +116,7 @@ def test_what_is_written_to_later_is_not_in_the_files(run: Make, monkeypatch: py
     trained, write = threading.Event(), files.write
 
     def late(*arguments: Any) -> Any:
-        assert trained.wait(60)
+        assert trained.wait(PATIENCE)
         return write(*arguments)
 
     whole = run(asynchronous=True)

@@ -36,6 +36,7 @@ from csc.runtime.trainer import Trainer
 from tests.compiler import small
 from tests.compiler.conftest import Models
 from tests.exactness import FLOAT32
+from tests.launching import PATIENCE
 from tests.tiers import long
 
 ROOT = Path(__file__).parents[2]
@@ -526,7 +527,7 @@ def test_a_program_runs_without_the_compiler_and_transformers(models: Models, tm
     compiled = models("llava", mesh="pp=3", freeze=["vision_tower"])
     directory = compiled.write(tmp_path / "program", with_weights=True)
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(directory)], capture_output=True, text=True, cwd=tmp_path, timeout=120,
+        [sys.executable, "-c", ALONE, str(directory)], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

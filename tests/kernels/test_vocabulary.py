@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.kernels.dense_head import IGNORED, MULTIPLE, dense, in_float64, operands, results, sizes
+from tests.launching import PATIENCE
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative, of a norm
 
@@ -26,7 +27,7 @@ class Threads:
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.told = ranks, 0
-        self._barrier = threading.Barrier(ranks, timeout=20)
+        self._barrier = threading.Barrier(ranks, timeout=PATIENCE)
         self._given: list[Sequence[torch.Tensor]] = [()] * ranks
 
     def run(self, work: Callable[[int, torch.Tensor], Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from csc.runtime.prefetch import ahead
+from tests.launching import PATIENCE
 
 
 def running() -> list[str]:
@@ -27,7 +28,7 @@ def test_order_and_distance(depth: int) -> None:
     for place, fetched in enumerate(ahead(range(7), prepare, depth)):
         assert (fetched.batch, fetched.position) == (place, None)
         for _ in range(depth + 1 if place == 0 else 1):
-            assert place + depth >= 7 or prepared.acquire(timeout=10)
+            assert place + depth >= 7 or prepared.acquire(timeout=PATIENCE)
         assert order == list(range(min(7, place + depth + 1)))
     assert order == list(range(7)) and not running()
 

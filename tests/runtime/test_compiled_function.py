@@ -14,6 +14,7 @@ import torch
 
 from csc.runtime import compiled_function as kept
 from csc.runtime.flat_tensors import layouts_of, nesting, structure_of, tensors_of
+from tests.launching import PATIENCE
 
 GIVEN = ({"weight": torch.eye(2)}, (torch.ones(2, 2), torch.zeros(3)))
 
@@ -101,7 +102,7 @@ def test_what_is_lost_or_cut_short_is_made_again(tmp_path: Path, made: list[Path
 def _hold(file: Path, held: Any, go: Any) -> None:
     with kept._alone(file):
         held.set()
-        go.wait(20)
+        go.wait(PATIENCE)
         file.write_text("made")
 
 
@@ -110,7 +111,7 @@ def test_others_wait_for_who_makes_it(tmp_path: Path) -> None:
     held, go = context.Event(), context.Event()
     process = context.Process(target=_hold, args=(tmp_path / "file", held, go))
     process.start()
-    assert held.wait(20)
+    assert held.wait(PATIENCE)
     with pytest.raises(kept.BeingMadeError), kept._alone(tmp_path / "file", wait=False):
         pass
     go.set()

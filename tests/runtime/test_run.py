@@ -11,9 +11,11 @@ import handmade
 import pytest
 from safetensors.torch import save_file
 
-from csc.errors import InputError
-from csc.run import Arguments, Optimizer, run
+from csc.errors import InputError, RankLost
+from csc.ir.schedule import Action
+from csc.run import Arguments, Optimizer, run, stopped_sentence
 from csc.runtime.launch import setup_distributed
+from csc.runtime.positions import Positions
 
 DATA = """
 import torch
@@ -125,3 +127,19 @@ def test_setup_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(InputError, match="Start with torchrun"):
         setup_distributed()
+
+
+def test_a_rank_that_is_stopped_says_what_it_knows() -> None:
+    """Where it stood and for whom it waited; or what it was about to raise, while it met the others over it."""
+    stopped = ": the launcher stopped this rank. Look for a rank that ended before it."
+    assert stopped_sentence(1, None) == f"rank 1{stopped}"
+    positions = Positions(None, 1, 3, 0.0)
+    positions.moved(Action.recv(("F", 1, 2), 5))
+    positions.waits = ("layers.7", 2)
+    where = "before F of stage 2, microbatch 5, waits for layers.7 from rank 2"
+    assert stopped_sentence(1, positions) == f"rank 1, {where}{stopped}"
+    positions.failure = RankLost("rank 2 (stage 2) went away", "rank 1 (stage 1)", "Look at its output")
+    positions.moved("'the middle of a step' of step 9")
+    assert stopped_sentence(1, positions) == str(positions.failure)
+    positions.failure = KeyError("mine")
+    assert stopped_sentence(1, positions) == "rank 1: KeyError: 'mine'"

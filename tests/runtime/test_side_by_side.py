@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from csc.runtime import side_by_side
 from csc.runtime.compiled_function import BeingMadeError
 from csc.runtime.function_order import FunctionOrder, TorchState, code
 from csc.runtime.workers_ahead import WorkersAhead
+from tests.launching import PATIENCE
 
 
 def order(name: str, folder: Path) -> FunctionOrder:
@@ -92,7 +94,7 @@ def test_a_worker_that_nobody_takes_ends_by_itself(tmp_path: Path) -> None:
     assert process.stdin is not None
     process.stdin.write(lines + "\n")
     process.stdin.flush()
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=PATIENCE) == 1
     process.stdin.close()
 
 
@@ -132,7 +134,7 @@ def test_the_background_goes_on_with_another_worker(
 
     monkeypatch.setattr(side_by_side, "CompileWorker", Dying)
     side_by_side.Background().make(orders, answer)
-    assert done.wait(20)
+    assert done.wait(PATIENCE)
     assert told[:3] == [("forward_0", ""), ("forward_1", "it ended"), ("forward_2", "no")]
     assert len(told) == 6 and len(made) == 2
 
@@ -157,7 +159,8 @@ def test_a_worker_ends_with_the_process_that_has_started_it(tmp_path: Path) -> N
     process.kill()
     process.wait()
     process.stdout.close()
-    for _ in range(600):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
         if not Path(f"/proc/{worker}").exists() or Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z":
             return
         threading.Event().wait(0.05)

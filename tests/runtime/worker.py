@@ -25,6 +25,7 @@ from csc.runtime.loaded_program import LoadedProgram, load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
 from csc.runtime.words import NOTHING
+from tests.launching import PATIENCE
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -180,7 +181,7 @@ def fails(directory: Path, out: Path) -> None:
     """Steps that fail on one rank fail on all, and the next one is that of a run without them, bit for bit."""
     rank = torch.distributed.get_rank()
     program = load(directory)
-    trainer, local = Trainer(program, timeout=20), Trainer(program, transport=InProcess(program))
+    trainer, local = Trainer(program, timeout=PATIENCE), Trainer(program, transport=InProcess(program))
 
     def same(seed: int) -> None:
         batch = handmade.batch(4, seed)
@@ -270,14 +271,14 @@ def meshed(mesh: Mesh) -> LoadedProgram:
 @contextlib.contextmanager
 def started(program: LoadedProgram) -> Iterator[Trainer]:
     """A trainer on one of several processes."""
-    setup_distributed(timeout=30)
+    setup_distributed(timeout=PATIENCE)
     torch.set_num_threads(1)
     yield Trainer(program)
     torch.distributed.destroy_process_group()
 
 
 def run(case: str, *directories: Path) -> None:
-    setup_distributed(timeout=30)
+    setup_distributed(timeout=PATIENCE)
     torch.set_num_threads(1)
     cases: list[Callable[..., None]] = [stages, replicas, disagree, axis, fails]
     {one.__name__: one for one in cases}[case](*directories)

@@ -28,6 +28,7 @@ from csc.ir.capture_guards import capture_guards
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.ir.sizes import exactly
+from tests.launching import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 NET = """
@@ -329,7 +330,7 @@ print(model_key(model, {}))
         started.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-    (key, trouble), (other, more) = [one.communicate(timeout=120) for one in started]
+    (key, trouble), (other, more) = [one.communicate(timeout=PATIENCE) for one in started]
     assert key and key == other, trouble[-2000:] + more[-2000:]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from csc.cache.store import Store, location, store
 from csc.errors import InputError
+from tests.launching import PATIENCE
 
 FILES = {"program/rank_0.py": b"x = 1\n", "places.json": b"{}", "big": bytes(5000)}
 
@@ -218,7 +219,7 @@ def test_several_processes_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(PATIENCE)
     assert [worker.exitcode for worker in workers] == [0, 0, 0] and wrong.value == 0
     kept = Store(tmp_path)
     for entry in kept.entries():

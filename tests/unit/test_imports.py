@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 
 # The first prefix that fits decides. Imports go to the same floor or a lower one.
@@ -195,7 +197,7 @@ def test_importing_the_runtime_loads_no_compiler() -> None:
     """The same, observed: also what is imported by way of something else."""
     code = "import csc.runtime.trainer, csc.runtime.c10d, csc.run, sys; print('\\n'.join(sys.modules))"
     loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE
     ).stdout.split()
     assert "csc.runtime.trainer" in loaded
     foreign = (
@@ -213,7 +215,7 @@ def test_importing_the_runtime_loads_no_compiler() -> None:
 @pytest.mark.slow
 def test_composing_loads_transformers_only_to_load_a_model() -> None:
     code = "import csc, sys; csc.compose, csc.compile; print('csc.composition.model' in sys.modules, *sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     there, *loaded = done.stdout.split()
     assert there == "True"
     assert [module for module in loaded if module.startswith(("transformers", "tokenizers"))] == []
