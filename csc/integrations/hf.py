@@ -162,7 +162,7 @@ class CompiledTrainer(Trainer):
         if callable(to_training):  # of optimizers that evaluate with other weights
             to_training()
         self.compiled.zero_grad()
-        loss = self._together(waiting) if self._adds_up(waiting) else self._one_by_one(waiting)
+        loss = self._run(self._runs(waiting))
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
@@ -178,16 +178,35 @@ class CompiledTrainer(Trainer):
             self._refuse_division(self._division)
         return Waiting(batch, share, torch.as_tensor(items) if passed else None)
 
-    def _adds_up(self, waiting: list[Waiting]) -> bool:
-        """Whether the step is the mean over the labels of all batches, or a sum over them."""
-        if len(waiting) == 1:
-            return waiting[0].share == 1.0
-        if any(one.items is None or one.share != 1.0 for one in waiting):
-            return False
+    def _runs(self, waiting: list[Waiting]) -> list[list[Waiting]]:
+        """What is one `train_step` each: all batches of the same items, where those make a mean over them; otherwise
+        one batch. Several runs of items are left by a stream that ended in the middle of a step.
+        """
         if self._example_items is None:
-            return self._division in (Division.BY_ITEMS, Division.UNKNOWN) and len({*map(_items, waiting)}) == 1
-        loss = self.compiled.trainer(check=False).program.manifest.loss
-        return loss.weight == "sum" and not loss.divisors
+            adds_up = self._division in (Division.BY_ITEMS, Division.UNKNOWN)
+        else:
+            loss = self.compiled.trainer(check=False).program.manifest.loss
+            adds_up = loss.weight == "sum" and not loss.divisors
+        runs: list[list[Waiting]] = []
+        for one in waiting:
+            before = runs[-1][-1] if runs else None
+            if adds_up and before is not None and one.items is not None and one.items is before.items:
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+        return runs
+
+    def _run(self, runs: list[list[Waiting]]) -> torch.Tensor:
+        """The loss. Gradients are kept divided by the share of the last run, and multiplied by it at the end."""
+        losses, share = [], runs[0][0].share
+        for run in runs:
+            if run[0].share != share:
+                self._scale_gradients(share / run[0].share)
+                share = run[0].share
+            losses.append((share, self._together(run)))
+        self._scale_gradients(share)
+        total = sum((share * loss.double() for share, loss in losses), torch.zeros((), dtype=torch.float64))
+        return total.to(losses[0][1].dtype)
 
     def _together(self, waiting: list[Waiting]) -> torch.Tensor:
         batches = [self._with_items(one) for one in waiting]
@@ -197,19 +216,6 @@ class CompiledTrainer(Trainer):
         replicas = 1 if local else options.mesh.dp
         ready = _microbatches(self.compiled.cut, batches, replicas, options.microbatches)
         return self.compiled.train_step(ready, options.microbatches * len(batches), local)
-
-    def _one_by_one(self, waiting: list[Waiting]) -> torch.Tensor:
-        """Gradients are kept divided by the share of the last batch, and multiplied by it at the end."""
-        total, share = torch.zeros((), dtype=torch.float64), waiting[0].share
-        dtype = torch.float32
-        for one in waiting:
-            if one.share != share:
-                self._scale_gradients(share / one.share)
-                share = one.share
-            loss = self.compiled.train_step(self._with_items(one), local=self._is_local)
-            total, dtype = total + share * loss.double(), loss.dtype
-        self._scale_gradients(share)
-        return total.to(dtype)
 
     @torch.no_grad()
     def _scale_gradients(self, factor: float) -> None:
@@ -549,10 +555,6 @@ def _example_items(compiled: CompiledModel) -> torch.Tensor | None:
         if isinstance(items, torch.Tensor):
             return items
     return None
-
-
-def _items(waiting: Waiting) -> float:
-    return math.nan if waiting.items is None else float(waiting.items)
 
 
 def _loss(outputs: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import csc
 from csc.errors import InputError
@@ -109,8 +109,27 @@ def arguments(directory: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(directory), **{**settings, **changes})
 
 
-def compiled(own: nn.Module, data: list[Sample], mesh: str = "pp=2", **options: Any) -> csc.CompiledModel:
-    return csc.compile(own, mesh=mesh, example=collate(data[:2]), **options)
+def compiled(
+    own: nn.Module, data: list[Sample], mesh: str = "pp=2", count: int = 2, **options: Any
+) -> csc.CompiledModel:
+    return csc.compile(own, mesh=mesh, example=collate(data[:count]), **options)
+
+
+def counted(prediction: Any) -> dict[str, float]:
+    """A metric that sees each sample once."""
+    seen = prediction.label_ids != hf.IGNORED
+    return {
+        "samples": len(seen),
+        "right": float((prediction.predictions.argmax(-1) == prediction.label_ids)[seen].sum()),
+    }
+
+
+class Stream(IterableDataset[Sample]):
+    def __init__(self, rows: list[Sample]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.rows)
 
 
 def logged(trainer: Trainer, name: str) -> list[float]:
@@ -156,6 +175,13 @@ def test_accumulated_batches_weigh_as_in_the_trainer(kind: type[nn.Module], tmp_
     """Three batches a step, and two in the last one of the epoch."""
     data = samples(10)
     agree(*both(kind, tmp_path, data, gradient_accumulation_steps=3, include_num_input_tokens_seen="all"))
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, Averaging])
+def test_what_a_stream_leaves_over_joins_the_next_step(kind: type[nn.Module], tmp_path: Path) -> None:
+    """7 batches in steps of 3: the last one has a weight of its own, as gradients that the Trainer does not clear."""
+    data = samples(14)
+    agree(*both(kind, tmp_path, Stream(data), example=data, gradient_accumulation_steps=3, max_steps=3))
 
 
 def test_qwen_vl_is_averaged(tmp_path: Path) -> None:
@@ -215,3 +241,43 @@ def test_a_loss_that_counts_other_labels_is_refused(tmp_path: Path) -> None:
     found = CompiledTrainer(asked, arguments(tmp_path), train_dataset=data, data_collator=collate)
     found.train()
     agree(found, expected)
+
+
+# What two processes train: batches of 4 of 15 samples, so that the last one is uneven; and a stream that ends in the
+# middle of a step. 7 samples are evaluated in batches of 2: one round of two, then two batches that both have.
+TWO: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "averaged": (Averaging, {
+        "gradient_accumulation_steps": 2, "eval_strategy": "epoch", "num_train_epochs": 2,
+        "train_sampling_strategy": "random", "include_num_input_tokens_seen": "all",
+    }),
+    "by items": (LlamaForCausalLM, {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}),
+    "items passed": (LlamaForCausalLM, {"gradient_accumulation_steps": 2}),
+    "stream": (Averaging, {"gradient_accumulation_steps": 3, "max_steps": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["dp=2", long("pp=2")])
+def test_two_processes_do_what_the_trainer_does_in_one(mesh: str, tmp_path: Path) -> None:
+    from tests.compiler import trainer_parity_worker  # which imports this file
+
+    launching.ranks(trainer_parity_worker.main, 2, tmp_path, mesh)
+    found = json.loads((tmp_path / "result.json").read_text())
+    for name, (kind, changes) in TWO.items():
+        own = found[name]
+        data = Stream(samples(14)) if name == "stream" else samples(15)
+        settings = arguments(tmp_path / name, per_device_train_batch_size=4, **changes)
+        expected = Trainer(
+            model(kind), settings, train_dataset=data, eval_dataset=samples(7), data_collator=collate,
+            compute_metrics=counted,
+        )  # fmt: skip
+        expected.train()
+        weight = expected.model.lm_head.weight
+        torch.testing.assert_close(torch.tensor(own["weight"]), weight.detach(), rtol=1e-4, atol=1e-5, msg=name)
+        wanted = ("loss", "grad_norm", "eval_loss", "eval_samples", "eval_right", "num_input_tokens_seen", "epoch")
+        for key in wanted:
+            then = [entry[key] for entry in own["history"] if key in entry]
+            assert then == pytest.approx(logged(expected, key), rel=1e-3, abs=2e-4), (name, key)
+        assert own["streamed"] == pytest.approx(expected.evaluate(samples(7))["eval_loss"], rel=1e-5)
+        assert own["predictions"] == expected.predict(samples(7)).predictions.argmax(-1).tolist()
+        assert own["flos"] == expected.state.total_flos
