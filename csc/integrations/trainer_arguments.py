@@ -4,6 +4,7 @@ A field is *done* (the Trainer's own code does it, or the adapter does the same)
 compiled model), *without effect* (what it tunes is not there; no number changes), or *refused* by name.
 
     FIELDS, ACCELERATOR            one line for each field of TrainingArguments, and of its accelerator_config
+    table(arguments) -> text       of docs/trainer-arguments.md
     check(args, mesh, processes)   InputError for what is refused, and for a field that nobody has looked at
 """
 
@@ -157,6 +158,12 @@ ACCELERATOR: Mapping[str, Argument] = {
     "use_configured_state": Argument(DONE, "accelerate's"),
 }  # fmt: skip
 _WHOLE_MODEL = ("galore", "apollo", "lomo", "adalomo")  # optimizers
+
+
+def table(arguments: Mapping[str, Argument]) -> str:
+    """In Markdown, a row for each argument."""
+    rows = (f"| `{name}` | {one.kind} | {one.why} |\n" for name, one in arguments.items())
+    return "| argument | | |\n| --- | --- | --- |\n" + "".join(rows)
 
 
 def check(args: TrainingArguments, mesh: Mesh, processes: int) -> None:
