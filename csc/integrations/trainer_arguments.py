@@ -170,35 +170,27 @@ def check(args: TrainingArguments, mesh: Mesh, processes: int) -> None:
     """InputError if an argument is refused, or is one that nobody has looked at, and says other than its default."""
     plain: list[TrainingArguments] = []
 
-    def is_default(field: Field[Any]) -> bool:
+    def is_set(field: Field[Any]) -> bool:
         value = getattr(args, field.name)
-        if not value or value == _default(field):
-            return True
+        if value == (field.default if field.default_factory is MISSING else field.default_factory()):
+            return False
         if not plain:  # what __post_init__ makes of defaults
             plain.append(TrainingArguments(args.output_dir, report_to="none", use_cpu=args.use_cpu))
-        return bool(value == getattr(plain[0], field.name))
+        return bool(value != getattr(plain[0], field.name))
 
     for field in fields(TrainingArguments):
         known = FIELDS.get(field.name)
-        if known is None and _is_changed(args, field) and not is_default(field):
+        if known is None and is_set(field):
             _refuse(
                 f"{field.name} is set, an argument of transformers {transformers.__version__} that csc does not know",
                 "leave it out, or train in a loop of your own with compiled.train_step",
             )
-        if known is not None and known.kind == REFUSED and not is_default(field):
+        if known is not None and known.kind == REFUSED and getattr(args, field.name) and is_set(field):
             _refuse(f"{field.name} is set, which the compiled program knows nothing of", known.why)
     for name, value in _accelerator(args).to_dict().items():
         if name not in ACCELERATOR and value != getattr(AcceleratorConfig(), name, None):
             _refuse(f"accelerator_config has {name}, which csc does not know", "leave it out")
     _check_combinations(args, mesh, processes)
-
-
-def _is_changed(args: TrainingArguments, field: Field[Any]) -> bool:
-    return bool(getattr(args, field.name) != _default(field))
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def _check_combinations(args: TrainingArguments, mesh: Mesh, processes: int) -> None:

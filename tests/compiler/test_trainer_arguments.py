@@ -76,8 +76,10 @@ def test_refused_where_they_would_change_a_number(
 
 def test_an_argument_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transformers to come: an error if it is set, and no word about its default."""
-    known = {name: one for name, one in FIELDS.items() if name != "weight_decay"}
+    known = {name: one for name, one in FIELDS.items() if name not in {"weight_decay", "remove_unused_columns"}}
     monkeypatch.setattr(trainer_arguments, "FIELDS", known)
     check(arguments(tmp_path), Mesh(), processes=1)
-    with pytest.raises(InputError, match="weight_decay is set, an argument of transformers .* that csc does not know"):
+    with pytest.raises(InputError, match=r"weight_decay is set, an argument of transformers .* that csc does not know"):
         check(arguments(tmp_path, weight_decay=0.1), Mesh(), processes=1)
+    with pytest.raises(InputError, match="remove_unused_columns is set, an argument"):
+        check(arguments(tmp_path, remove_unused_columns=False), Mesh(), processes=1)
