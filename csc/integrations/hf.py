@@ -57,7 +57,7 @@ ITEMS = "num_items_in_batch"  # entry of a batch
 ROUNDING = 1e-5  # of a loss that is computed twice in float32
 
 
-class Division(IntEnum):
+class UseOfItems(IntEnum):
     """How a model's loss depends on the items that the Trainer passes to forward, as eager PyTorch shows."""
 
     UNKNOWN = 0  # no label, or no number
@@ -133,7 +133,7 @@ class CompiledTrainer(Trainer):
         self._balance = balance
         self.compiled = compiled
         self._waiting: list[Waiting] = []
-        self._division: Division | None = None  # None: not looked at yet
+        self._use_of_items: UseOfItems | None = None  # None: not looked at yet
         self._example_items = _example_items(compiled)
         self._is_whole = False  # whether each process loads whole batches
         self._refuse_own_loss()
@@ -173,9 +173,9 @@ class CompiledTrainer(Trainer):
         passed = self.model_accepts_loss_kwargs and items is not None
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         share = 1.0 if (passed if scaled is None else scaled) else 1.0 / self.current_gradient_accumulation_steps
-        if passed and self._division in (None, Division.UNKNOWN) and self._example_items is None:
-            self._division = self._agreed_division(batch)
-            self._refuse_division(self._division)
+        if passed and self._use_of_items in (None, UseOfItems.UNKNOWN) and self._example_items is None:
+            self._use_of_items = self._agreed_use(batch)
+            self._refuse_use(self._use_of_items)
         return Waiting(batch, share, torch.as_tensor(items) if passed else None)
 
     def _runs(self, waiting: list[Waiting]) -> list[list[Waiting]]:
@@ -183,7 +183,7 @@ class CompiledTrainer(Trainer):
         one batch. Several runs of items are left by a stream that ended in the middle of a step.
         """
         if self._example_items is None:
-            adds_up = self._division in (Division.BY_ITEMS, Division.UNKNOWN)
+            adds_up = self._use_of_items in (UseOfItems.BY_ITEMS, UseOfItems.UNKNOWN)
         else:
             loss = self.compiled.trainer(check=False).program.manifest.loss
             adds_up = loss.weight == "sum" and not loss.divisors
@@ -246,17 +246,17 @@ class CompiledTrainer(Trainer):
         """Processes that load the same samples."""
         return self.args.world_size // (1 if self._is_whole else self.compiled.dp_size)
 
-    def _agreed_division(self, batch: Any) -> Division:
-        own = torch.tensor([int(self._seen_division(batch))], device=self.args.device)
-        return Division(int(self.accelerator.gather(own).max()))
+    def _agreed_use(self, batch: Any) -> UseOfItems:
+        own = torch.tensor([int(self._seen_use(batch))], device=self.args.device)
+        return UseOfItems(int(self.accelerator.gather(own).max()))
 
-    def _seen_division(self, batch: Mapping[str, Any]) -> Division:
+    def _seen_use(self, batch: Mapping[str, Any]) -> UseOfItems:
         """By eager forwards of the sample with the most labels, all of them counted: with the items, with twice as
         many, and without.
         """
         model, labels = self.compiled.model, batch["labels"]
         if any(parameter.is_meta for parameter in model.parameters()):
-            return Division.BY_ITEMS if self._is_known_to_divide else Division.PARTLY
+            return UseOfItems.BY_ITEMS if self._is_known_to_divide else UseOfItems.PARTLY
         try:
             samples = self.compiled.cut(batch, len(labels))
         except InputError:  # its entries cannot be divided so far
@@ -269,7 +269,7 @@ class CompiledTrainer(Trainer):
             plain = _loss(model(**sample))
             losses = [_loss(model(**sample, **{ITEMS: items * many})) for many in (1, 2)]
         once, twice = (float(loss) for loss in losses)
-        return _division(float(plain), once, twice, max(ROUNDING, 4 * torch.finfo(plain.dtype).eps))
+        return _use(float(plain), once, twice, max(ROUNDING, 4 * torch.finfo(plain.dtype).eps))
 
     @property
     def _is_known_to_divide(self) -> bool:
@@ -277,19 +277,19 @@ class CompiledTrainer(Trainer):
         routes = getattr(getattr(self.compiled.model, "config", None), "output_router_logits", False)
         return bool(getattr(self, "_loss_shifts_labels", False)) and not routes
 
-    def _refuse_division(self, division: Division) -> None:
+    def _refuse_use(self, use: UseOfItems) -> None:
         several = self.args.gradient_accumulation_steps > 1
         remedy = (
             f"compile with the items in the example: example={{**batch, '{ITEMS}': torch.tensor(labels)}}, and "
             "each step passes them as the Trainer does"
         )
         kind = type(self.compiled.model).__name__
-        if division is Division.OTHERWISE:
+        if use is UseOfItems.OTHERWISE:
             raise InputError(
                 f"the Trainer passes {ITEMS} to {kind}.forward, whose loss is another one with it: it counts other "
                 "labels than the Trainer", "CompiledTrainer", remedy,
             )  # fmt: skip
-        if division is Division.PARTLY and several:
+        if use is UseOfItems.PARTLY and several:
             raise InputError(
                 f"the Trainer passes {ITEMS} to {kind}.forward, which divides a part of its loss by it (not a router's "
                 f"loss, say), and adds up {self.args.gradient_accumulation_steps} batches", "CompiledTrainer", remedy,
@@ -562,15 +562,15 @@ def _loss(outputs: Any) -> torch.Tensor:
     return loss
 
 
-def _division(plain: float, once: float, twice: float, rounding: float) -> Division:
+def _use(plain: float, once: float, twice: float, rounding: float) -> UseOfItems:
     """Of losses without items, with the right number, and with twice as many."""
     if not all(map(math.isfinite, (plain, once, twice))) or not once:
-        return Division.UNKNOWN
+        return UseOfItems.UNKNOWN
     if not math.isclose(plain, once, rel_tol=10 * rounding):
-        return Division.OTHERWISE
+        return UseOfItems.OTHERWISE
     if math.isclose(once, twice, rel_tol=rounding):
-        return Division.IGNORED
-    return Division.BY_ITEMS if math.isclose(once, 2 * twice, rel_tol=rounding) else Division.PARTLY
+        return UseOfItems.IGNORED
+    return UseOfItems.BY_ITEMS if math.isclose(once, 2 * twice, rel_tol=rounding) else UseOfItems.PARTLY
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, compiled: CompiledModel) -> None:
