@@ -3,27 +3,37 @@
     trainer = CompiledTrainer(compiled, args=TrainingArguments(...), train_dataset=..., data_collator=...)
     trainer.train()
 
-One optimizer step is one `train_step`: the batches of gradient accumulation are its microbatches, weighted so that
-gradients are those of all of them together. Data, logging, schedulers, callbacks and resuming are the Trainer's.
+A step trains what the Trainer of the installed version would train: the batches of gradient accumulation are weighed
+as there. Where that is the mean over all their labels, they are microbatches of one `train_step`; otherwise each batch
+is a `train_step` of its own. Data, logging, schedulers, callbacks and resuming are the Trainer's.
+`trainer_arguments.FIELDS` says what becomes of each argument.
+
+Terms: *items* are what the Trainer counts for `num_items_in_batch`, the labels of all batches of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from csc import devices
 from csc.balance.balanced import balanced
 from csc.checkpoints import restoring
 from csc.checkpoints.as_json import unpacked
 from csc.checkpoints.step_index import find, read
 from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
+from csc.driver.evaluation import evaluated
 from csc.driver.training_state import EXTRA, OPTIMIZER, RANDOM, SCHEDULER, WEIGHTS, State, take_up
 from csc.errors import InputError, MissingPackage
 from csc.runtime import weights
@@ -31,15 +41,41 @@ from csc.runtime import weights
 try:
     import transformers
     from accelerate.data_loader import prepare_data_loader
+    from accelerate.utils.memory import clear_device_cache
     from transformers import Trainer, TrainingArguments
+    from transformers.trainer_utils import seed_worker
+
+    from csc.integrations import trainer_arguments
+    from csc.integrations.evaluation_shares import Dealt, EvaluationLoader, Shares
 except ModuleNotFoundError as error:
     raise MissingPackage.of(error, __name__) or error from error
 
-# Arguments that change what the model computes, or how: the compiled program has its own say in that.
-REFUSED = ("fp16", "bf16", "gradient_checkpointing", "torch_compile", "fsdp", "deepspeed", "label_smoothing_factor")
 ADAPTERS = "adapter_model.safetensors"  # of PEFT
 STATE = "training_state"  # folder of a checkpoint: optimizer, scheduler, generators of random numbers
 METRICS = ("seconds", "tokens_per_second", "samples_per_second", "peak_memory", "mfu")  # that logs carry
+ITEMS = "num_items_in_batch"  # entry of a batch
+ROUNDING = 1e-5  # of a loss that is computed twice in float32
+
+
+class UseOfItems(IntEnum):
+    """How a model's loss depends on the items that the Trainer passes to forward, as eager PyTorch shows."""
+
+    UNKNOWN = 0  # no label, or no number
+    BY_ITEMS = 1  # a sum over labels, divided by the items: all of the loss
+    IGNORED = 2  # forward takes them, and the loss does not change
+    PARTLY = 3  # a term is not divided by them; without them the loss of one batch is the same
+    OTHERWISE = 4  # one batch has another loss with them than without
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A batch of a step that is not complete, with its share: the factor of its loss. items: of all of the step, if the
+    Trainer passes them to forward.
+    """
+
+    batch: Any
+    share: float
+    items: torch.Tensor | None
 
 
 class CompiledTrainer(Trainer):
@@ -66,12 +102,12 @@ class CompiledTrainer(Trainer):
                 f"transformers {transformers.__version__} has another Trainer than this adapter is for",
                 "CompiledTrainer", "install a newer transformers (tested: 5.23), or call train_step in a loop",
             )  # fmt: skip
-        for name in REFUSED:
-            if getattr(args, name, None):
-                raise InputError(
-                    f"{name} is set, which the compiled program knows nothing of", "CompiledTrainer",
-                    "leave it out; dtypes, recomputation and parallelism are decided when the model is compiled",
-                )  # fmt: skip
+        trainer_arguments.check(args, compiled.options.mesh, args.world_size)
+        if kwargs.get("model_init") is not None:
+            raise InputError(
+                "model_init is set, and the model is the compiled one", "CompiledTrainer",
+                "leave it out; make the model, compile it, and pass the result",
+            )  # fmt: skip
         if kwargs.get("compute_loss_func") is not None:
             raise InputError(
                 "compute_loss_func is set, and the loss is part of the compiled program", "CompiledTrainer",
@@ -88,27 +124,186 @@ class CompiledTrainer(Trainer):
                 f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and balance divides one batch",
                 "CompiledTrainer", "leave it out; compile with as many microbatches, and take a larger batch",
             )  # fmt: skip
+        optimizer = kwargs.get("optimizers", (None, None))[0]
+        if optimizer is not None:
+            _check_optimizer(optimizer, compiled)
+        if args.n_gpu > 1:
+            args._n_gpu = 1  # as the Trainer does for a model that is parallel itself
         super().__init__(model=compiled.model, args=args, **kwargs)
         self._balance = balance
         self.compiled = compiled
-        self._waiting: list[Mapping[str, Any]] = []
+        self._waiting: list[Waiting] = []
+        self._use_of_items: UseOfItems | None = None  # None: not looked at yet
+        self._example_items = _example_items(compiled)
+        self._is_whole = False  # whether each process loads whole batches
+        self._refuse_own_loss()
+
+    def _refuse_own_loss(self) -> None:
+        own = self.compute_loss
+        if getattr(own, "__func__", own) is not Trainer.compute_loss:
+            raise InputError(
+                f"{type(self).__name__} has a compute_loss of its own, which a compiled step does not call",
+                "CompiledTrainer", "compute the loss in the model's forward, and compile that",
+            )  # fmt: skip
+
+    # --- a step ----------------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Gather the batches of one optimizer step, then run them. Returns the loss of them all; 0 before the last."""
-        self._waiting.append(inputs)
+        batch: Any = inputs
+        if not isinstance(inputs, list):  # of microbatches, divided by `balanced`
+            batch = self._prepare_inputs(batch)
+        self._waiting.append(self._weighed(batch, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, []
         model.train()  # evaluation may have been between
+        to_training = getattr(self.optimizer, "train", None)
+        if callable(to_training):  # of optimizers that evaluate with other weights
+            to_training()
         self.compiled.zero_grad()
-        options, local = self.compiled.options, self.compiled.dp_size > 1
-        if len(batches) == 1:
-            loss = self.compiled.train_step(batches[0], local=local)
-        else:
-            replicas = 1 if local else options.mesh.dp
-            ready = _microbatches(self.compiled.cut, batches, replicas, options.microbatches)
-            loss = self.compiled.train_step(ready, options.microbatches * len(batches), local)
+        loss = self._run(self._runs(waiting))
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         return loss.to(self.args.device)
+
+    def _weighed(self, batch: Any, items: Any) -> Waiting:
+        """As the Trainer's training_step and compute_loss weigh it."""
+        passed = self.model_accepts_loss_kwargs and items is not None
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        share = 1.0 if (passed if scaled is None else scaled) else 1.0 / self.current_gradient_accumulation_steps
+        if passed and self._use_of_items in (None, UseOfItems.UNKNOWN) and self._example_items is None:
+            self._use_of_items = self._agreed_use(batch)
+            self._refuse_use(self._use_of_items)
+        return Waiting(batch, share, torch.as_tensor(items) if passed else None)
+
+    def _runs(self, waiting: list[Waiting]) -> list[list[Waiting]]:
+        """What is one `train_step` each: all batches of the same items, where those make a mean over them; otherwise
+        one batch. Several runs of items are left by a stream that ended in the middle of a step.
+        """
+        if self._example_items is None:
+            adds_up = self._use_of_items in (UseOfItems.BY_ITEMS, UseOfItems.UNKNOWN)
+        else:
+            loss = self.compiled.trainer(check=False).program.manifest.loss
+            adds_up = loss.weight == "sum" and not loss.divisors
+        runs: list[list[Waiting]] = []
+        for one in waiting:
+            before = runs[-1][-1] if runs else None
+            if adds_up and before is not None and one.items is not None and one.items is before.items:
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+        return runs
+
+    def _run(self, runs: list[list[Waiting]]) -> torch.Tensor:
+        """The loss. Gradients are kept divided by the share of the last run, and multiplied by it at the end."""
+        losses, share = [], runs[0][0].share
+        for run in runs:
+            if run[0].share != share:
+                self._scale_gradients(share / run[0].share)
+                share = run[0].share
+            losses.append((share, self._together(run)))
+        self._scale_gradients(share)
+        total = sum((share * loss.double() for share, loss in losses), torch.zeros((), dtype=torch.float64))
+        return total.to(losses[0][1].dtype)
+
+    def _together(self, waiting: list[Waiting]) -> torch.Tensor:
+        batches = [self._with_items(one) for one in waiting]
+        options, local = self.compiled.options, self._is_local
+        if len(batches) == 1:
+            return self.compiled.train_step(batches[0], local=local)
+        replicas = 1 if local else options.mesh.dp
+        ready = _microbatches(self.compiled.cut, batches, replicas, options.microbatches)
+        return self.compiled.train_step(ready, options.microbatches * len(batches), local)
+
+    @torch.no_grad()
+    def _scale_gradients(self, factor: float) -> None:
+        for parameter in self.compiled.parameters():
+            if parameter.grad is not None and factor != 1.0:
+                parameter.grad.mul_(factor)
+
+    @property
+    def _is_local(self) -> bool:
+        return self.compiled.dp_size > 1 and not self._is_whole
+
+    def _with_items(self, waiting: Waiting) -> Any:
+        """The batch with its items, if the model was compiled for them."""
+        example = self._example_items
+        if example is None or waiting.items is None:
+            return waiting.batch
+        return {**waiting.batch, ITEMS: waiting.items.to(example).reshape(example.shape)}
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """The Trainer's, which adds those of all processes up: ranks of one replica have the same."""
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        if items is None or not self.args.average_tokens_across_devices or self.args.world_size == 1:
+            return items
+        return items / self._copies
+
+    @property
+    def _copies(self) -> int:
+        """Processes that load the same samples."""
+        return self.args.world_size // (1 if self._is_whole else self.compiled.dp_size)
+
+    def _agreed_use(self, batch: Any) -> UseOfItems:
+        own = torch.tensor([int(self._seen_use(batch))], device=self.args.device)
+        return UseOfItems(int(self.accelerator.gather(own).max()))
+
+    def _seen_use(self, batch: Mapping[str, Any]) -> UseOfItems:
+        """By eager forwards of the sample with the most labels, all of them counted: with the items, with twice as
+        many, and without.
+        """
+        model, labels = self.compiled.model, batch["labels"]
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return UseOfItems.BY_ITEMS if self._is_known_to_divide else UseOfItems.PARTLY
+        try:
+            samples = self.compiled.cut(batch, len(labels))
+        except InputError:  # its entries cannot be divided so far
+            samples = [dict(batch)]
+        sample = max(samples, key=lambda one: int(one["labels"].ne(-100).sum()))
+        sample = {**sample, "labels": torch.where(sample["labels"] == -100, 0, sample["labels"])}
+        with self._counting_alone():
+            items = torch.as_tensor(super()._get_num_items_in_batch([sample], self.args.device))
+        with evaluated(model), devices.forked(self.args.device), torch.no_grad():
+            plain = _loss(model(**sample))
+            losses = [_loss(model(**sample, **{ITEMS: items * many})) for many in (1, 2)]
+        once, twice = (float(loss) for loss in losses)
+        return _use(float(plain), once, twice, max(ROUNDING, 4 * torch.finfo(plain.dtype).eps))
+
+    @property
+    def _is_known_to_divide(self) -> bool:
+        """Of a model without weights in this process, which cannot be tried out."""
+        routes = getattr(getattr(self.compiled.model, "config", None), "output_router_logits", False)
+        return bool(getattr(self, "_loss_shifts_labels", False)) and not routes
+
+    def _refuse_use(self, use: UseOfItems) -> None:
+        several = self.args.gradient_accumulation_steps > 1
+        remedy = (
+            f"compile with the items in the example: example={{**batch, '{ITEMS}': torch.tensor(labels)}}, and "
+            "each step passes them as the Trainer does"
+        )
+        kind = type(self.compiled.model).__name__
+        if use is UseOfItems.OTHERWISE:
+            raise InputError(
+                f"the Trainer passes {ITEMS} to {kind}.forward, whose loss is another one with it: it counts other "
+                "labels than the Trainer", "CompiledTrainer", remedy,
+            )  # fmt: skip
+        if use is UseOfItems.PARTLY and several:
+            raise InputError(
+                f"the Trainer passes {ITEMS} to {kind}.forward, which divides a part of its loss by it (not a router's "
+                f"loss, say), and adds up {self.args.gradient_accumulation_steps} batches", "CompiledTrainer", remedy,
+            )  # fmt: skip
+
+    @contextmanager
+    def _counting_alone(self) -> Iterator[None]:
+        """Within, the items are those of this process' batch, and losses are divided by these."""
+        before = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            yield
+        finally:
+            self.args.average_tokens_across_devices = before
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The Trainer's, with the rates of the last step beside the loss."""
@@ -117,28 +312,69 @@ class CompiledTrainer(Trainer):
             logs.update({f"step_{name}": found[name] for name in METRICS if name in found})
         super().log(logs, start_time)
 
+    # --- data ------------------------------------------------------------------------------------------------------
+
     def get_train_dataloader(self) -> Any:
-        """Of the sampler's order, which is the same in every process, each one's share: that of its replica."""
+        """Of the sampler's order, which is the same in every process, each one's share: that of its replica. Of a
+        stream every process loads whole batches.
+        """
         if self._balance is not None:
             return self._balanced(self._balance)
         if self.args.world_size == 1:
             return super().get_train_dataloader()
         dataset: Any = self.train_dataset
-        place, shares = self.compiled.dp_rank, self.compiled.dp_size
-        self._check_shares(dataset, shares)
+        self._is_whole = isinstance(dataset, IterableDataset)
+        place, shares = (0, 1) if self._is_whole else (self.compiled.dp_rank, self.compiled.dp_size)
+        order: dict[str, Any] = {}
+        if not self._is_whole:
+            self._check_shares(dataset, shares)
+            order = {"sampler": self._get_train_sampler(), "drop_last": self.args.dataloader_drop_last}
+        workers = self.args.dataloader_num_workers
         loader = DataLoader(
-            dataset,
-            batch_size=self._train_batch_size,
-            sampler=self._get_train_sampler(),
-            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="training"),
-            num_workers=self.args.dataloader_num_workers,
-            drop_last=self.args.dataloader_drop_last,
-        )
+            dataset, batch_size=self._train_batch_size, **order, **self._loading("training"),
+            worker_init_fn=partial(seed_worker, num_workers=workers, rank=place),
+        )  # fmt: skip
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return prepare_data_loader(
             loader, self.args.device, num_processes=shares, process_index=place, split_batches=shares > 1,
             even_batches=False, put_on_device=True, dispatch_batches=False, use_seedable_sampler=True, data_seed=seed,
         )  # fmt: skip
+
+    def _loading(self, description: str) -> dict[str, Any]:
+        """Arguments of a DataLoader, as the Trainer passes them."""
+        names = (
+            "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order",
+        )  # fmt: skip
+        settings = {name: f"dataloader_{name}" for name in names}
+        given = {name: getattr(self.args, own) for name, own in settings.items() if hasattr(self.args, own)}
+        return {**given, "collate_fn": self._get_collator_with_removed_columns(self.data_collator, description)}
+
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:  # fmt: skip
+        """The Trainer's; to evaluate in several processes, this one's share of the batches."""
+        if is_training or self.args.world_size == 1:
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        shares = Shares(self.args.process_index, self.args.world_size, batch_size)
+        if isinstance(dataset, IterableDataset):
+            loader = DataLoader(dataset, batch_size=batch_size, **self._loading(description))
+        else:
+            sampler = sampler_fn(dataset) if sampler_fn is not None else None
+            order = sampler if sampler is not None else SequentialSampler(dataset)
+            batches = BatchSampler(order, batch_size, self.args.dataloader_drop_last)
+            loader = DataLoader(dataset, batch_sampler=Dealt(batches, shares), **self._loading(description))
+        ready = prepare_data_loader(
+            loader, self.args.device, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False,
+        )  # fmt: skip
+        made = EvaluationLoader(ready, shares)
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:
+            self._eval_dataloaders = {**getattr(self, "_eval_dataloaders", {}), dataloader_key: made}
+        return made
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Samples of a step: the batch is the global one."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps)
 
     def _balanced(self, balance: Mapping[str, Any]) -> Any:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -150,8 +386,14 @@ class CompiledTrainer(Trainer):
         return balanced(self.train_dataset, self.compiled, batch_size=self._train_batch_size, **{**given, **balance})
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """The Trainer's; 0 of a step that is divided already."""
-        return 0 if isinstance(inputs, list) else super().floating_point_ops(inputs)
+        """The Trainer's, of each replica once; 0 of a step that is divided already."""
+        return 0 if isinstance(inputs, list) else super().floating_point_ops(inputs) // self._copies
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """The Trainer's, of each replica once."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(_flat(inputs) if isinstance(inputs, list) else inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._copies
 
     def _check_shares(self, dataset: Any, shares: int) -> None:
         """InputError if a batch leaves a replica without samples: then its data would end before the others'."""
@@ -170,6 +412,8 @@ class CompiledTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """The Trainer's, but for wrapping the model: it is parallel already."""
+        self._refuse_own_loss()
+        self._waiting.clear()  # of a training that was cut off
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self.optimizer = self.accelerator.prepare(self.create_optimizer())
@@ -222,8 +466,12 @@ class CompiledTrainer(Trainer):
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without what accelerate puts around it
         return State(self.compiled.saved(None, optimizer), self.lr_scheduler, {}, what)
 
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """By the eager model, in every process, with what all ranks have trained."""
+        """By the eager model, with what all ranks have trained. Processes share the batches; the loss is that of one
+        process.
+        """
         self.compiled.gather()
         return super().evaluate(*args, **kwargs)
 
@@ -232,10 +480,25 @@ class CompiledTrainer(Trainer):
         self.compiled.gather()
         return super().predict(*args, **kwargs)
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's. A batch's loss is divided by its own labels, not by those of the batches that other processes
+        have at the time.
+        """
+        before = self.gather_function
+        if isinstance(dataloader, EvaluationLoader):
+            self.gather_function = partial(dataloader.gathered, self.accelerator, self.args.eval_use_gather_object)
+        try:
+            with self._counting_alone():
+                return super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self.gather_function = before
+
+    # --- optimizer -------------------------------------------------------------------------------------------------
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer that the arguments name, over what trains in the compiled model."""
         if self.optimizer is None:
-            kind, arguments = self.get_optimizer_cls_and_kwargs(self.args)
+            kind, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args)
             if not isinstance(kind, type) or not arguments.keys().isdisjoint({"params", "model", "optimizer_dict"}):
                 raise InputError(
                     f"optim={self.args.optim} wants the model itself", "CompiledTrainer",
@@ -279,6 +542,51 @@ class CompiledTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         self._load_weights(str(self.state.best_model_checkpoint))
+
+
+def _example_items(compiled: CompiledModel) -> torch.Tensor | None:
+    """The items in the example that the model was compiled for, if it has them."""
+    try:
+        example = compiled.example
+    except InputError:  # there is none: the first batch will be it
+        return None
+    for batch in example if isinstance(example, (list, tuple)) else [example]:
+        items = batch.get(ITEMS) if isinstance(batch, Mapping) else None
+        if isinstance(items, torch.Tensor):
+            return items
+    return None
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return loss
+
+
+def _use(plain: float, once: float, twice: float, rounding: float) -> UseOfItems:
+    """Of losses without items, with the right number, and with twice as many."""
+    if not all(map(math.isfinite, (plain, once, twice))) or not once:
+        return UseOfItems.UNKNOWN
+    if not math.isclose(plain, once, rel_tol=10 * rounding):
+        return UseOfItems.OTHERWISE
+    if math.isclose(once, twice, rel_tol=rounding):
+        return UseOfItems.IGNORED
+    return UseOfItems.BY_ITEMS if math.isclose(once, 2 * twice, rel_tol=rounding) else UseOfItems.PARTLY
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, compiled: CompiledModel) -> None:
+    """InputError if it steps other parameters than those that a compiled step gives gradients to."""
+    own = set(map(id, compiled.parameters()))
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise InputError(
+            "the optimizer has parameters that are not those of this process' ranks: they would not be trained",
+            "CompiledTrainer", "make it by compiled.optimizer(torch.optim.AdamW, ...), or over compiled.parameters()",
+        )  # fmt: skip
+
+
+def _flat(microbatches: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Their tokens, one behind the other."""
+    names = set.intersection(*(set(batch) for batch in microbatches))
+    return {name: torch.cat([batch[name].flatten() for batch in microbatches]) for name in names}
 
 
 def _folder(checkpoint: str) -> Path:
