@@ -28,6 +28,7 @@ from csc.driver.options import changed
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.runtime.launch import several_processes
+from csc.runtime.starting import speak_in_short
 
 
 def compile(
@@ -134,6 +135,8 @@ def compile(
     Raises:
         InputError: An argument is wrong, or the model cannot be compiled; it names the place and the remedy.
     """
+    if several_processes():
+        speak_in_short()
     options = changed(
         Options(),
         mesh=mesh if mesh is not None else Mesh(),
