@@ -39,77 +39,36 @@ CHOICES = ("none", "selective", "elementwise", "full", "auto")
 SHORT = 60  # characters of a value that a sentence names
 BF16 = "precision='bf16', which computes in bfloat16 with the model's parameters as master weights"
 AXES = "mesh=csc.Mesh(dp=2, pp=2), with axes dp, pp, cp and tp"
-OTHERS_SAY = {  # how other libraries call what csc has under another name, and what that is
-    ("output", "output_dir", "out"): "directory=, where the program is written",
-    ("dtype", "torch_dtype", "bf16", "amp", "mixed_precision", "autocast", "bf16_full_eval"): BF16,
-    ("fp16", "half", "fp8", "grad_scaler", "loss_scale"): f"{BF16}: there is no fp16, and so no loss scale",
-    ("device", "device_map", "device_ids", "local_rank"): "none: put the model on its device before csc.compile",
+NONE = "none: "  # csc has no such option
+OTHERS_SAY = {  # by names, how other libraries call what csc has under another name, and what that is
+    "output output_dir out": "directory=, where the program is written",
+    "dtype torch_dtype bf16 amp mixed_precision autocast bf16_full_eval": BF16,
+    "fp16 half fp8 grad_scaler loss_scale": f"{BF16}: there is no fp16, and so no loss scale",
+    "device device_map device_ids local_rank": "none: put the model on its device before csc.compile",
     (
-        "gradient_accumulation_steps",
-        "accumulate_grad_batches",
-        "grad_accum",
-        "gradient_accumulation",
-        "num_microbatches",
-        "n_microbatches",
-        "micro_batches",
-        "chunks_per_batch",
+        "gradient_accumulation_steps accumulate_grad_batches grad_accum gradient_accumulation "
+        "num_microbatches n_microbatches micro_batches chunks_per_batch"
     ): "microbatches=, of which a step adds up the gradients",
+    "batch_size micro_batch_size per_device_train_batch_size train_batch_size": "none: a batch has the size that the loader gives it, and microbatches= says into how many it is divided",
+    "gradient_checkpointing activation_checkpointing ac remat": "recompute='selective' or 'full'",
+    "fsdp fsdp2 ddp strategy deepspeed zero_stage sharding_strategy parallelize_plan": "mesh='dp=2,pp=2', and zero=1, 2 or 3 for what dp ranks divide",
     (
-        "batch_size",
-        "micro_batch_size",
-        "per_device_train_batch_size",
-        "train_batch_size",
-    ): "none: a batch has the size that the loader gives it, and microbatches= says into how many it is divided",
-    ("gradient_checkpointing", "activation_checkpointing", "ac", "remat"): "recompute='selective' or 'full'",
-    (
-        "fsdp",
-        "fsdp2",
-        "ddp",
-        "strategy",
-        "deepspeed",
-        "zero_stage",
-        "sharding_strategy",
-        "parallelize_plan",
-    ): "mesh='dp=2,pp=2', and zero=1, 2 or 3 for what dp ranks divide",
-    (
-        "dp",
-        "pp",
-        "cp",
-        "tp",
-        "ep",
-        "dp_size",
-        "pp_size",
-        "cp_size",
-        "tp_size",
-        "num_stages",
-        "world_size",
-        "ranks",
-        "tensor_parallel",
-        "pipeline_parallel",
-        "data_parallel",
-        "context_parallel",
-        "device_mesh",
-        "parallelism",
+        "dp pp cp tp ep dp_size pp_size cp_size tp_size num_stages world_size ranks tensor_parallel "
+        "pipeline_parallel data_parallel context_parallel device_mesh parallelism"
     ): AXES,
-    ("backend", "mode", "fullgraph", "options"): "fuse=True for Inductor, cuda_graphs=True for what "
-    "mode='reduce-overhead' does",
-    ("dynamic",): "none: each size of microbatches is compiled from one trace",
-    ("loss", "loss_fn", "criterion", "compute_loss"): "none: the model's forward returns the loss",
-    (
-        "optimizer",
-        "lr",
-        "learning_rate",
-        "weight_decay",
-    ): "none: compiled.optimizer(torch.optim.AdamW, lr=1e-4) makes the optimizer",
-    ("max_grad_norm", "gradient_clip_val", "clip"): "none: compiled.clip_grad_norm_(max_norm) comes after train_step",
-    ("trainable", "frozen", "freeze_modules", "requires_grad", "train_only"): "freeze=['vision_tower'], what is frozen",
-    ("example_inputs", "sample_inputs", "inputs", "batch", "args", "kwargs"): "example=, a batch of the loader",
-    ("max_memory", "memory_limit"): "memory='40GB', for each rank",
-    ("cpu_offload", "offload"): "none: csc has no offload; recompute= and zero= take less memory",
-    ("split_points", "split_spec", "partition"): "cuts=, or stages=",
-    ("pipeline_schedule", "schedule_name"): "schedule=",
-    ("use_cache", "cache_dir"): "cache=, True or False; CSC_CACHE_DIR says where",
-    ("verify", "validate"): "check=",
+    "backend mode fullgraph options": "fuse=True for Inductor, cuda_graphs=True for what mode='reduce-overhead' does",
+    "dynamic": "none: each size of microbatches is compiled from one trace",
+    "loss loss_fn criterion compute_loss": "none: the model's forward returns the loss",
+    "optimizer lr learning_rate weight_decay": "none: compiled.optimizer(torch.optim.AdamW, lr=1e-4) makes the optimizer",
+    "max_grad_norm gradient_clip_val clip": "none: compiled.clip_grad_norm_(max_norm) comes after train_step",
+    "trainable frozen freeze_modules requires_grad train_only": "freeze=['vision_tower'], what is frozen",
+    "example_inputs sample_inputs inputs batch args kwargs": "example=, a batch of the loader",
+    "max_memory memory_limit": "memory='40GB', for each rank",
+    "cpu_offload offload": "none: there is no offload here; recompute= and zero= take less memory",
+    "split_points split_spec partition": "cuts=, or stages=",
+    "pipeline_schedule schedule_name": "schedule=",
+    "use_cache cache_dir": "cache=, True or False; CSC_CACHE_DIR says where",
+    "verify validate": "check=",
 }
 
 
@@ -153,7 +112,9 @@ def _nearest(name: str) -> str:
     """What csc calls an option of another library, or one that is misspelt; "" for others."""
     if name in OTHERS:
         return "Give it to csc.compile"
-    said = next((said for names, said in OTHERS_SAY.items() if name.lower() in names), None)
+    said = next((said for names, said in OTHERS_SAY.items() if name.lower() in names.split()), None)
+    if said is not None and said.startswith(NONE):
+        return said.removeprefix(NONE)[0].upper() + said.removeprefix(NONE)[1:]
     if said is not None:
         return f"Use {said}"
     close = difflib.get_close_matches(name, [*READERS, *OTHERS], n=1)
