@@ -49,9 +49,11 @@ OTHERS_SAY = {  # by names, how other libraries call what csc has under another 
         "gradient_accumulation_steps accumulate_grad_batches grad_accum gradient_accumulation "
         "num_microbatches n_microbatches micro_batches chunks_per_batch"
     ): "microbatches=, of which a step adds up the gradients",
-    "batch_size micro_batch_size per_device_train_batch_size train_batch_size": "none: a batch has the size that the loader gives it, and microbatches= says into how many it is divided",
+    "batch_size micro_batch_size per_device_train_batch_size train_batch_size": "none: the loader says how "
+    "many samples a batch has, and microbatches= into how many parts it is divided",
     "gradient_checkpointing activation_checkpointing ac remat": "recompute='selective' or 'full'",
-    "fsdp fsdp2 ddp strategy deepspeed zero_stage sharding_strategy parallelize_plan": "mesh='dp=2,pp=2', and zero=1, 2 or 3 for what dp ranks divide",
+    "fsdp fsdp2 ddp strategy deepspeed zero_stage sharding_strategy parallelize_plan": "mesh='dp=2,pp=2', and "
+    "zero=1, 2 or 3 for what dp ranks divide",
     (
         "dp pp cp tp ep dp_size pp_size cp_size tp_size num_stages world_size ranks tensor_parallel "
         "pipeline_parallel data_parallel context_parallel device_mesh parallelism"
@@ -59,7 +61,8 @@ OTHERS_SAY = {  # by names, how other libraries call what csc has under another 
     "backend mode fullgraph options": "fuse=True for Inductor, cuda_graphs=True for what mode='reduce-overhead' does",
     "dynamic": "none: each size of microbatches is compiled from one trace",
     "loss loss_fn criterion compute_loss": "none: the model's forward returns the loss",
-    "optimizer lr learning_rate weight_decay": "none: compiled.optimizer(torch.optim.AdamW, lr=1e-4) makes the optimizer",
+    "optimizer lr learning_rate weight_decay": "none: compiled.optimizer(torch.optim.AdamW, lr=1e-4) makes "
+    "the optimizer",
     "max_grad_norm gradient_clip_val clip": "none: compiled.clip_grad_norm_(max_norm) comes after train_step",
     "trainable frozen freeze_modules requires_grad train_only": "freeze=['vision_tower'], what is frozen",
     "example_inputs sample_inputs inputs batch args kwargs": "example=, a batch of the loader",
