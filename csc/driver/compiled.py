@@ -106,7 +106,9 @@ class CompiledModel:
     def with_example(self, example: Example) -> CompiledModel:
         """The same model and options with another example, as if nothing had been compiled or trained."""
         programs = self._all.anew()
-        return CompiledModel(programs, GivenBatches(example, self._given.dividing, programs), self.options)
+        return CompiledModel(
+            programs, GivenBatches(example, self._given.dividing, programs, self._given.widths), self.options
+        )
 
     def history(self, batch: Any = None, microbatches: int | None = None) -> list[Program]:
         """The Program after capture and each pass, for a batch's first microbatch (the example's by default).

@@ -33,6 +33,7 @@ OTHERS = (
     "divide",
     "cache_features",
     "encode_ahead",
+    "widths",
 )  # of csc.compile, which are no fields
 LEVELS = (0, 1, 2, 3)  # of what data-parallel ranks divide
 CHOICES = ("none", "selective", "elementwise", "full", "auto")
@@ -66,6 +67,7 @@ OTHERS_SAY = {  # by names, how other libraries call what csc has under another 
     "max_grad_norm gradient_clip_val clip": "none: compiled.clip_grad_norm_(max_norm) comes after train_step",
     "trainable frozen freeze_modules requires_grad train_only": "freeze=['vision_tower'], what is frozen",
     "example_inputs sample_inputs inputs batch args kwargs": "example=, a batch of the loader",
+    "pad_to_multiple_of max_length max_seq_len bucket_sizes buckets": "widths=, to which microbatches are padded",
     "max_memory memory_limit": "memory='40GB', for each rank",
     "cpu_offload offload": "none: there is no offload here; recompute= and zero= take less memory",
     "split_points split_spec partition": "cuts=, or stages=",

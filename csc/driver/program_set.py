@@ -41,6 +41,7 @@ from csc.driver.features_ahead import FeaturesAhead
 from csc.driver.frozen_encoders import FeatureSource, FrozenEncoders
 from csc.driver.fusing_ahead import FusingAhead
 from csc.driver.program_broadcast import ProgramBroadcast, own_rank
+from csc.driver.widths import Trials
 from csc.errors import InputError
 from csc.ir.program import Options
 from csc.runtime.data_shards import DataShards
@@ -102,6 +103,7 @@ class ProgramSet:
         self._data: DataShards | None = None  # and what it steps of those that replicas divide
         self._checks = checks
         self.checking = Checking(compiler)
+        self.trials = Trials()  # of padding
         self.last: Trainer | None = None
         self.compiling = threading.RLock()  # a step may be learning what decides which program a batch needs
 
