@@ -40,7 +40,7 @@ from csc.driver.program_broadcast import own_rank
 from csc.driver.program_set import ProgramSet
 from csc.driver.scaled_gradients import ScaledGradients
 from csc.driver.share import ReplicaShare, Share
-from csc.driver.widths import IDS, tried
+from csc.driver.widths import COUNTING, IDS
 from csc.errors import InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Microbatches
@@ -291,13 +291,16 @@ class Steps:
 
     def _try_widths(self, ready: list[dict[str, Any]], options: Options) -> None:
         """Find out whether microbatches of all replicas may be padded to the few widths. All ranks call it."""
-        model, programs = self.programs.compiler.model, self.programs.set
-        trains = () if options.forward_only else dict(model.named_parameters()).items()
+        programs, progress = self.programs.set, self.programs.progress
+        losses = [trainer.program.manifest.loss for trainer in programs.trainers]
+        if options.loss_weight != "auto" or not losses or any(one.weight not in COUNTING for one in losses):
+            return
+        trains = () if options.forward_only else dict(self.programs.compiler.model.named_parameters()).items()
         trainable = {name for name, parameter in trains if parameter.requires_grad}
         for microbatch, width in self.given.untried(ready):
 
             def make(microbatch: Any = microbatch, width: int = width) -> dict[str, bytes]:
-                return {"answer": tried(model, microbatch, width, trainable).encode()}
+                return {"answer": programs.may_pad(microbatch, width, trainable, options, progress).encode()}
 
             answer = programs.of_first(make, options)["answer"].decode()
             programs.trials.learn(microbatch, width, answer)

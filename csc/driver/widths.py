@@ -5,16 +5,19 @@ Terms
   padded     to the right: with a token that is no placeholder, the mask 0 and the label -100
   step       between widths: 8, and an eighth of the power of two below a width from 128 on (16, 32, ...): at most an
              eighth of the places are padding
-  trial      of one microbatch: eager PyTorch's loss and gradients padded and not, with one token and with another: the
-             same to rounding, as far as csc's check allows for it
+  trial      of one microbatch: eager PyTorch's loss and gradients padded and not, with one token and with the batch's
+             own in disorder: the same to rounding, as far as csc's check allows for it
 
     widths = Widths(wanted, example_widths)       wanted: None, True, False or the widths, as `csc.compile` is told
     widths.padded(microbatch, trials) -> microbatch
     widths.untried(microbatches, trials) -> [(microbatch, width)]
-    trials.learn(microbatch, width, answer)       answer = tried(model, microbatch, width, trainable), on one rank
+    trials.learn(microbatch, width, answer)
+    tried(model, microbatch, width, trainable) -> SAME, or why not             a trial
 
-Where nobody says anything, the example's widths stay as they are, and others are padded where a trial of that width has
-gone well. The rule looks at a microbatch alone, so that a run that is taken up pads as one that was not cut off.
+Where nobody says anything, the example's widths stay as they are, and others are padded where the graph shows that the
+loss is a mean over targets and that tokens are added up, never chosen by what they are (csc.analysis.tokens), and where
+a trial of that width has gone well: padding is no target then, and what would read it would do so in each batch. The
+rule looks at a microbatch alone: a run that is taken up pads as it did before.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ log = logging.getLogger("csc")
 
 IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
 TYPES = ("token_type_ids", "mm_token_type_ids")  # of which 0 is text
+COUNTING = ("tokens", "terms")  # of csc.runtime.specs.LossSpec: weights of losses that are means over targets
 IGNORED = -100  # the label that is none
 LEAST, PARTS = 8, 8  # the smallest step between widths, and how many there are to the next power of two
 SAME = ""
@@ -181,17 +185,27 @@ def tried(model: nn.Module, microbatch: Batch, width: int, trainable: Set[str]) 
         return "the batch has no values here"
     if any(parameter.dtype in IN_HALF for parameter in model.parameters()):
         return "it computes in 16 bits, where a difference cannot be told from rounding"
-    tokens = filling(microbatch, model)[:2]
+    tokens = filling(microbatch, model)
     try:
         right = Reference(model, microbatch, trainable, "auto")
         step = right.step()
-        found = [Reference(model, pad(microbatch, width, token), trainable, "auto").step() for token in tokens]
+        padded = pad(microbatch, width, tokens[0])
+        others = _disordered(padded, tokens, microbatch[IDS].shape[1])
+        found = [Reference(model, one, trainable, "auto").step() for one in (padded, others)]
     except Exception as error:  # of the user's model: a table of positions may end
         log.info("a trial with padding to %d failed: %s: %s", width, type(error).__name__, error)
         return f"it fails then ({type(error).__name__})"
-    if not all(_same_bits(found[0], one) for one in found[1:]):
+    if not _same_bits(*found):
         return "its loss or gradients depend on the token that it is padded with"
     return SAME if all(_alike(right, step, one) for one in found) else "its loss or gradients are others then"
+
+
+def _disordered(padded: Batch, tokens: Sequence[int], width: int) -> dict[str, Any]:
+    """With any of the tokens from a width on."""
+    ids, other = padded[IDS].clone(), torch.Generator().manual_seed(0)
+    behind = ids[:, width:]
+    behind.copy_(torch.tensor(tokens)[torch.randint(len(tokens), behind.shape, generator=other)])
+    return {**padded, IDS: ids}
 
 
 def _same_bits(one: EagerStep, other: EagerStep) -> bool:
