@@ -72,7 +72,7 @@ class NewSizes:
         if len(self._seconds) == MANY:
             notice(
                 f"{MANY} of {steps + 1} steps have waited for a program, {sum(self._seconds):.0f} s in all, since each "
-                "size of batches is compiled once. Pad to a few widths (widths=[...] of csc.compile, or "
+                "size of batches is compiled once. Pad to a few lengths (widths=[...] of csc.compile, or "
                 "pad_to_multiple_of of a collator), or let csc.balanced choose them and compile before the first step"
             )
 

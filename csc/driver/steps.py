@@ -40,8 +40,8 @@ from csc.driver.program_broadcast import own_rank
 from csc.driver.program_set import ProgramSet
 from csc.driver.scaled_gradients import ScaledGradients
 from csc.driver.share import ReplicaShare, Share
-from csc.driver.widths import COUNTING, IDS
-from csc.errors import InputError, StepFailed
+from csc.driver.widths import COUNTING, IDS, widths_of
+from csc.errors import DifferenceError, InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Microbatches
 from csc.runtime.encoding import Encoding
@@ -241,7 +241,12 @@ class Steps:
                 if divided is not batch:
                     self._try_widths(everyone, options)
                 ready, parts = as_programs(ready), as_programs(everyone)
-                made, compared = self._made(parts, options, everyone if share.own else batch, share.own, due)
+                try:
+                    made, compared = self._made(parts, options, everyone if share.own else batch, share.own, due)
+                except DifferenceError as error:
+                    if widths_of(parts) != widths_of(everyone):
+                        error.add_note("microbatches were padded: widths=False of csc.compile leaves them as they come")
+                    raise
                 if not due and not any(changes) and made.transport.ranks[0] == 0:
                     self._new_sizes.waited(time.perf_counter() - start, self._count)
                 found, heard = meeting.heard(FIRST_STEP, lambda: known(ready, programs.match(ready), made, share.first))

@@ -15,7 +15,7 @@ import csc
 from csc.check.eager import eager_step
 from csc.driver import widths
 from csc.driver.compiled import CompiledModel
-from csc.errors import InputError
+from csc.errors import DifferenceError, InputError
 
 WORDS, WIDE = 50, 16
 Batch = dict[str, torch.Tensor]
@@ -264,6 +264,14 @@ def test_widths_that_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     steps_are_eagers(compiled_of(Text(), widths=True), [batch(20), batch(22)])
     assert sizes(caplog) == [24]
+
+
+def test_widths_that_are_asked_for_are_compared_with_the_batch_as_it_came() -> None:
+    """Nothing is tried, so the check is what tells; a step that it has not seen is the user's word."""
+    compiled = compiled_of(FromTheEnd(), widths=[24])
+    with pytest.raises(DifferenceError) as caught:
+        compiled.train_step(batch(20))
+    assert "widths=False" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("wrong", [[], [0], [True], "16", 16, [16.0]])
