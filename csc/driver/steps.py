@@ -296,13 +296,16 @@ class Steps:
 
     def _try_widths(self, ready: list[dict[str, Any]], options: Options) -> None:
         """Find out whether microbatches of all replicas may be padded to the few widths. All ranks call it."""
+        untried = self.given.untried(ready)
+        if not untried or options.loss_weight != "auto":
+            return
+        _ = self.current  # the example's program, if there is none: its graph tells what the loss is
         programs, progress = self.programs.set, self.programs.progress
-        losses = [trainer.program.manifest.loss for trainer in programs.trainers]
-        if options.loss_weight != "auto" or not losses or any(one.weight not in COUNTING for one in losses):
+        if any(trainer.program.manifest.loss.weight not in COUNTING for trainer in programs.trainers):
             return
         trains = () if options.forward_only else dict(self.programs.compiler.model.named_parameters()).items()
         trainable = {name for name, parameter in trains if parameter.requires_grad}
-        for microbatch, width in self.given.untried(ready):
+        for microbatch, width in untried:
 
             def make(microbatch: Any = microbatch, width: int = width) -> dict[str, bytes]:
                 return {"answer": programs.may_pad(microbatch, width, trainable, options, progress).encode()}
