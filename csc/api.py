@@ -28,6 +28,7 @@ from csc.driver.options import changed
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.runtime.launch import several_processes
+from csc.runtime.starting import speak_in_short
 
 
 def compile(
@@ -62,6 +63,7 @@ def compile(
     divide: Divide | None = None,
     cache_features: str | Path | FeatureCache | None = None,
     encode_ahead: bool = False,
+    widths: Sequence[int] | bool | None = None,
     **misspelt: Any,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
@@ -125,6 +127,10 @@ def compile(
         encode_ahead: What a frozen encoder makes of the next batch is made during a step, by ranks that would wait, if
             that batch is known (`train_step(batch, ahead=following)`, or `for batch in compiled.ahead(loader)`); the
             program is planned without the encoder. See docs/features.md.
+        widths: To which widths microbatches of text are padded, so that a few programs serve all: a list; True for
+            csc's own, at most an eighth wider than the rows; False for none. None: csc's own where a trial with eager
+            PyTorch shows that loss and gradients stay the same to rounding; the example's widths stay as they are. See
+            docs/data.md.
         **misspelt: Nothing else is taken: InputError with the nearest name.
 
     Returns:
@@ -134,6 +140,8 @@ def compile(
     Raises:
         InputError: An argument is wrong, or the model cannot be compiled; it names the place and the remedy.
     """
+    if several_processes():
+        speak_in_short()
     options = changed(
         Options(),
         mesh=mesh if mesh is not None else Mesh(),
@@ -150,8 +158,9 @@ def compile(
     def build(target: nn.Module | Factory) -> CompiledModel:
         home = Path(directory) if directory is not None else None
         return compiled_model(
-            target, options, example, home, cache=cache, check=check, timeout=timeout, divide=divide, features=features
-        )
+            target, options, example, home, cache=cache, check=check, timeout=timeout, divide=divide,
+            features=features, widths=widths,
+        )  # fmt: skip
 
     if model is None:
         return build

@@ -1,8 +1,10 @@
-"""Whether an operation keeps the tokens of a sequence apart, so that ranks may each run it on some of them.
+"""Whether an operation keeps the tokens of a sequence apart, so that ranks may each run it on some of them; and what a
+graph does with several of them.
 
 Which dimensions count tokens is found by csc.analysis.axes.
 
     mixes(node, dims) -> str | None                   why a call must see the whole sequence; None if it need not
+    chooses(graph, width) -> str                      the call that picks tokens by their values; "" if none does
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from csc.analysis.operators import products, reductions
 from csc.analysis.operators.randomness import DROPOUTS, draws
 from csc.analysis.operators.relation import Use, several, shape_of
 from csc.analysis.operators.table import relation
@@ -27,6 +30,53 @@ _WHY = {
     "contracted": "sums over tokens", "padded": "pads tokens", "repeated": "repeats the sequence",
     "picked": _UNKNOWN, "regrouped": _UNKNOWN, "grouped": _UNKNOWN,
 }  # fmt: skip
+
+# What makes a sum of the entries of a dimension, with whatever weights, or looks them up by other values.
+_ADDS = {
+    "getitem", reductions.HEAD, *reductions.LABELS, *reductions.ELEMENTS, *reductions.NORMS, products.ATTENTION,
+    products.SDPA, *(f"aten::{name}" for name in (
+        *reductions.NORMALISING, "sum", "mean", "nansum", "var", "std", "var_mean", "std_mean", "cumsum", "logsumexp",
+        "linalg_vector_norm", "linear", "mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "einsum", "convolution",
+        "conv1d", "conv2d", "conv3d", "embedding", "index", "index_select", "gather", "masked_scatter", "roll", "flip",
+        "avg_pool1d", "avg_pool2d", "upsample_bilinear2d", "upsample_bicubic2d", "glu", "repeat_interleave",
+    )),
+}  # fmt: skip
+_MOVES = ("broadcast", "cut", "joined", "repeated", "padded", "grouped", "regrouped", "unread")
+
+
+def chooses(graph: fx.Graph, width: int) -> str:
+    """The first call that picks some of several tokens by what was computed of them (a maximum, an order, rows by
+    computed numbers), or of which csc does not know: a token that it passes over in one batch may count in another.
+    All others add tokens up, so that one which counts at all counts in every batch.
+
+    graph: of a whole model, in plain sizes. width: of rows of tokens; whatever size it divides may count them.
+    """
+    computed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["role"][0] == "parameter":
+            computed.add(node)
+        elif node.op == "call_function" and computed.intersection(node.all_input_nodes):
+            computed.add(node)
+            if _chooses(node, computed, width):
+                return f"{g.op_name(node)} at {g.place(node)}"
+    return ""
+
+
+def _chooses(node: fx.Node, computed: set[fx.Node], width: int) -> bool:
+    tokens = {
+        used: [dim for dim, size in enumerate(shape_of(used)) if size and size % width == 0]
+        for used in computed.intersection(node.all_input_nodes)
+        if isinstance(used.meta["val"], torch.Tensor)
+    }
+    if not any(tokens.values()):
+        return False
+    name, found = g.op_name(node), relation(node)
+    if name in _ADDS:
+        return any(dims and not used.meta["val"].is_floating_point() for used, dims in tokens.items())
+    if found is None or not tokens.keys() <= {use.node for use in found.uses}:
+        return True
+    ends = [use.end(dim) for use in found.uses for dim in tokens.get(use.node, ())]
+    return any(end is not None and end.how not in _MOVES for end in ends)
 
 
 def mixes(node: fx.Node, dims: Dims) -> str | None:

@@ -30,6 +30,7 @@ from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.runtime.launch import several_processes
 from csc.runtime.meeting import COMPILATION
+from csc.runtime.step_loss import StepLoss
 from csc.runtime.stepping import make_optimizer
 from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import Timeline
@@ -105,7 +106,9 @@ class CompiledModel:
     def with_example(self, example: Example) -> CompiledModel:
         """The same model and options with another example, as if nothing had been compiled or trained."""
         programs = self._all.anew()
-        return CompiledModel(programs, GivenBatches(example, self._given.dividing, programs), self.options)
+        return CompiledModel(
+            programs, GivenBatches(example, self._given.dividing, programs, self._given.widths), self.options
+        )
 
     def history(self, batch: Any = None, microbatches: int | None = None) -> list[Program]:
         """The Program after capture and each pass, for a batch's first microbatch (the example's by default).
@@ -247,7 +250,8 @@ class CompiledModel:
             ahead: The next step's batch, with `encode_ahead=True`; another one may come then.
 
         Returns:
-            The loss of the whole batch: a tensor without dimensions, the same on every rank.
+            The loss of the whole batch: a tensor without dimensions, the same on every rank, and without a graph: its
+                `backward()` says that it was done.
 
         Raises:
             InputError: The batch does not fit: other keys or dtypes than the example's, ids beyond the vocabulary.
@@ -255,7 +259,7 @@ class CompiledModel:
             RankLost: Another rank ended, or was silent for `timeout` seconds.
             DifferenceError: A new program does not train what eager PyTorch trains.
         """
-        return self._steps.train(batch, microbatches, local, ahead)
+        return StepLoss.of(self._steps.train(batch, microbatches, local, ahead))
 
     def compile_for(self, batch: Any, microbatches: int | None = None, local: bool = False) -> None:
         """Make the programs of a batch's microbatches, and compare them with eager PyTorch, without a step: later steps

@@ -4,6 +4,8 @@ given = GivenBatches(example, dividing, programs)
 given.example, .known                         the example batch, and whether there is one
 given.ready(batch, options) -> [microbatch]   replica after replica
 given.microbatch(options)                     the example's fullest one
+given.padded([microbatch]) -> [microbatch]    to a few widths (csc.driver.widths)
+given.untried([microbatch])                   microbatches, and widths to which they may turn out to be padded
 given.check(batch)                            InputError for entries that the example has not
 """
 
@@ -16,6 +18,7 @@ from csc.capture.batch import split_batch
 from csc.driver.dividing import Dividing
 from csc.driver.entries import check_entries, fullest
 from csc.driver.model_programs import ModelPrograms
+from csc.driver.widths import Widths, widths_of
 from csc.errors import InputError
 from csc.ir.program import Options
 from csc.runtime.trainer import Trainer
@@ -27,13 +30,17 @@ class GivenBatches:
     """example: a batch, a function that makes one, or None: the first batch of a step is the example then."""
 
     def __init__(
-        self, example: Example | Callable[[], Example] | None, dividing: Dividing, programs: ModelPrograms
+        self,
+        example: Example | Callable[[], Example] | None,
+        dividing: Dividing,
+        programs: ModelPrograms,
+        widths: Widths,
     ) -> None:
-        self._example, self.dividing, self._programs = example, dividing, programs
+        self._example, self.dividing, self._programs, self.widths = example, dividing, programs, widths
 
     def of(self, programs: ModelPrograms) -> GivenBatches:
         """The same for other programs of the model."""
-        return GivenBatches(self._example, self.dividing, programs)
+        return GivenBatches(self._example, self.dividing, programs, self.widths)
 
     @property
     def known(self) -> bool:
@@ -79,6 +86,27 @@ class GivenBatches:
         self.dividing.check_names(entries, self._programs.compiler.model)
         return self.dividing.cut(batch, parts, self._programs.compiler)
 
+    def padded(self, ready: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Microbatches, each of its width or of one of the few. InputError: one that is to be padded cannot be."""
+        if not self._pads:
+            return list(map(dict, ready))
+        example, model = self._example_widths, self._programs.compiler.model
+        return [self.widths.padded(one, example, self._programs.set.trials, model) for one in ready]
+
+    def untried(self, ready: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
+        """Those of the microbatches that a trial would tell of, and the widths; where programs are compared alone."""
+        return self.widths.untried(ready, self._example_widths, self._programs.set.trials) if self._pads else []
+
+    @property
+    def _pads(self) -> bool:
+        """Nobody tries what nobody wants compared."""
+        wanted = self.widths.wanted
+        return bool(wanted) or (wanted is None and self.known and bool(self._programs.settings.check))
+
+    @property
+    def _example_widths(self) -> frozenset[int]:
+        return widths_of(self.example) if self.known else frozenset()
+
     def check_cut(self, batch: Any, trainer: Trainer, parts: int) -> None:
         """InputError if an entry was cut that has no sample dimension, as the program shows."""
         if parts > 1 and not isinstance(batch, (list, tuple)):
@@ -95,7 +123,7 @@ class GivenBatches:
 
     def microbatch(self, options: Options) -> dict[str, Any]:
         """The example's first microbatch of those with the most entries; all of the example if none has all entries."""
-        found = fullest(self.ready(self.example, options))
+        found = fullest(self.padded(self.ready(self.example, options)))
         if isinstance(self.example, (list, tuple)):
             return found
         tensors, extra = split_batch(self.example)

@@ -38,7 +38,7 @@ class Inspected:
 
     def microbatches(self, batch: Any) -> list[dict[str, Any]]:
         """What a step divides a batch into, replica after replica."""
-        return self._given.ready(batch, self._options)
+        return self._given.padded(self._given.ready(batch, self._options))
 
     def complete(self, batch: Any) -> list[dict[str, Any]]:
         """The microbatches of a batch as the runtime takes them. InputError: one does not fit its program."""

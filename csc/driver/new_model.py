@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +25,7 @@ from csc.driver.kept_features import KeptFeatures
 from csc.driver.model_programs import Factory, ModelPrograms, Settings
 from csc.driver.options import shown
 from csc.driver.program_set import MadeFeatures
+from csc.driver.widths import Widths
 from csc.errors import InputError
 from csc.ir.program import Options
 
@@ -39,11 +41,12 @@ def compiled_model(
     timeout: float = 600.0,
     divide: Divide | None = None,
     features: MadeFeatures | None = None,
+    widths: Any = None,
 ) -> CompiledModel:
     """As `csc.compile` takes them. compiler: of the model, if there is one already. InputError for what it does not."""
     _refuse(model, cache, timeout)
     programs = ModelPrograms(model, Settings(cache, checks(check), timeout, features), directory, compiler)
-    given = GivenBatches(example, Dividing(divide), programs)
+    given = GivenBatches(example, Dividing(divide), programs, Widths.of(widths))
     if options.mesh.is_open:
         options = with_chosen_mesh(programs, given, options)
     return CompiledModel(programs, given, options)

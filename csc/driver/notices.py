@@ -3,6 +3,7 @@
 notice(text), unlogged(text)             to the log, and to stderr where nobody listens to the log; to stderr alone then
 what_trains(model, manifest) -> text     which parameters train with a program, and which get no gradient
 NewSizes().waited(seconds, steps)        a step has waited for a program; told once, where that goes on
+TriedWidths().tried(width, target, why)  microbatches are padded, or why they are not; told once of either
 """
 
 from __future__ import annotations
@@ -71,6 +72,31 @@ class NewSizes:
         if len(self._seconds) == MANY:
             notice(
                 f"{MANY} of {steps + 1} steps have waited for a program, {sum(self._seconds):.0f} s in all, since each "
-                "size of batches is compiled once. Pad to a few lengths (pad_to_multiple_of of a collator), or let "
-                "csc.balanced choose them and compile before the first step"
+                "size of batches is compiled once. Pad to a few lengths (widths=[...] of csc.compile, or "
+                "pad_to_multiple_of of a collator), or let csc.balanced choose them and compile before the first step"
+            )
+
+
+class TriedWidths:
+    """Trials of csc.driver.widths."""
+
+    def __init__(self) -> None:
+        self._told: set[bool] = set()
+
+    def tried(self, width: int, target: int, why: str) -> None:
+        """why: not to pad from one to the other, or ""."""
+        if bool(why) in self._told:
+            log.info("microbatches of %d tokens padded to %d: %s", width, target, why or "the same to rounding")
+            return
+        self._told.add(bool(why))
+        if why:
+            notice(
+                f"microbatches of {width} tokens are not padded to {target}, to be served by the program of another "
+                f"size: {why}. Each size is compiled once; widths=[...] of csc.compile pads all the same"
+            )
+        else:
+            notice(
+                f"microbatches of other widths than the example's are padded to a few, those of {width} tokens to "
+                f"{target}: tried with eager PyTorch, loss and gradients stay as they are, to rounding. A width is "
+                "compiled once; widths=False of csc.compile leaves all as they come"
             )

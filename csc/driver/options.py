@@ -33,18 +33,47 @@ OTHERS = (
     "divide",
     "cache_features",
     "encode_ahead",
+    "widths",
 )  # of csc.compile, which are no fields
 LEVELS = (0, 1, 2, 3)  # of what data-parallel ranks divide
 CHOICES = ("none", "selective", "elementwise", "full", "auto")
 SHORT = 60  # characters of a value that a sentence names
-OTHERS_SAY = {  # how other libraries call what csc has under another name, and what that is
-    ("output", "output_dir", "out"): "directory=, where the program is written",
-    ("dtype", "torch_dtype", "bf16", "fp16", "amp", "mixed_precision"): "precision='bf16'",
-    ("device", "device_map"): "none: put the model on its device before csc.compile",
-    ("gradient_accumulation_steps", "accumulate_grad_batches", "num_microbatches"): "microbatches=",
-    ("gradient_checkpointing", "activation_checkpointing"): "recompute='selective' or 'full'",
-    ("strategy", "fsdp", "deepspeed"): "mesh='dp=2,pp=2', and zero= for what dp ranks divide",
-    ("backend", "mode"): "fuse=True for Inductor, cuda_graphs=True for what mode='reduce-overhead' does",
+BF16 = "precision='bf16', which computes in bfloat16 with the model's parameters as master weights"
+AXES = "mesh=csc.Mesh(dp=2, pp=2), with axes dp, pp, cp and tp"
+NONE = "none: "  # csc has no such option
+OTHERS_SAY = {  # by names, how other libraries call what csc has under another name, and what that is
+    "output output_dir out": "directory=, where the program is written",
+    "dtype torch_dtype bf16 amp mixed_precision autocast bf16_full_eval": BF16,
+    "fp16 half fp8 grad_scaler loss_scale": f"{BF16}: there is no fp16, and so no loss scale",
+    "device device_map device_ids local_rank": "none: put the model on its device before csc.compile",
+    (
+        "gradient_accumulation_steps accumulate_grad_batches grad_accum gradient_accumulation "
+        "num_microbatches n_microbatches micro_batches chunks_per_batch"
+    ): "microbatches=, of which a step adds up the gradients",
+    "batch_size micro_batch_size per_device_train_batch_size train_batch_size": "none: the loader says how "
+    "many samples a batch has, and microbatches= into how many parts it is divided",
+    "gradient_checkpointing activation_checkpointing ac remat": "recompute='selective' or 'full'",
+    "fsdp fsdp2 ddp strategy deepspeed zero_stage sharding_strategy parallelize_plan": "mesh='dp=2,pp=2', and "
+    "zero=1, 2 or 3 for what dp ranks divide",
+    (
+        "dp pp cp tp ep dp_size pp_size cp_size tp_size num_stages world_size ranks tensor_parallel "
+        "pipeline_parallel data_parallel context_parallel device_mesh parallelism"
+    ): AXES,
+    "backend mode fullgraph options": "fuse=True for Inductor, cuda_graphs=True for what mode='reduce-overhead' does",
+    "dynamic": "none: each size of microbatches is compiled from one trace",
+    "loss loss_fn criterion compute_loss": "none: the model's forward returns the loss",
+    "optimizer lr learning_rate weight_decay": "none: compiled.optimizer(torch.optim.AdamW, lr=1e-4) makes "
+    "the optimizer",
+    "max_grad_norm gradient_clip_val clip": "none: compiled.clip_grad_norm_(max_norm) comes after train_step",
+    "trainable frozen freeze_modules requires_grad train_only": "freeze=['vision_tower'], what is frozen",
+    "example_inputs sample_inputs inputs batch args kwargs": "example=, a batch of the loader",
+    "pad_to_multiple_of max_length max_seq_len bucket_sizes buckets": "widths=, to which microbatches are padded",
+    "max_memory memory_limit": "memory='40GB', for each rank",
+    "cpu_offload offload": "none: there is no offload here; recompute= and zero= take less memory",
+    "split_points split_spec partition": "cuts=, or stages=",
+    "pipeline_schedule schedule_name": "schedule=",
+    "use_cache cache_dir": "cache=, True or False; CSC_CACHE_DIR says where",
+    "verify validate": "check=",
 }
 
 
@@ -52,8 +81,7 @@ def changed(options: Options, **changes: Any) -> Options:
     """The options with these changes, checked. None is what each field's own default means."""
     unknown = changes.keys() - READERS.keys()
     if unknown:
-        first = min(unknown)
-        raise InputError(f"there is no option {', '.join(sorted(unknown))}", "options", _instead(first))
+        raise InputError(f"there is no option {', '.join(sorted(unknown))}", "options", _instead(sorted(unknown)))
     read = {
         name: getattr(Options(), name) if value is None else READERS[name](name, value)
         for name, value in changes.items()
@@ -76,14 +104,26 @@ def closed(options: Options) -> Options:
     return options
 
 
-def _instead(name: str) -> str:
-    """What to write for an option that there is not."""
+def _instead(names: Sequence[str]) -> str:
+    """What to write for options that there are not."""
+    if all(name in OTHERS for name in names):
+        return "give it to csc.compile" if len(names) == 1 else "give them to csc.compile"
+    hints = [hint if len(names) == 1 else f"{name}: {hint}" for name in names if (hint := _nearest(name))]
+    listed = f"Options are {', '.join(READERS)}; of csc.compile also {', '.join(OTHERS)}"
+    return " ".join([*(f"{hint}{'' if hint.endswith('?') else '.'}" for hint in hints), listed])
+
+
+def _nearest(name: str) -> str:
+    """What csc calls an option of another library, or one that is misspelt; "" for others."""
     if name in OTHERS:
-        return "give it to csc.compile"
-    said = next((said for names, said in OTHERS_SAY.items() if name in names), None)
+        return "Give it to csc.compile"
+    said = next((said for names, said in OTHERS_SAY.items() if name.lower() in names.split()), None)
+    if said is not None and said.startswith(NONE):
+        return said.removeprefix(NONE)[0].upper() + said.removeprefix(NONE)[1:]
+    if said is not None:
+        return f"Use {said}"
     close = difflib.get_close_matches(name, [*READERS, *OTHERS], n=1)
-    hint = f"Use {said}. " if said else f"did you mean {close[0]}? " if close else ""
-    return f"{hint}Options are {', '.join(READERS)}; of csc.compile also {', '.join(OTHERS)}"
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def _check_ranks(options: Options) -> None:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from csc.analysis.token_counts import Places
+from csc.analysis.tokens import chooses
 from csc.cache.packed import Packed
 from csc.cache.switches import tracing_switches
 from csc.capture.batch import device_of, split_batch
@@ -41,6 +42,7 @@ from csc.driver.features_ahead import FeaturesAhead
 from csc.driver.frozen_encoders import FeatureSource, FrozenEncoders
 from csc.driver.fusing_ahead import FusingAhead
 from csc.driver.program_broadcast import ProgramBroadcast, own_rank
+from csc.driver.widths import SAME, Trials, filling, pad, tried
 from csc.errors import InputError
 from csc.ir.program import Options
 from csc.runtime.data_shards import DataShards
@@ -102,6 +104,7 @@ class ProgramSet:
         self._data: DataShards | None = None  # and what it steps of those that replicas divide
         self._checks = checks
         self.checking = Checking(compiler)
+        self.trials = Trials()  # of padding
         self.last: Trainer | None = None
         self.compiling = threading.RLock()  # a step may be learning what decides which program a batch needs
 
@@ -179,6 +182,20 @@ class ProgramSet:
             match = self._compiler.match(first)
             kept.keep_checked(str(found), match, self.compiled.options(match, options))
         return found
+
+    def may_pad(
+        self, microbatch: Microbatch, width: int, trainable: Set[str], options: Options, progress: Progress
+    ) -> str:
+        """Whether a microbatch may be padded to a width: SAME, or why not. On one rank, which has the model."""
+        model = self._compiler.model
+        why = tried(model, microbatch, width, trainable)
+        if why != SAME:
+            return why
+        padded = pad(microbatch, width, filling(microbatch, model)[0])
+        with self._compiler.kept.at_rest():
+            _, traced = self._compiler.trace(padded, options, progress)  # what its program is made of
+        call = chooses(traced.program.graph, width)
+        return f"{call} may choose among tokens by their values" if call else SAME
 
     def match(self, ready: Sequence[Microbatch]) -> list[Match]:
         """Which programs microbatches need, asked once for a step."""

@@ -34,13 +34,15 @@ from csc.driver.features_ahead import FeaturesAhead
 from csc.driver.given_batches import GivenBatches
 from csc.driver.loader_state import Prefetched
 from csc.driver.model_programs import ModelPrograms
-from csc.driver.notices import NewSizes, notice, unlogged, what_trains
+from csc.driver.notices import NewSizes, TriedWidths, notice, unlogged, what_trains
 from csc.driver.options import changed
 from csc.driver.planned import beside, planned_memory
+from csc.driver.program_broadcast import own_rank
 from csc.driver.program_set import ProgramSet
 from csc.driver.scaled_gradients import ScaledGradients
 from csc.driver.share import ReplicaShare, Share
-from csc.errors import InputError, StepFailed
+from csc.driver.widths import COUNTING, IDS, widths_of
+from csc.errors import DifferenceError, InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Microbatches
 from csc.runtime.encoding import Encoding
@@ -64,7 +66,7 @@ class Steps:
         self._evaluating: Steps | None = None
         self._planned: tuple[Trainer | None, float | None] = (None, None)  # bytes that the plan of a trainer expects
         self._told: ProgramSet | None = None  # of which it was said what trains
-        self._new_sizes = NewSizes()
+        self._new_sizes, self._tried_widths = NewSizes(), TriedWidths()
         self._scaled = ScaledGradients()
         self._handed: tuple[Any, Fetched[Any]] | None = None  # a loader of `ahead`, and its batch that is trained on
         self.metrics: dict[str, float] = {}
@@ -77,7 +79,7 @@ class Steps:
         """The runtime for a batch, None for the example. check: False: without comparing new programs."""
         given, options = self.given, self.options(microbatches)
         batch = given.example if batch is None else batch
-        ready = given.ready(batch, options)
+        ready = given.padded(given.ready(batch, options))
         full = given.full(ready, self._options)
         return self.programs.current().trainer(
             ready, options, self.programs.progress, batch if check else None, full
@@ -195,8 +197,12 @@ class Steps:
             modes.refuse_torch(was, operation)
             return given.ready(batch, options, share.parts)
 
+        def as_programs(ready: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return ready if divided is batch else given.padded(ready)  # one that was divided for all has its widths
+
         def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Microbatches, Encoding | None] | None]:
             given.check(ready if share.own else batch, share.own)
+            ready = as_programs(ready)
             changed = self.programs.changed()
             changes.append(str(changed))
             with programs.compiling:
@@ -234,7 +240,15 @@ class Steps:
                 meeting.began()  # what is made now has meetings of its own
                 programs = self.programs.current()
                 everyone, start = share.of_all(ready), time.perf_counter()
-                made, compared = self._made(everyone, options, everyone if share.own else batch, share.own, due)
+                if divided is not batch:
+                    self._try_widths(everyone, options)
+                ready, parts = as_programs(ready), as_programs(everyone)
+                try:
+                    made, compared = self._made(parts, options, everyone if share.own else batch, share.own, due)
+                except DifferenceError as error:
+                    if widths_of(parts) != widths_of(everyone):
+                        error.add_note("microbatches were padded: widths=False of csc.compile leaves them as they come")
+                    raise
                 if not due and not any(changes) and made.transport.ranks[0] == 0:
                     self._new_sizes.waited(time.perf_counter() - start, self._count)
                 found, heard = meeting.heard(FIRST_STEP, lambda: known(ready, programs.match(ready), made, share.first))
@@ -256,7 +270,7 @@ class Steps:
         if following is None or features is None or programs.features is None:
             return [], None
         try:
-            coming = self.given.ready(following, options, parts)
+            coming = self.given.padded(self.given.ready(following, options, parts))
             matches = programs.match(coming)
             served = programs.serves(matches, options) is not None
         except InputError:
@@ -282,6 +296,27 @@ class Steps:
         if found is not None and found is not before and not found.skipped and made.transport.ranks[0] == 0:
             unlogged(str(found))
         return made, compared
+
+    def _try_widths(self, ready: list[dict[str, Any]], options: Options) -> None:
+        """Find out whether microbatches of all replicas may be padded to the few widths. All ranks call it."""
+        untried = self.given.untried(ready)
+        if not untried or options.loss_weight != "auto":
+            return
+        _ = self.current  # the example's program, if there is none: its graph tells what the loss is
+        programs, progress = self.programs.set, self.programs.progress
+        if any(trainer.program.manifest.loss.weight not in COUNTING for trainer in programs.trainers):
+            return
+        trains = () if options.forward_only else dict(self.programs.compiler.model.named_parameters()).items()
+        trainable = {name for name, parameter in trains if parameter.requires_grad}
+        for microbatch, width in untried:
+
+            def make(microbatch: Any = microbatch, width: int = width) -> dict[str, bytes]:
+                return {"answer": programs.may_pad(microbatch, width, trainable, options, progress).encode()}
+
+            answer = programs.of_first(make, options)["answer"].decode()
+            programs.trials.learn(microbatch, width, answer)
+            if own_rank() in (None, [0]):
+                self._tried_widths.tried(microbatch[IDS].shape[1], width, answer)
 
     @property
     def _is_due(self) -> bool:
@@ -312,7 +347,7 @@ class Steps:
         programs = self.programs.set
         if programs.replays or self._options.mesh.cp == 1:  # what is replayed changes the model for a while
             return
-        ready = self.given.ready(batch, self._options)
+        ready = self.given.padded(self.given.ready(batch, self._options))
         with programs.compiling:
             matches = programs.match(ready)
             trainer = programs.serves(matches, self._options)

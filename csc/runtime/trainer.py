@@ -51,6 +51,7 @@ from csc.runtime.parameter_gradients import receive, taken
 from csc.runtime.rank import Rank
 from csc.runtime.shape_variants import check_member, is_part
 from csc.runtime.shards import Kept, met_of
+from csc.runtime.step_loss import StepLoss
 from csc.runtime.threads import together
 from csc.runtime.transport import InProcess, Transport
 from csc.runtime.words import NOTHING, Said
@@ -195,7 +196,7 @@ class Trainer:
         meeting = self.transport.meeting
         with meeting.turn("train_step"):
             dealt, heard = meeting.heard("train_step", lambda: self.ready(batch, microbatches, local))
-            return self.run(dealt, flags(heard), drawn)
+            return StepLoss.of(self.run(dealt, flags(heard), drawn))
 
     def check_batch(self, batch: batches.GlobalBatch) -> None:
         """InputError for a batch that does not fit; whether there are weights is not asked."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import csc
 from csc.driver.compiled import CompiledModel
+from csc.driver.options import OTHERS, OTHERS_SAY, READERS
 from csc.errors import InputError, ProgramError
 from csc.runtime.loaded_program import load
 
@@ -149,6 +151,37 @@ def test_an_option_that_is_misspelt_is_guessed(compiled: CompiledModel) -> None:
     for call in (lambda **given: csc.compile(Net(), **given), compiled.with_options):
         with pytest.raises(InputError, match=r"there is no option microbatch.*did you mean microbatches"):
             call(microbatch=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"bf16": True}, r"there is no option bf16\. Use precision='bf16'"),
+        ({"fp16": True}, "Use precision='bf16'.*there is no fp16"),
+        ({"mixed_precision": "bf16"}, "Use precision='bf16'"),
+        ({"gradient_accumulation_steps": 4}, "Use microbatches="),
+        ({"num_microbatches": 4}, "Use microbatches="),
+        ({"device_map": "auto"}, r"no option device_map\. Put the model on its device before"),
+        ({"fsdp": "full_shard"}, r"Use mesh='dp=2,pp=2', and zero=1"),
+        ({"tp": 2}, r"Use mesh=csc\.Mesh"),
+        ({"loss_fn": None}, "The model's forward returns the loss"),
+        ({"gradient_checkpointing": True}, "Use recompute="),
+        ({"bf16": True, "microbatch": 2}, "bf16: Use precision='bf16'.*microbatch: did you mean microbatches"),
+        ({"nothing_like_it": 1}, "there is no option nothing_like_it. Options are mesh, freeze"),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_library_is_translated(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        csc.compile(Net(), example=BATCH, **options)
+
+
+def test_what_is_said_of_another_librarys_option_is_an_option_of_csc() -> None:
+    """Each name stands once, is none of csc's own, and what it is translated to exists."""
+    names = [name for row in OTHERS_SAY for name in row.split()]
+    assert len(names) == len(set(names)) and not {*READERS, *OTHERS} & set(names)
+    for said in OTHERS_SAY.values():
+        named = set(re.findall(r"(\w+)=", said)) - {"dp", "pp", "mode", "lr"}  # within an option's value, or torch's
+        assert (named or said.startswith("none: ")) and named <= {*READERS, *OTHERS}
 
 
 def test_a_model_in_torch_compile_is_refused() -> None:

@@ -148,9 +148,37 @@ class Vector(Base):
         return F.cross_entropy(self.second(self.first(x)), labels, reduction="none")
 
 
+class OptionalLabels(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.second(self.first(x))
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class LogitsAlone(Base):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
 def test_a_model_without_a_loss() -> None:
-    refused(lambda: csc.compile(Logits(), example=batch()), "dict without a loss", "model output", "return the loss")
-    refused(lambda: csc.compile(Vector(), example=batch()), "it has 1 dimensions", "model output", "loss.mean()")
+    """The sentence has what it returned, and what helps: labels where it takes some and has none."""
+    shape = list(Logits()(**batch())["logits"].shape)
+    refused(
+        lambda: csc.compile(Logits(), example=batch()),
+        f"Logits returned logits {shape}: a dict without a loss", "model output", "return the loss from forward",
+    )  # fmt: skip
+    refused(
+        lambda: csc.compile(OptionalLabels(), example={"x": batch()["x"]}),
+        f"OptionalLabels returned logits {shape}", "model output", "give the batch labels, which its forward takes",
+    )  # fmt: skip
+    csc.compile(OptionalLabels(), example=batch())
+    refused(
+        lambda: csc.compile(LogitsAlone(), example=batch()),
+        f"LogitsAlone returned a tensor {shape} of float32, and a loss is one", "model output", "of logits return the",
+    )  # fmt: skip
+    refused(
+        lambda: csc.compile(Vector(), example=batch()),
+        f"Vector returned a tensor {shape[:1]} of float32", "model output", "return loss.mean()",
+    )  # fmt: skip
 
 
 class Norms(Base):

@@ -87,7 +87,10 @@ def test_a_world_that_does_not_fit_is_said_last(tmp_path: Path) -> None:
     found = subprocess.run(launcher, cwd=folder, env=environment, text=True, capture_output=True, timeout=240)
     said = "2 processes were started and the mesh has 3 ranks (pp=3)"
     assert found.returncode == 1
-    assert found.stderr.count(f"csc.errors.InputError: mesh: {said}") == 1  # one rank's traceback, not two
+    assert found.stderr.count(f"csc.errors.InputError: mesh: {said}") == 1  # one rank's sentence, not two
+    own = [line for line in found.stderr.splitlines() if line.startswith("[rank")]
+    assert len(own) <= 5 and not any("/csc/" in line for line in own)  # the user's line, and the sentence
+    assert "NO_OTHER_FAILURES" in found.stderr  # ranks that waited for it are no failures
     assert said in found.stderr.rpartition("Root Cause")[2]
 
 

@@ -6,6 +6,7 @@ Host                                                             what of the mod
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,13 @@ from csc.capture.values.interpreter import Run, Watching
 from csc.capture.values.row_index import PREFIX, RowIndices
 from csc.errors import InputError
 from csc.ir.asked import Expression
+from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
+
+NAMED = 4  # of the tensors that a model returned
+WITH_LOSS = (
+    "return the loss from forward, alone or under the name 'loss' (F.cross_entropy(logits.flatten(0, -2), "
+    "labels.flatten()), say), or compile a module around the model whose forward does"
+)
 
 
 class LossOnly(nn.Module):
@@ -112,7 +120,7 @@ class LossOnly(nn.Module):
             self._held.put(parameters)
             before = Slots(self.model, beside=not self._replayed)
             with no_fakes_left(self.model):
-                loss = loss_of(self.model(**own, **self._extra))
+                loss = loss_of(self.model(**own, **self._extra), self.model, own.keys() | self._extra.keys())
             kept = with_hooks(loss)
             self.changes, self.written_beside = before.written(), before.written_beside()
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
@@ -227,10 +235,11 @@ class HostFunctionFound(Exception):
         self.host = host
 
 
-def loss_of(result: Any) -> torch.Tensor:
+def loss_of(result: Any, model: nn.Module | None = None, given: Collection[str] = ()) -> torch.Tensor:
     """The loss in what a model returned: `.loss`, `["loss"]`, the first of a tuple, or the tensor itself.
 
-    Raises InputError if there is none or it is no floating-point scalar.
+    Raises InputError if there is none or it is no floating-point scalar. model, given: what returned it, and the
+    entries that it was given, for that sentence.
     """
     if isinstance(result, torch.Tensor):
         loss: Any = result
@@ -242,19 +251,41 @@ def loss_of(result: Any) -> torch.Tensor:
         loss = result[0]
     else:
         loss = None
+    name = type(model).__name__ if model is not None else "the model"
+    takes_labels = model is not None and "labels" in inspect.signature(model.forward).parameters
+    remedy = "give the batch labels, which its forward takes" if takes_labels and "labels" not in given else WITH_LOSS
     if not isinstance(loss, torch.Tensor):
         raise InputError(
-            f"the model returned a {type(result).__name__} without a loss",
-            "model output",
-            "give the batch its labels, or return the loss: a scalar tensor, first of a tuple or under the name 'loss'",
+            f"{name} returned {_described(result)}: a {type(result).__name__} without a loss", "model output", remedy
         )
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise InputError(
-            f"the loss is no single number: it has {loss.dim()} dimensions, dtype {loss.dtype}",
-            "model output",
-            "return one floating-point number, for example loss.mean()",
-        )
+            f"{name} returned {_described(result)}, and a loss is one floating-point number", "model output",
+            f"of the losses of samples or tokens return loss.mean(); of logits {remedy}",
+        )  # fmt: skip
     return loss
+
+
+def _described(result: Any) -> str:
+    """The tensors that a model returned, with their sizes."""
+    if isinstance(result, torch.Tensor):
+        return f"a tensor {_sizes(result)} of {str(result.dtype).removeprefix('torch.')}"
+    named: Iterable[tuple[Any, Any]] = result.items() if isinstance(result, Mapping) else ()
+    if isinstance(result, (tuple, list)):
+        named = enumerate(result)
+    tensors = [f"{name} {_sizes(tensor)}" for name, tensor in named if isinstance(tensor, torch.Tensor)]
+    return ", ".join(tensors[:NAMED]) or "no tensor"
+
+
+def _sizes(tensor: torch.Tensor) -> list[int | str]:
+    """Of the example, also in a trace, where they are symbols."""
+    sizes: list[int | str] = []
+    for size in tensor.shape:
+        try:
+            sizes.append(int(size))
+        except GuardOnDataDependentSymNode:  # of which only the values of a batch tell
+            sizes.append("?")
+    return sizes
 
 
 def metadata(values: Mapping[str, torch.Tensor], host: HoistedCalls) -> dict[str, torch.Tensor]:
