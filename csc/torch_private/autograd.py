@@ -119,10 +119,10 @@ class _BoundBefore:
 
         def own(*args: Any, **kwargs: Any) -> Any:
             self.is_own = True
-            with torch.no_grad():  # as it is called in apply, which goes on with what it gives
+            with _gradients_recorded(False):  # as it is called in apply, which goes on with what it gives
                 return self.forward(*context, *args, **kwargs)
 
-        with torch.set_grad_enabled(self.records):
+        with _gradients_recorded(self.records):
             result = self.applied(self.cls, own, args[len(context) :], {})
         if self.is_own:
             return result
@@ -146,6 +146,24 @@ class _BoundBefore:
             self.cls.__module__,
             f"call {name}.apply(...) itself",
         )
+
+
+@contextmanager
+def _gradients_recorded(whether: bool) -> Iterator[None]:
+    """As torch.set_grad_enabled, but what traces does not see it, as it does not see what `apply` switches in C: a
+    trace would leave gradients off behind it.
+    """
+
+    def switch(on: bool) -> None:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(on)
+
+    before = torch.is_grad_enabled()
+    switch(whether)
+    try:
+        yield
+    finally:
+        switch(before)
 
 
 def has_setup(function: Any) -> bool:

@@ -816,6 +816,19 @@ def test_applied_functions_give_what_they_are_told(apply: Callable[[torch.Tensor
     assert apply(x).tolist() != [10, 10]
 
 
+@pytest.mark.parametrize("apply", [bound, bound_halved, lambda x: Doubled.apply(x)])
+def test_applied_functions_leave_no_switch_of_gradients_in_a_trace(apply: Callable[..., torch.Tensor]) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return apply(x).sin()
+
+    for own_too in (False, True):
+        with private_autograd.applied_functions(lambda cls, own, args, _: own(*args) if own_too else args[0] * 10):
+            graph = torch.export.export(Model(), (torch.ones(3),), strict=False).graph
+        called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        assert called[-1] == "aten.sin.default" and not [name for name in called if "grad" in name], called
+
+
 def test_has_setup() -> None:
     assert private_autograd.has_setup(Doubled) and not private_autograd.has_setup(Halved)
 
