@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from csc import installation
+
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointManager",
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from csc.kernels.attention import attention
     from csc.kernels.mask import Mask
     from csc.kernels.opaque import opaque
+
+__path__ += installation.top_folders(__path__[0])
+installation.warn_of_untried()
 
 _HOMES = {
     "balanced": "csc.balance.balanced",

@@ -45,14 +45,25 @@ class InputError(CscError):
     """
 
 
-EXTRAS = {
-    "transformers": "hf", "accelerate": "hf", "peft": "hf", "lightning": "lightning", "matplotlib": "plot",
-    "triton": "gpu", "sklearn": "demo",
+EXTRAS = {  # what is imported: the extra of csc-compiler that has it, and what pip knows it by
+    "transformers": ("hf", "transformers>=5.0"), "accelerate": ("hf", "accelerate>=1.1"), "peft": ("hf", "peft>=0.18"),
+    "PIL": ("hf", "pillow>=10"), "sklearn": ("demo", "scikit-learn>=1.5"), "lightning": ("lightning", "lightning>=2.5"),
+    "matplotlib": ("plot", "matplotlib>=3.9"), "triton": ("gpu", "triton>=3.6"),
 }  # fmt: skip
 
 
+def installing(package: str) -> str:
+    """The command that installs a package of an extra, however csc was installed, for a remedy.
+
+    Args:
+        package: the name that is imported, one of EXTRAS.
+    """
+    extra, requirement = EXTRAS[package]
+    return f'pip install "{requirement}", or in a clone of csc pip install -e ".[{extra}]" for all that goes with it'
+
+
 class MissingPackage(CscError, ImportError):
-    """A package is not installed that only some parts of csc need; the remedy names the extra that brings it."""
+    """A package is not installed that only some parts of csc need; the remedy installs it, and names its extra."""
 
     @classmethod
     def of(cls, error: ModuleNotFoundError, where: str) -> MissingPackage | None:
@@ -60,7 +71,7 @@ class MissingPackage(CscError, ImportError):
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             return None
-        return cls(f"{package} is not installed", where, f'pip install "csc-compiler[{EXTRAS[package]}]"')
+        return cls(f"{package} is not installed", where, installing(package))
 
 
 class ProgramError(CscError):

@@ -5,6 +5,8 @@ csc verify examples/lora.py:llava                      every gradient against ea
 python examples/lora.py                                train, save the adapters, read them again; half a minute
 torchrun --nproc-per-node 2 examples/lora.py           the same on two processes
 
+The digits are scikit-learn's: `pip install -e ".[demo]"` brings all that is imported here.
+
 What to look at: the encoder has no B and no W in `csc explain`; the last lines, which compare the adapters in
 build/lora_adapter (PEFT's own files) with what was trained.
 """

@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 4 examples/trainer.py --resume   # goes on from the checkpoint of the third step
 
 What csc needs are the lines that `main` has for it: the imports, `csc.compile`, and `CompiledTrainer` for `Trainer`.
-Images go through transformers' own processor. --report-to wandb, or tensorboard, as with any Trainer.
+Images go through transformers' own processor. The digits are scikit-learn's: `pip install -e ".[demo]"` brings all that
+is imported here. --report-to wandb, or tensorboard, as with any Trainer.
 """
 
 from __future__ import annotations

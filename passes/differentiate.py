@@ -192,7 +192,7 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
         mapping[old] = g.add_placeholder(tidy, f"d_{name}", old.meta["val"], ("tangent", name))
     last_of = _last_by_origin(graph)
     for node in g.calls(graph):
-        if g.op_name(node) in ("aten::detach", "aten::alias", "aten::lift_fresh") or _only_types(node):
+        if _is_its_operand(node) or _only_types(node):
             mapping[node] = mapping[node.all_input_nodes[0]]
             continue
         argument = mapping[node.args[0]] if node.args and isinstance(node.args[0], fx.Node) else None
@@ -217,6 +217,11 @@ def _tidy(graph: fx.Graph, template: Template, sources: list[fx.Node]) -> fx.Gra
     return tidy
 
 
+def _is_its_operand(node: fx.Node) -> bool:
+    """Whether it gives its operand as it is. Autograd keeps a result so: by detach, from torch 2.14 on by alias."""
+    return g.op_name(node) in ("aten::detach", "aten::alias", "aten::lift_fresh")
+
+
 def _only_types(node: fx.Node) -> bool:
     """Whether a call gives its operand as it is: it was there for its gradient, which has been traced."""
     if g.op_name(node) != "csc::share":
@@ -230,7 +235,7 @@ def _last_by_origin(graph: fx.Graph) -> set[fx.Node]:
     for node in g.calls(graph):
         origin = node.meta.get("custom", {}).get("csc", {})
         item = node.args[1] if node.target is operator.getitem else 0
-        if origin and not origin["backward"] and g.op_name(node) != "aten::detach" and item == 0:
+        if origin and not origin["backward"] and not _is_its_operand(node) and item == 0:
             last[origin["name"]] = node
     return set(last.values())
 

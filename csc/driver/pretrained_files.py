@@ -22,7 +22,7 @@ from csc.checkpoints import files, restoring
 from csc.checkpoints.step_index import StepIndex
 from csc.checkpoints.writing import CONFIGS
 from csc.driver.checkpoint import format_of
-from csc.errors import InputError
+from csc.errors import InputError, installing
 from csc.runtime.reading import read_json
 from csc.runtime.saving import published
 from csc.runtime.texts import first_line
@@ -119,7 +119,7 @@ def model_of(folder: Path) -> Any:
     except ModuleNotFoundError:
         raise InputError(
             "transformers is not installed, which knows how weights of this model are named in files", str(file),
-            'pip install "csc-compiler[hf]"',
+            installing("transformers"),
         ) from None  # fmt: skip
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)

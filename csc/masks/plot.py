@@ -1,4 +1,4 @@
-"""A mask's picture as an SVG or PNG file, through matplotlib (`pip install csc-compiler[plot]`).
+"""A mask's picture as an SVG or PNG file, through matplotlib (the extra `plot`).
 
     plot(picture, path, form) -> None       form: "svg" or "png" (150 dots an inch)
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from csc.errors import InputError
+from csc.errors import InputError, installing
 from csc.masks.colours import ANY, HIDDEN, headline, rank_colour, type_colour, type_name
 from csc.masks.picture import Picture, ticks
 
@@ -28,7 +28,7 @@ def plot(picture: Picture, path: Path, form: Literal["svg", "png"]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError(
-            "a picture needs matplotlib, which is not installed", str(path), "pip install csc-compiler[plot]"
+            "a picture needs matplotlib, which is not installed", str(path), installing("matplotlib")
         ) from error
     longest = max(picture.queries, picture.keys)
     high, wide = (max(6.4 * size / longest, 1.0) for size in (picture.queries, picture.keys))

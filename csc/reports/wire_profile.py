@@ -30,6 +30,7 @@ import torch.distributed as dist
 from csc import devices
 from csc.analysis.hardware import Wire
 from csc.errors import CscError
+from csc.installation import own_process
 from csc.reports import host_time
 from csc.runtime.c10d import Distributed
 from csc.runtime.emulated import run
@@ -55,7 +56,7 @@ def measure(device: torch.device) -> WireTimes:
     if device.type != "cpu" and devices.count(device) < 2:
         return WireTimes(None, None)
     with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "csc.reports.wire_profile"]
+        command = own_process("csc.reports.wire_profile")
         running = [
             subprocess.Popen(
                 [*command, str(rank), name, device.type], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

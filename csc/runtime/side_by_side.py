@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from csc import cores
+from csc.installation import own_process
 from csc.runtime.compiled_function import BeingMadeError
 from csc.runtime.function_order import FunctionOrder, TorchState
 
@@ -44,7 +45,7 @@ class CompileWorker:
 
     def __init__(self, nice: int = 0, ahead: Path | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "csc.runtime.compile_worker", str(nice)],
+            own_process("csc.runtime.compile_worker", str(nice)),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,  # Ctrl-C is for this process, which then closes the worker's input
         )  # fmt: skip

@@ -33,6 +33,10 @@ __all__ = [
     "pytree",
 ]  # of torch, as they are
 
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
+if hasattr(checkpoints, f"{_CHECKPOINT}_impl"):  # from torch 2.14 on; the other calls it
+    _CHECKPOINT = f"{_CHECKPOINT}_impl"
+
 
 def modes_that_are_on() -> list[Any]:
     """Objects of TorchFunctionMode and TorchDispatchMode within whose `with` the caller runs."""
@@ -66,7 +70,7 @@ def plain_checkpoints() -> Iterator[None]:
     def only_runs(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    with patch.object(checkpoints, "_checkpoint_without_reentrant_generator", only_runs):
+    with patch.object(checkpoints, _CHECKPOINT, only_runs):
         yield
 
 

@@ -59,7 +59,7 @@ def test_a_package_that_is_missing_names_its_extra() -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=240)
     for module, package, extra in (("hf", "transformers", "hf"), ("lightning", "lightning", "lightning")):
         assert f"MissingPackage csc.integrations.{module}: {package} is not installed" in found.stdout, found.stderr
-        assert f'pip install "csc-compiler[{extra}]"' in found.stdout
+        assert f'pip install "{package}>=' in found.stdout and f'pip install -e ".[{extra}]"' in found.stdout
 
 
 def test_a_file_that_imports_what_is_missing(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_file_that_imports_what_is_missing(tmp_path: Path) -> None:
 
     path = tmp_path / "train.py"
     path.write_text("raise ModuleNotFoundError('No module', name='peft.tuners')\n")
-    with pytest.raises(MissingPackage, match=r"train\.py:1.*peft is not installed.*csc-compiler\[hf\]"):
+    with pytest.raises(MissingPackage, match=r"train\.py:1.*peft is not installed.*pip install \"peft>=.*\[hf\]"):
         load_target(f"{path}:model")
     path.write_text("import nothing_of_that_name\n")
     with pytest.raises(InputError, match="No module named 'nothing_of_that_name'"):

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from csc.errors import InputError
 from csc.torch_private import artifacts as private_artifacts
 from csc.torch_private import autograd as private_autograd
 from csc.torch_private import dict_versions as private_versions
@@ -771,7 +772,7 @@ class Doubled(torch.autograd.Function):
         return d_out * ctx.times, None
 
 
-bound = Doubled.apply
+bound, bound_halved = Doubled.apply, Halved.apply
 
 
 def test_applied_functions() -> None:
@@ -789,6 +790,43 @@ def test_applied_functions() -> None:
     assert x.grad is not None and x.grad.tolist() == [2.5, 2.5]
     bound(x)
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("apply", [bound, bound_halved, lambda x: Doubled.apply(x), lambda x: Halved.apply(x)])
+def test_applied_functions_give_what_they_are_told(apply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Whether gradients are recorded is seen as it is where the function is applied."""
+    recorded: list[bool] = []
+
+    def applied(cls: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        recorded.append(torch.is_grad_enabled())
+        return args[0] * 10
+
+    x = torch.ones(2, requires_grad=True)
+    with private_autograd.applied_functions(applied):
+        given = apply(x)
+        with torch.no_grad():
+            assert apply(x).tolist() == [10, 10]
+    assert given.tolist() == [10, 10] and given.requires_grad and recorded == [True, False]
+    if apply in (bound, bound_halved) and not private_autograd._APPLY_IS_PYTHON:
+        with pytest.raises(InputError, match=r"differentiates in its forward through .*call .*\.apply"):
+            given.sum().backward()
+    else:
+        given.sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [10, 10]
+    assert apply(x).tolist() != [10, 10]
+
+
+@pytest.mark.parametrize("apply", [bound, bound_halved, lambda x: Doubled.apply(x)])
+def test_applied_functions_leave_no_switch_of_gradients_in_a_trace(apply: Callable[..., torch.Tensor]) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return apply(x).sin()
+
+    for applied in (lambda cls, own, args, _: own(*args)), (lambda cls, own, args, _: args[0] * 10):
+        with private_autograd.applied_functions(applied):
+            graph = torch.export.export(Model(), (torch.ones(3),), strict=False).graph
+        called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        assert called[-1] == "aten.sin.default" and not [name for name in called if "grad" in name], called
 
 
 def test_has_setup() -> None:
