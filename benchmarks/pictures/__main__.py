@@ -37,7 +37,9 @@ def large() -> tuple[csc.CompiledModel, str]:
     with meta_init(torch.bfloat16):
         model = build(configuration, {name: part.layers for name, part in configuration.components.items()})
     said = {"loss_weight": "tokens"}  # as a batch of one sample that nothing checks asks
-    return compiled(model, [batch(configuration)], ["vision"], RANKS, **said), "Gemma 2 27B behind a frozen InternViT 6B"
+    return compiled(
+        model, [batch(configuration)], ["vision"], RANKS, **said
+    ), "Gemma 2 27B behind a frozen InternViT 6B"
 
 
 def small() -> tuple[csc.CompiledModel, str]:

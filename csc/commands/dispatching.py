@@ -105,8 +105,8 @@ def why(ways: Sequence[DispatchTimes]) -> str:
     heaviest = f"the heaviest rank of {best.way} has {best.tiles_over_mean:.2f} times the mean of tiles"
     if best.keys > best.attention:
         return (
-            f"{heaviest}, yet what limits the step is the link: sending keys takes {seconds_text(best.keys)}, attention "
-            f"on that rank {seconds_text(best.attention)}. Even tiles would send more keys; they pay on a faster link "
+            f"{heaviest}, yet what limits the step is the link: sending keys takes {seconds_text(best.keys)}, "
+            f"attention on that rank {seconds_text(best.attention)}. Even tiles would send more keys; they pay on a faster link "
             "(--link)"
         )
     if even.way != best.way:

@@ -12,6 +12,7 @@ from csc.ir.program import Program, Region
 
 FROZEN, PASSING, TRAINED, PLAIN = "#dbeafe", "#fef3c7", "#dcfce7", "#f3f4f6"
 MEANING = {FROZEN: "forward only", PASSING: "a gradient passes", TRAINED: "trains", PLAIN: "not known before pruning"}
+INK = "#1b1f24"  # on each of them, in the dark as well
 BACK, NOT_BACK = "a gradient comes back", "no gradient comes back"  # to the region that an arrow starts at
 
 
@@ -55,10 +56,17 @@ def mermaid(program: Program, regions: Sequence[Region]) -> str:
     for source, target, back in edges(program):
         if source in number and target in number:
             lines.append(f"  r{number[source]} {'-->' if back else '-.->'} r{number[target]}")
-    lines += [f"  style r{number[region.name]} fill:{colour(region)}" for region in regions]
+    lines += [f"  style r{number[region.name]} fill:{colour(region)},color:{INK}" for region in regions]
     lines += ['  subgraph legend["legend"]']
-    lines += [f'    key{i}["{text}"]\n    style key{i} fill:{fill}' for i, (fill, text) in enumerate(_used(regions))]
-    lines += [f'    region["region"] -->|{BACK}| reader["reader"]', f'    region -.->|{NOT_BACK}| other["reader"]', "  end"]
+    lines += [
+        f'    key{i}["{text}"]\n    style key{i} fill:{fill},color:{INK}'
+        for i, (fill, text) in enumerate(_used(regions))
+    ]
+    lines += [
+        f'    region["region"] -->|{BACK}| reader["reader"]',
+        f'    region -.->|{NOT_BACK}| other["reader"]',
+        "  end",
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -84,7 +92,8 @@ def page(program: Program, regions: Sequence[Region], text: str | None = None) -
         "<!doctype html><html lang=en><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(program.name)}</title><style>{STYLE}</style>"
-        f"<h1>{html.escape(program.name)}</h1>{_legend(regions)}{_svg(program, regions)}{rows}<pre>{body}</pre></html>\n"
+        f"<h1>{html.escape(program.name)}</h1>{_legend(regions)}{_svg(program, regions)}{rows}"
+        f"<pre>{body}</pre></html>\n"
     )
 
 
@@ -113,14 +122,14 @@ STYLE = (
     "body{background:#14171b}}"
     "body{font:14px/1.4 system-ui,sans-serif;margin:1.5rem;color:var(--ink)}h1{overflow-wrap:anywhere}"
     "pre,.wide{overflow:auto}pre{background:var(--raised);padding:1rem;font-size:12px}"
-    "table{border-collapse:collapse;margin:1rem 0}"
-    "td,th{border:1px solid var(--rule);padding:.2rem .6rem;text-align:left;vertical-align:top}"
+    "table{border-collapse:collapse;margin:1rem 0;font-size:13px}"
+    "td,th{border:1px solid var(--rule);padding:.2rem .4rem;text-align:left;vertical-align:top}"
     "td:nth-child(n+3):not(:last-child){white-space:nowrap;font-variant-numeric:tabular-nums}"
     ".legend{display:flex;flex-wrap:wrap;gap:2px 16px;color:var(--soft)}"
     ".legend i{display:inline-block;width:13px;height:13px;margin-right:6px;vertical-align:-2px;"
     "border:1px solid #64748b}"
     ".legend i.line{height:0;width:18px;border:0;border-top:2px solid var(--soft);vertical-align:4px}"
-    "svg{max-width:100%;height:auto}svg .name{fill:#111}svg .stage{fill:var(--soft)}"
+    "svg{max-width:100%;height:auto}svg .name{fill:#1b1f24}svg .stage{fill:var(--soft)}"
     "svg path{stroke:var(--soft);fill:none}"
 )
 BOX_HEIGHT, GAP, BOX_WIDTH, LEFT, BEND = 26, 14, 420, 110, 150
@@ -152,9 +161,7 @@ def _svg(program: Program, regions: Sequence[Region]) -> str:
         else:
             x, bend = LEFT + wide, 30 + min(BEND - 30, (end - start) // 6)
             start, end = start - BOX_HEIGHT // 2, end + BOX_HEIGHT // 2
-            parts.append(
-                f'<path d="M{x} {start} C{x + bend} {start} {x + bend} {end} {x} {end}"{dash}/>'
-            )
+            parts.append(f'<path d="M{x} {start} C{x + bend} {start} {x + bend} {end} {x} {end}"{dash}/>')
     for region in regions:
         y = top[region.name]
         parts.append(

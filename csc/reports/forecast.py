@@ -36,7 +36,6 @@ from csc.simulation.pipeline_file import from_json as read_pipeline
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Timeline, from_json
 
-
 FAR = 1.5  # a measured makespan over the plan's, or the plan's over it, that calls for a remedy
 
 
@@ -230,10 +229,7 @@ def cost_note(sources: Sequence[Path], timelines: Sequence[Timeline]) -> str:
     ratio, name = max(far, key=lambda each: abs(math.log(each[0])))
     costs = str(load(sources[0], ranks=()).manifest.plan.get("costs", ""))
     start = f"{name} takes {ratio:.3g} times as long as the plan expects"
-    measure = "csc profile TARGET -o mine.toml measures the machine it runs on, --hardware mine.toml plans with that"
+    measure = "csc profile TARGET -o mine.toml measures the machine it runs on, --hardware mine.toml plans with that."
     if costs.startswith("measured on "):
-        return (
-            f"{start}, by costs {costs}. Each rank needs a core or device of that kind for itself; on another machine, "
-            f"{measure}."
-        )
-    return f"{start}, by {f'a {costs}' if costs else 'costs'} that nobody measured: {measure}."
+        return f"{start} by costs {costs}: is it that machine, with a core or device for each rank? Else {measure}"
+    return f"{start} by {f'a {costs}' if costs else 'its costs'}, not by measured costs. {measure}"

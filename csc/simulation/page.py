@@ -69,7 +69,7 @@ def page(
             '<label><input type="checkbox" id="messages" checked> messages</label>',
             '<label><input type="checkbox" id="memory" checked> memory</label>',
             f'<label{"" if len(timelines) > 1 else " hidden"}><input type="checkbox" id="own"'
-            f'{" checked" if own_scale else ""}> each run on its own scale</label>',
+            f"{' checked' if own_scale else ''}> each run on its own scale</label>",
             '<button id="out" title="zoom out (-)">−</button><button id="in" title="zoom in (+)">+</button>',
             '<button id="fit" title="whole run (0)">fit</button></span></div>',
             '<canvas id="axis"></canvas></div>',
