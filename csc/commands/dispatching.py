@@ -106,8 +106,8 @@ def why(ways: Sequence[DispatchTimes]) -> str:
     if best.keys > best.attention:
         return (
             f"{heaviest}, yet what limits the step is the link: sending keys takes {seconds_text(best.keys)}, "
-            f"attention on that rank {seconds_text(best.attention)}. Even tiles would send more keys; they pay on a faster link "
-            "(--link)"
+            f"attention on that rank {seconds_text(best.attention)}. Even tiles would send more keys; they pay "
+            "on a faster link (--link)"
         )
     if even.way != best.way:
         return (
