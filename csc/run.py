@@ -3,7 +3,7 @@
 Under torchrun each process runs its rank; without it, all ranks run in this process.
 
     torchrun --nproc-per-node=3 -m csc.run DIR --steps 100 --data data.py:batches --weights llava/ --save out/
-    torchrun --nproc-per-node=3 -m csc.run DIR --steps 5 --timeline measured.json     see `csc timeline`
+    torchrun --nproc-per-node=3 -m csc.run DIR --timeline measured.json               see `csc timeline`
     torchrun --nproc-per-node=8 -m csc.run DIR --emulate 100                          waits instead of computing
     python -m csc.run DIR --steps 3 --json
 
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Batches = Iterator[Any]
 FIND_OUT = 2.0  # seconds that a rank has, once the launcher stops it, to find out why
+WARM, TIMED = 2, 3  # steps before a timeline is recorded (memory, kernels and imports are new), and steps recorded
 
 
 class Optimizer(StrEnum):
@@ -64,6 +65,7 @@ class Arguments:
     json: bool
     timeout: float
     timeline: Path | None = None
+    timeline_step: int | None = None
     emulate: float | None = None
     fuse: bool = False
     cuda_graphs: bool = False
@@ -94,7 +96,13 @@ def command(
     timeout: Annotated[float, typer.Option(help="Seconds without an answer until a rank counts as lost.")] = 600.0,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write when each action of the last step ran, for `csc timeline`; a first step warms up."),
+        typer.Option(
+            help=f"Write when each action ran, for `csc timeline`: the step of median time of the last {TIMED}, after "
+            f"{WARM} that warm up. With fewer --steps the others follow the training, which they leave as it is."
+        ),
+    ] = None,
+    timeline_step: Annotated[
+        int | None, typer.Option(min=1, help="With --timeline: record this step alone; 1 is the cold first one.")
     ] = None,
     emulate: Annotated[
         float | None,
@@ -107,7 +115,7 @@ def command(
     """Train with a compiled program."""
     options = Arguments(
         directory, steps, batch, data, weights, save, lr, optimizer, clip, seed, log_every, as_json, timeout,
-        timeline, emulate, fuse, cuda_graphs,
+        timeline, timeline_step, emulate, fuse, cuda_graphs,
     )  # fmt: skip
     raise typer.Exit(run(options, debug))
 
@@ -121,6 +129,7 @@ def run(options: Arguments, debug: bool = False) -> int:
     store: Any = None
     ending = _Ending()
     try:
+        _check_timeline(options)
         if under_torchrun():
             ending.store = store = open_store(options.timeout)
             signal.signal(signal.SIGTERM, ending.stopped)
@@ -216,10 +225,9 @@ def _train(options: Arguments, program: Any, launch: Any, ending: _Ending) -> No
         weights = random_weights([p for p in program.manifest.parameters if held & set(p.ranks)], options.seed)
         if first:
             _say(f"no weights given: random ones, normal with standard deviation {STD}, seed {options.seed}.")
-    trace = options.timeline is not None
     device = launch.device if launch else None
     trainer = Trainer(
-        program, weights, transport, device, trace, fused=options.fuse, artifacts=_artifacts(options),
+        program, weights, transport, device, fused=options.fuse, artifacts=_artifacts(options),
         graphs=options.cuda_graphs,
     )  # fmt: skip
     parameters = list(trainer.parameters())
@@ -227,29 +235,39 @@ def _train(options: Arguments, program: Any, launch: Any, ending: _Ending) -> No
     optimizer = make_optimizer(trainer, make, parameters, lr=options.lr) if parameters else None  # frozen stages
     log = _Log(options, first)
     batches = _batches(options, program)
+    last = _last_step(options)
+    timed = _timed_steps(options, last)
+    traces: list[Any] = []
+    batch: Any = None
     with log:
         for number in range(1, options.steps + 1):
             start = time.perf_counter()
-            batch = next(batches, None)
-            if batch is None:
-                raise InputError(
-                    f"the data ended after {number - 1} of {options.steps} steps",
-                    str(options.data),
-                    "Give more, or lower --steps",
-                )
-            if trace and options.steps == 1:
-                _warm_up(trainer, batch)
-            trainer.zero_grad()
-            loss = trainer.train_step(batch)
+            batch = _next(batches, number, options)
+            loss = _gradients(trainer, batch, number in timed, traces)
             norm = trainer.clip_grad_norm_(options.clip) if options.clip is not None else None
             if optimizer is not None:
                 optimizer.step()
             log.step(number, float(loss), None if norm is None else float(norm), time.perf_counter() - start)
     if options.save is not None:
         trainer.save(options.save)
-    _record(options, trainer.timeline, program.manifest, "measured")
+    if first and last > options.steps:
+        _say(f"training is done; {last - options.steps} more steps, which change no weights, for --timeline.")
+    for number in range(options.steps + 1, last + 1):
+        batch = _next(batches, number, options) if batch is None else batch
+        _gradients(trainer, batch, number in timed, traces)
+    _record(options, traces, program.manifest, "measured")
     if launch:
         torch.distributed.destroy_process_group()
+
+
+def _gradients(trainer: Any, batch: Any, timed: bool, traces: list[Any]) -> Any:
+    """Set the gradients of a batch; returns the loss. timed: append when each action ran to `traces`."""
+    trainer.trace = timed
+    trainer.zero_grad()
+    loss = trainer.train_step(batch)
+    if timed:
+        traces.append(trainer.timeline)
+    return loss
 
 
 def _artifacts(options: Arguments) -> FunctionFolder | None:
@@ -263,15 +281,45 @@ def _artifacts(options: Arguments) -> FunctionFolder | None:
     return FunctionFolder.of(inductor_folder(store()))
 
 
-def _warm_up(trainer: Any, batch: Any) -> None:
-    """A first step is no measure: memory, kernels and imports are new. Its gradients are dropped, and random numbers
-    are as they were.
-    """
-    import torch
+def _check_timeline(options: Arguments) -> None:
+    """InputError for a --timeline-step that is none of the training, or that nothing is written of."""
+    if options.timeline_step is None:
+        return
+    if options.timeline is None:
+        raise InputError("there is no file for what it records", "--timeline-step", "Give --timeline FILE as well")
+    if options.timeline_step > options.steps:
+        raise InputError(
+            f"there is no step {options.timeline_step}: training has {options.steps}",
+            "--timeline-step",
+            f"Give --steps {options.timeline_step} or more, or an earlier step",
+        )
 
-    state = torch.get_rng_state()
-    trainer.train_step(batch)
-    torch.set_rng_state(state)
+
+def _last_step(options: Arguments) -> int:
+    """The number of the last step that is run: behind those of the training, if these are too few for a timeline."""
+    if options.timeline is None or options.timeline_step is not None:
+        return options.steps
+    return max(options.steps, WARM + TIMED)
+
+
+def _timed_steps(options: Arguments, last: int) -> range:
+    """The numbers of the steps that are recorded. last: of the last step."""
+    if options.timeline is None:
+        return range(0)
+    if options.timeline_step is not None:
+        return range(options.timeline_step, options.timeline_step + 1)
+    return range(last - TIMED + 1, last + 1)
+
+
+def _next(batches: Batches, number: int, options: Arguments) -> Any:
+    """The batch of a step. InputError if the data has ended."""
+    batch = next(batches, None)
+    if batch is None:
+        raise InputError(
+            f"the data ended after {number - 1} of {options.steps} steps", str(options.data),
+            "Give more, or lower --steps",
+        )  # fmt: skip
+    return batch
 
 
 def _say_what_is_edited(program: Any, launch: Any) -> None:
@@ -302,24 +350,33 @@ def _wait(options: Arguments, program: Any, launch: Any, ending: _Ending) -> Non
     transport = Distributed(waiting.program, torch.device("cpu"), options.timeout)
     ending.positions = transport.meeting.positions
     predicted = expected(waiting, options.emulate)
-    traces: Any = {}
+    timed = _timed_steps(options, options.steps)
+    recorded: list[Any] = []
     for number in range(1, options.steps + 1):
         (traces,) = run(waiting, transport, 1, options.emulate)
+        if number in timed:
+            recorded.append(traces)
         measured = timeline(gathered(traces), waiting.program.manifest).makespan
         if launch.rank == 0 and options.json:
             print(json.dumps({"step": number, "seconds": measured, "expected": predicted}), flush=True)
         elif launch.rank == 0:
             print(f"step {number}  emulated {measured:.4f} s  expected {predicted:.4f} s", flush=True)
-    _record(options, traces, waiting.program.manifest, "emulated")
+    _record(options, recorded, waiting.program.manifest, "emulated")
     torch.distributed.destroy_process_group()
 
 
-def _record(options: Arguments, traces: Any, manifest: Any, name: str) -> None:
-    """Write the timeline of a step, if it is asked for. All ranks call it."""
+def _record(options: Arguments, traces: Sequence[Any], manifest: Any, name: str) -> None:
+    """Write a timeline of the steps that were recorded, if any were. All ranks call it."""
     from csc.runtime.timelines import record
+    from csc.simulation.look import seconds_text
 
-    if options.timeline is not None and traces:
-        record(options.timeline, traces, manifest, name)
+    if options.timeline is None or not traces:
+        return
+    makespan = record(options.timeline, traces, manifest, name)
+    if 0 in traces[0]:
+        which = f"the step of median time of {len(traces)}" if options.timeline_step is None else "step"
+        number = "" if options.timeline_step is None else f" {options.timeline_step}"
+        _say(f"wrote {options.timeline}: {which}{number}, {seconds_text(makespan)}.")
 
 
 def _batches(options: Arguments, program: Any) -> Batches:

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from csc.errors import InputError
+from csc.simulation.look import seconds_text
 
 
 class Dispatcher(StrEnum):
@@ -96,24 +97,24 @@ def compared(mask: Any, pairs: Any, block: int, ranks: int, bandwidth: float) ->
 
 
 def why(ways: Sequence[DispatchTimes]) -> str:
-    """Empty where the fastest way is as even as any."""
+    """What the fastest way has more even tiles for, or why there are none; empty where its tiles are even."""
     best = ways[0]
     even = min(ways, key=lambda one: one.tiles_over_mean)
     if best.tiles_over_mean < UNEVEN:
         return ""
+    heaviest = f"the heaviest rank of {best.way} has {best.tiles_over_mean:.2f} times the mean of tiles"
     if best.keys > best.attention:
         return (
-            f"{best.way} is uneven ({best.tiles_over_mean:.3f}) and the fastest: here the keys of other ranks take "
-            "longer than attention on the heaviest rank, so fewer keys save more than even tiles would (see --link)"
+            f"{heaviest}, yet what limits the step is the link: sending keys takes {seconds_text(best.keys)}, "
+            f"attention on that rank {seconds_text(best.attention)}. Even tiles would send more keys; they pay "
+            "on a faster link (--link)"
         )
     if even.way != best.way:
         return (
-            f"{even.way} has more even tiles ({even.tiles_over_mean:.3f} instead of {best.tiles_over_mean:.3f}) and is "
-            "slower, for the keys that it sends"
+            f"{heaviest}; {even.way} has {even.tiles_over_mean:.2f}, but takes "
+            f"{even.seconds / best.seconds:.2f} times as long for the keys that it sends"
         )
-    return (
-        f"no way is more even than {best.tiles_over_mean:.3f}: every rank has as many blocks, and some blocks see more"
-    )
+    return f"{heaviest}; no way has less: every rank has as many blocks, and some blocks see more"
 
 
 def _workload(mask: Any, pairs: Any, block: int, ranks: int, bandwidth: float) -> Any:

@@ -135,15 +135,15 @@ def _print(found: dict[str, Any]) -> None:
     console.print(loads)
     remote = found.get("remote_over_all_gather")
     console.print(
-        f"{found['dispatch']}: heaviest rank over the mean {found['tiles_over_mean']:.3f} in tiles, "
-        f"{found['visible_pairs_over_mean']:.3f} in pairs"
-        + ("" if remote is None else f"; remote keys {remote:.1%} of an all-gather"),
+        f"{found['dispatch']}: the heaviest rank has {found['tiles_over_mean']:.2f} times the mean of tiles, "
+        f"{found['visible_pairs_over_mean']:.2f} times that of pairs"
+        + ("" if remote is None else f"; ranks fetch {remote:.1%} of what an all-gather of keys would"),
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     for way in found["ways"]:
         console.print(
-            f"{way['way']}: {seconds_text(way['seconds'])} a layer, {way['tiles_over_mean']:.3f} in tiles; forward: "
-            f"attention {seconds_text(way['attention'])}, keys {seconds_text(way['keys'])}",
+            f"{way['way']}: {seconds_text(way['seconds'])} a layer, heaviest rank {way['tiles_over_mean']:.2f}; "
+            f"forward: attention {seconds_text(way['attention'])}, keys {seconds_text(way['keys'])}",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     if found["why"]:

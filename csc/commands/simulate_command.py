@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,15 @@ from csc.commands.limits_table import show_limits
 from csc.commands.memory_table import memory_table
 from csc.commands.model_options import Opening, PipelineOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
+from csc.commands.timeline_files import (
+    ChromeOption,
+    OutputOption,
+    PageOption,
+    Scale,
+    ScaleOption,
+    SvgOption,
+    write_timelines,
+)  # fmt: skip
 from csc.simulation.look import bytes_text, seconds_text
 
 
@@ -70,18 +79,26 @@ def timeline(
     ],
     page: PageOption = None,
     svg: SvgOption = None,
+    scale: ScaleOption = Scale.common,
     chrome: ChromeOption = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Lay timelines on top of each other: what a plan expects, and what `csc.run --timeline` measured."""
-    from csc.reports.forecast import comparison, read
+    from csc.reports.forecast import comparison, cost_note, read
 
     timelines = [read(source) for source in sources]
-    write_timelines(timelines, "timelines", None, page, chrome, svg)
+    names = [timeline.name for timeline in timelines]
+    timelines = [
+        replace(timeline, name=f"{timeline.name} ({source.name})") if names.count(timeline.name) > 1 else timeline
+        for timeline, source in zip(timelines, sources)
+    ]
+    note = cost_note(sources, timelines)
+    title = f"timelines: {', '.join(source.resolve().name for source in sources)}"
+    write_timelines(timelines, title, None, page, chrome, svg, scale=scale, note=note)
     rows = comparison(timelines)
     if json_output:
-        print_json({"timelines": [vars(row) for row in rows]})
+        print_json({"timelines": [vars(row) for row in rows], "note": note})
         return
     means_of = table("timeline", "makespan", "over the first", "bubble", "mean F", "mean B", "mean W", "mean BW")
     for row in rows:
@@ -90,3 +107,5 @@ def timeline(
             escape(row.name), seconds_text(row.makespan), f"{row.over_first:.3f}", f"{row.bubble_share:.1%}", *means
         )
     console.print(means_of)
+    if note:
+        console.print(escape(note), highlight=False)

@@ -7,6 +7,7 @@ The *strips* beside the axes show what tokens are, with a notch where a document
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from csc.masks.colours import ANY, HIDDEN, headline, rank_colour, type_colour, t
 from csc.masks.picture import Picture, ticks
 
 FIELD = "#f3f5f7"
+FITS = "max-width: 100%; height: auto"  # a picture shrinks with its window
 INK, SOFT = "#1b1f24", "#5b6570"
 
 
@@ -57,9 +59,14 @@ def plot(picture: Picture, path: Path, form: Literal["svg", "png"]) -> None:
     figure.text(0.2 / width, 1 - 0.3 / height, picture.title, fontsize=12, fontweight="bold", color=INK)
     figure.text(0.2 / width, 1 - 0.52 / height, headline(picture), fontsize=8.5, color=SOFT)
     _legend(figure, picture, left + wide + 0.3, top, width, height)
+    drawn = BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "csc"}):  # text stays text; every run, the same file
+        figure.savefig(drawn, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+    content = drawn.getvalue()
+    if form == "svg":
+        content = content.replace(b"<svg ", f'<svg role="img" style="{FITS}" '.encode(), 1)
     try:
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "csc"}):  # text stays text; every run, the same file
-            figure.savefig(path, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+        path.write_bytes(content)
     except OSError as error:
         raise InputError(f"it cannot be written: {error.strerror}", str(path)) from error
 
@@ -149,4 +156,4 @@ def _legend(figure: Any, picture: Picture, x: float, y: float, width: float, hei
         if row >= 0.12 or rank % 4 == 0:
             text(x + 0.17, y, str(rank), ha="right", color=SOFT)
             text(right, y, f"{load:,}", ha="right", color=SOFT)
-    text(x, y + 0.24, f"heaviest over mean {picture.imbalance:.3f}", color=SOFT)
+    text(x, y + 0.24, f"heaviest rank: {picture.imbalance:.2f} × mean", color=SOFT)

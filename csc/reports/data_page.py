@@ -14,11 +14,12 @@ from csc.planning.assign.layout import Size
 from csc.reports.data import DataReport, Histogram
 from csc.simulation.look import BASE, MEMORY, seconds_text
 
-WIDTH, HEIGHT, LEFT, FOOT = 720, 180, 64, 24
+WIDTH, HEIGHT, LEFT, FOOT = 720, 180, 90, 24
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 STYLE = """
 :root { color-scheme: light dark; } body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2rem auto;
-padding: 0 1rem; } h2 { margin-top: 2rem; font-size: 1.1rem; } table { border-collapse: collapse; }
+padding: 0 1rem; } h2 { margin-top: 2rem; font-size: 1.1rem; } h1 { overflow-wrap: anywhere; }
+.table { overflow-x: auto; margin-bottom: 1rem; } table { border-collapse: collapse; }
 td, th { padding: .15rem .8rem .15rem 0; text-align: right; } td:first-child, th:first-child { text-align: left; }
 svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
 .rule { stroke: currentColor; stroke-opacity: .25; }
@@ -66,7 +67,7 @@ def _histogram(name: str, one: Histogram) -> str:
     ]
     ends = [_text(LEFT, "start", f"{one.first:g}"), _text(WIDTH, "end", f"{one.last:g}")]
     middle = _text((LEFT + WIDTH) / 2, "middle", name)
-    return _picture([*bars, *ends, middle, _top(f"{most:,}")], f"{name}: samples by length")
+    return _picture([*bars, *ends, middle, _top(f"{most:,} samples")], f"{name}: samples by length")
 
 
 def _ways(report: DataReport) -> str:
@@ -75,9 +76,9 @@ def _ways(report: DataReport) -> str:
     parts = []
     for n, (way, seconds) in enumerate(report.seconds.items()):
         own = MEMORY if way == "equal" else BASE["W"] if way == "balanced" else BASE["B"]
-        text = f"{way}: {seconds_text(seconds)}, {seconds / best:.3f} of balanced"
+        text = f"{way}: {seconds_text(seconds)}, {seconds / best:.3f} × balanced"
         parts.append(_bar(LEFT + (n + 0.15) * wide, seconds / most, 0.7 * wide, own, text))
-        parts.append(_text(LEFT + (n + 0.5) * wide, "middle", f"{way}, x {seconds / best:.3f}"))
+        parts.append(_text(LEFT + (n + 0.5) * wide, "middle", f"{way}, {seconds / best:.3f} × balanced"))
     note = "<p>equal: every microbatch the mean, which no samples are.</p>"
     return _picture([*parts, _top(seconds_text(most))], "seconds of a step by way") + note
 
@@ -104,7 +105,7 @@ def _rows(sizes: Sequence[Size]) -> Iterable[list[str]]:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     first = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{first}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="table"><table><thead><tr>{first}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _picture(parts: Iterable[str], name: str) -> str:

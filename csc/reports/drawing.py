@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 
 from csc.analysis.explain import explain
@@ -10,10 +11,13 @@ from csc.ir.printer import program_text
 from csc.ir.program import Program, Region
 
 FROZEN, PASSING, TRAINED, PLAIN = "#dbeafe", "#fef3c7", "#dcfce7", "#f3f4f6"
+MEANING = {FROZEN: "forward only", PASSING: "a gradient passes", TRAINED: "trains", PLAIN: "not known before pruning"}
+INK = "#1b1f24"  # on each of them, in the dark as well
+BACK, NOT_BACK = "a gradient comes back", "no gradient comes back"  # to the region that an arrow starts at
 
 
 def colour(region: Region) -> str:
-    """Blue: F only. Yellow: a gradient passes. Green: trains. Grey: not known yet."""
+    """What fills a region's box; see MEANING."""
     if not region.variant:
         return PLAIN
     if region.needs_dw:
@@ -32,7 +36,7 @@ def edges(program: Program) -> list[tuple[str, str, bool]]:
 
 
 def mermaid(program: Program, regions: Sequence[Region]) -> str:
-    """Mermaid text: one box a region, one frame a stage; solid arrows have a gradient coming back."""
+    """Mermaid text: one box a region, one frame a stage, and a legend; solid arrows have a gradient coming back."""
     number = {region.name: index for index, region in enumerate(regions)}
     home = {name: stage.index for stage in program.stages for name in stage.regions}
     lines = ["flowchart TB"]
@@ -52,7 +56,17 @@ def mermaid(program: Program, regions: Sequence[Region]) -> str:
     for source, target, back in edges(program):
         if source in number and target in number:
             lines.append(f"  r{number[source]} {'-->' if back else '-.->'} r{number[target]}")
-    lines += [f"  style r{number[region.name]} fill:{colour(region)}" for region in regions]
+    lines += [f"  style r{number[region.name]} fill:{colour(region)},color:{INK}" for region in regions]
+    lines += ['  subgraph legend["legend"]']
+    lines += [
+        f'    key{i}["{text}"]\n    style key{i} fill:{fill},color:{INK}'
+        for i, (fill, text) in enumerate(_used(regions))
+    ]
+    lines += [
+        f'    region["region"] -->|{BACK}| reader["reader"]',
+        f'    region -.->|{NOT_BACK}| other["reader"]',
+        "  end",
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -63,35 +77,68 @@ def page(program: Program, regions: Sequence[Region], text: str | None = None) -
         _, explained = explain(program)
         chosen = {region.name for region in regions}
         rows = "".join(
-            f"<tr><td>{html.escape(row.name)}</td><td>{html.escape(row.template)}</td><td>{row.stage}</td>"
+            f"<tr><td>{_breaking(row.name)}</td><td>{_breaking(row.template)}</td><td>{row.stage}</td>"
             f"<td>{row.parameters:,}</td><td>{row.trainable:,}</td>"
             f"<td>{' / '.join(map(str, row.matmuls))}</td>"
             f"<td>{sum(row.flops):,}</td><td>{html.escape(row.why)}</td></tr>"
             for row in explained if row.name in chosen
         )  # fmt: skip
         rows = (
-            "<table><tr><th>region</th><th>file</th><th>stage</th><th>parameters</th><th>trainable</th>"
-            f"<th>F / B / W matmuls</th><th>FLOPs</th><th>why</th></tr>{rows}</table>"
+            "<div class=wide><table><tr><th>region</th><th>file</th><th>stage</th><th>parameters</th><th>trainable</th>"
+            f"<th>F / B / W matmuls</th><th>FLOPs</th><th>why</th></tr>{rows}</table></div>"
         )
     body = html.escape(text if text is not None else program_text(program, tuple(r.name for r in regions)))
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(program.name)}</title><style>"
-        f"{STYLE}</style>"
-        f"<h1>{html.escape(program.name)}</h1>{_svg(program, regions)}{rows}<pre>{body}</pre></html>\n"
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(program.name)}</title><style>{STYLE}</style>"
+        f"<h1>{html.escape(program.name)}</h1>{_legend(regions)}{_svg(program, regions)}{rows}"
+        f"<pre>{body}</pre></html>\n"
     )
 
 
+def _breaking(name: str) -> str:
+    """A name that a line may end in, behind a dot or an underscore."""
+    return re.sub(r"(?<=[._])", "<wbr>", html.escape(name))
+
+
+def _legend(regions: Sequence[Region]) -> str:
+    """What colours and lines mean, of those that the picture has."""
+    words = [f'<span><i style="background:{fill}"></i>{text}</span>' for fill, text in _used(regions)]
+    lines = [("solid", BACK), ("dashed", NOT_BACK)]
+    words += [f'<span><i class=line style="border-top-style:{style}"></i>{text}</span>' for style, text in lines]
+    return f"<p class=legend>{''.join(words)}</p>"
+
+
+def _used(regions: Sequence[Region]) -> list[tuple[str, str]]:
+    """(colour, meaning) of those that regions have."""
+    used = {colour(region) for region in regions}
+    return [(fill, text) for fill, text in MEANING.items() if fill in used]
+
+
 STYLE = (
-    "body{font:14px/1.4 system-ui,sans-serif;margin:2rem;color:#111}"
-    "pre{background:#f8fafc;padding:1rem;overflow:auto;font-size:12px}"
-    "table{border-collapse:collapse;margin:1rem 0}"
-    "td,th{border:1px solid #cbd5e1;padding:.2rem .6rem;text-align:left;white-space:nowrap}"
+    ":root{color-scheme:light dark;--ink:#1b1f24;--soft:#59636e;--rule:#cbd5e1;--raised:#f8fafc}"
+    "@media (prefers-color-scheme:dark){:root{--ink:#e8eaed;--soft:#9ba4ae;--rule:#343a42;--raised:#1d2126}"
+    "body{background:#14171b}}"
+    "body{font:14px/1.4 system-ui,sans-serif;margin:1.5rem;color:var(--ink)}h1{overflow-wrap:anywhere}"
+    "pre,.wide{overflow:auto}pre{background:var(--raised);padding:1rem;font-size:12px}"
+    "table{border-collapse:collapse;margin:1rem 0;font-size:13px}"
+    "td,th{border:1px solid var(--rule);padding:.2rem .4rem;text-align:left;vertical-align:top}"
+    "td:nth-child(n+3):not(:last-child){white-space:nowrap;font-variant-numeric:tabular-nums}"
+    ".legend{display:flex;flex-wrap:wrap;gap:2px 16px;color:var(--soft)}"
+    ".legend i{display:inline-block;width:13px;height:13px;margin-right:6px;vertical-align:-2px;"
+    "border:1px solid #64748b}"
+    ".legend i.line{height:0;width:18px;border:0;border-top:2px solid var(--soft);vertical-align:4px}"
+    "svg{max-width:100%;height:auto}svg .name{fill:#1b1f24}svg .stage{fill:var(--soft)}"
+    "svg path{stroke:var(--soft);fill:none}"
 )
-BOX_HEIGHT, GAP, BOX_WIDTH, LEFT = 26, 14, 420, 110
+BOX_HEIGHT, GAP, BOX_WIDTH, LEFT, BEND = 26, 14, 420, 110, 150
+LETTER = 8  # points, the mean width of a letter
 
 
 def _svg(program: Program, regions: Sequence[Region]) -> str:
     """Regions from top to bottom, stages as bands behind them, skips as arcs on the right."""
+    wide = max([BOX_WIDTH, *(20 + LETTER * len(region.name) for region in regions)])
     top = {region.name: 20 + index * (BOX_HEIGHT + GAP) for index, region in enumerate(regions)}
     height = 20 + len(regions) * (BOX_HEIGHT + GAP)
     parts: list[str] = []
@@ -100,9 +147,9 @@ def _svg(program: Program, regions: Sequence[Region]) -> str:
         if held:
             y, tall = min(held) - 6, max(held) - min(held) + BOX_HEIGHT + 12
             parts.append(
-                f'<rect x="6" y="{y}" width="{LEFT + BOX_WIDTH + 20}" height="{tall}" rx="8" fill="none" '
+                f'<rect x="6" y="{y}" width="{LEFT + wide + 20}" height="{tall}" rx="8" fill="none" '
                 f'stroke="#94a3b8"/>'
-                f'<text x="14" y="{y + 20}" fill="#475569">stage {stage.index}</text>'
+                f'<text x="14" y="{y + 20}" class="stage">stage {stage.index}</text>'
             )
     for source, target, back in edges(program):
         if source not in top or target not in top:
@@ -110,24 +157,21 @@ def _svg(program: Program, regions: Sequence[Region]) -> str:
         dash = "" if back else ' stroke-dasharray="4 3"'
         start, end = top[source] + BOX_HEIGHT, top[target]
         if end - start == GAP:
-            x = LEFT + BOX_WIDTH // 2
-            parts.append(f'<path d="M{x} {start} V{end}" stroke="#334155" fill="none"{dash}/>')
+            parts.append(f'<path d="M{LEFT + wide // 2} {start} V{end}"{dash}/>')
         else:
-            x, bend = LEFT + BOX_WIDTH, 30 + min(120, (end - start) // 6)
+            x, bend = LEFT + wide, 30 + min(BEND - 30, (end - start) // 6)
             start, end = start - BOX_HEIGHT // 2, end + BOX_HEIGHT // 2
-            parts.append(
-                f'<path d="M{x} {start} C{x + bend} {start} {x + bend} {end} {x} {end}" '
-                f'stroke="#334155" fill="none"{dash}/>'
-            )
+            parts.append(f'<path d="M{x} {start} C{x + bend} {start} {x + bend} {end} {x} {end}"{dash}/>')
     for region in regions:
         y = top[region.name]
         parts.append(
-            f'<rect x="{LEFT}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5" '
+            f'<rect x="{LEFT}" y="{y}" width="{wide}" height="{BOX_HEIGHT}" rx="5" '
             f'fill="{colour(region)}" stroke="#64748b"/>'
-            f'<text x="{LEFT + 10}" y="{y + 17}">{html.escape(region.name)}</text>'
+            f'<text x="{LEFT + 10}" y="{y + 17}" class="name">{html.escape(region.name)}</text>'
         )
-    legend = "blue: forward only; yellow: a gradient passes; green: trains; dashed: no gradient comes back"
+    total = LEFT + wide + BEND
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + BOX_WIDTH + 200}" height="{height}" font-size="13" '
-        f'font-family="system-ui,sans-serif">{"".join(parts)}</svg><p>{legend}</p>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {height}" width="{total}" height="{height}" '
+        f'role="img" aria-label="regions and stages" font-size="13" font-family="system-ui,sans-serif">'
+        f"{''.join(parts)}</svg>"
     )

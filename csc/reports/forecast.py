@@ -7,11 +7,13 @@ Terms
     forecast(compiled, baseline="1f1b") -> Forecast
     read(path) -> Timeline                  a timeline file, or what the plan of a compiled program expects
     comparison(timelines) -> [row]          each against the first
+    cost_note(sources, timelines) -> str    what to do where a measured one is far from its plan
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +35,8 @@ from csc.simulation.look import bytes_text
 from csc.simulation.pipeline_file import from_json as read_pipeline
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Timeline, from_json
+
+FAR = 1.5  # a measured makespan over the plan's, or the plan's over it, that calls for a remedy
 
 
 @dataclass(frozen=True)
@@ -210,3 +214,22 @@ def comparison(timelines: Sequence[Timeline]) -> list[TimelineRatio]:
             )
         )
     return rows
+
+
+def cost_note(sources: Sequence[Path], timelines: Sequence[Timeline]) -> str:
+    """A sentence on the costs of the first source's plan, if that is a compiled program, and the remedy, if another
+    timeline takes far more or less than it; else nothing. sources, timelines: in the same order.
+    """
+    if not sources or not sources[0].is_dir() or timelines[0].makespan <= 0:
+        return ""
+    ratios = [(timeline.makespan / timelines[0].makespan, timeline.name) for timeline in timelines[1:]]
+    far = [(ratio, name) for ratio, name in ratios if ratio > FAR or 0 < ratio < 1 / FAR]
+    if not far:
+        return ""
+    ratio, name = max(far, key=lambda each: abs(math.log(each[0])))
+    costs = str(load(sources[0], ranks=()).manifest.plan.get("costs", ""))
+    start = f"{name} takes {ratio:.3g} times as long as the plan expects"
+    measure = "csc profile TARGET -o mine.toml measures the machine it runs on, --hardware mine.toml plans with that."
+    if costs.startswith("measured on "):
+        return f"{start} by costs {costs}: is it that machine, with a core or device for each rank? Else {measure}"
+    return f"{start} by {f'a {costs}' if costs else 'its costs'}, not by measured costs. {measure}"

@@ -5,7 +5,7 @@ set against each other at a barrier; the error is the time that the barrier take
 
     gathered(traces) -> {rank: [Timed]}             over all processes; every process calls it, each gets everything
     timeline(traces, manifest, name) -> Timeline    of one data-parallel replica
-    record(path, traces, manifest, name)            the first process writes it as JSON; every process calls it
+    record(path, steps, manifest, name) -> seconds  the first process writes one as JSON; every process calls it
 """
 
 from __future__ import annotations
@@ -85,12 +85,16 @@ def _of_first(trace: Sequence[Timed], replicas: int) -> list[Timed]:
     return found
 
 
-def record(path: Path, traces: Traces, manifest: Manifest, name: str) -> None:
-    """Write the timeline of a step that all processes took part in, from the process that has rank 0."""
-    together = gathered(traces)
-    if 0 in traces:
+def record(path: Path, steps: Sequence[Traces], manifest: Manifest, name: str) -> float:
+    """Write the timeline of the step with the median makespan, of steps that all processes took part in, from the
+    process that has rank 0. Returns its makespan, in seconds; of an even number of steps it is the shorter.
+    """
+    timelines = [timeline(gathered(traces), manifest, name) for traces in steps]
+    chosen = sorted(timelines, key=lambda each: each.makespan)[(len(timelines) - 1) // 2]
+    if 0 in steps[0]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(to_json(timeline(together, manifest, name))))
+        path.write_text(json.dumps(to_json(chosen)))
+    return chosen.makespan
 
 
 def _transfers(ranks: Sequence[Sequence[Event]], manifest: Manifest) -> tuple[Transfer, ...]:

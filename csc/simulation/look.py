@@ -22,7 +22,7 @@ BASE = {
     "REDUCE": "#cc79a7",
     "GATHER": "#56b4e9",
     "FREE": "#9aa1a9",
-    "SEND": "#9aa1a9",
+    "SEND": "#6b747e",
     "RECV": "#9aa1a9",
 }
 MEANING = {
@@ -39,6 +39,8 @@ MEANING = {
 TINTS = (0.0, 0.35, 0.55, 0.7)  # share of white at each level
 LIMIT = "#d55e00"
 MEMORY = "#8a7fb8"
+NUMBER = "number in a bar: its microbatch"
+GAP = "no bar: the rank is idle"
 NOT_RECORDED = "not recorded"  # of what a measured run does not know
 
 

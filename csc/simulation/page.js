@@ -1,5 +1,6 @@
-// Draws the runs that stand in #data (see page.py, `_data`) to one canvas each, all on one time scale.
-// Times are ticks. A row is a rank: its boxes and, below them, its memory. Only rows in sight are drawn.
+// Draws the runs that stand in #data (see page.py, `_data`) to one canvas each, all on one time scale, or each on its
+// own: its times are then stretched to the longest run's, and the axis shows shares of a run. Times are ticks.
+// A row is a rank: its boxes and, below them, its memory. Only rows in sight are drawn.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -8,6 +9,7 @@
   const axis = document.getElementById("axis");
   const showMessages = document.getElementById("messages");
   const showMemory = document.getElementById("memory");
+  const ownScale = document.getElementById("own");
 
   const sums = (steps) => {
     const times = new Float64Array(steps.length);
@@ -26,9 +28,19 @@
     const start = sums(run.moves.start);
     const moves = { ...run.moves, start, end: start.map((time, i) => time + run.moves.length[i]) };
     longest = Math.max(longest, run.makespan);
-    return { ...run, ranks, memory, moves };
+    return { ...run, ranks, memory, moves, factor: 1 };
   });
   longest = Math.max(longest, data.bound || 0);
+  const stretched = (run) => { // factor: how many times as wide as on the common scale
+    const factor = run.makespan > 0 ? longest / run.makespan : 1;
+    const by = (times) => times.map((time) => time * factor);
+    return {
+      ...run, factor, makespan: run.makespan * factor,
+      ranks: run.ranks.map((rank) => ({ ...rank, start: by(rank.start), end: by(rank.end) })),
+      memory: run.memory.map((curve) => ({ ...curve, times: by(curve.times) })),
+      moves: { ...run.moves, start: by(run.moves.start), end: by(run.moves.end) },
+    };
+  };
 
   const most = Math.max(...runs.map((run) => run.ranks.length), 1);
   const [BOX, CURVE, GAP] = most <= 8 ? [24, 30, 10] : most <= 24 ? [17, 17, 5] : [12, 10, 4];
@@ -86,8 +98,15 @@
     cursor.className = "cursor";
     box.append(canvas, cursor);
     document.getElementById("runs").append(heading, box);
-    return { run, canvas, cursor, hint };
+    return { run, common: run, canvas, cursor, hint };
   });
+  const rescale = () => {
+    for (const section of sections) {
+      if (ownScale.checked) section.own ||= stretched(section.common);
+      section.run = ownScale.checked ? section.own : section.common;
+    }
+    hovered = null;
+  };
 
   let ink, soft, rule, stripe, held;
   const readColours = () => {
@@ -113,29 +132,31 @@
     return pen;
   };
 
+  // What a tick of the axis is in its numbers: seconds, or per cent of a run.
+  const perTick = () => ownScale.checked ? 100 / longest : data.tick;
   const marks = () => {
-    const span = view.to - view.from, rough = span / Math.max(plotWidth() / 110, 2);
-    const seconds = rough * data.tick, power = 10 ** Math.floor(Math.log10(seconds));
-    const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= seconds * (1 - 1e-9));
+    const span = view.to - view.from, rough = span / Math.max(plotWidth() / 110, 2), tick = perTick();
+    const least = rough * tick, power = 10 ** Math.floor(Math.log10(least));
+    const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= least * (1 - 1e-9));
     const found = [];
-    for (let i = Math.ceil(view.from * data.tick / step); i * step <= view.to * data.tick; i++) found.push(i * step);
+    for (let i = Math.ceil(view.from * tick / step); i * step <= view.to * tick; i++) found.push(i * step / tick);
     return { found, step };
   };
 
   const drawAxis = ({ found, step }) => {
-    const pen = prepare(axis, 26);
-    const [name, size] = unitOf(Math.max((view.to - view.from) * data.tick, 1e-9));
+    const pen = prepare(axis, 26), tick = perTick();
+    const [name, size] = ownScale.checked ? ["% of run", 1] : unitOf(Math.max((view.to - view.from) * tick, 1e-9));
     const places = Math.min(Math.max(0, -Math.floor(Math.log10(step / size) + 1e-9)), 9);
     pen.fillStyle = soft;
     pen.strokeStyle = rule;
     pen.font = "12px system-ui, sans-serif";
     pen.textAlign = "left";
-    pen.fillText(`time, ${name}`, 20, 13);
+    pen.fillText(ownScale.checked ? name : `time, ${name}`, 20, 11);
     pen.textAlign = "center";
     for (const time of found) {
-      const x = toX(time / data.tick);
+      const x = toX(time);
       if (x < GUTTER - 1 || x > GUTTER + plotWidth() + 1) continue;
-      pen.fillText((time / size).toFixed(places), x, 11);
+      pen.fillText((time * tick / size).toFixed(places), x, 11);
       pen.fillRect(x - 0.5, 20, 1, 6);
     }
   };
@@ -265,7 +286,7 @@
     }
     pen.fillStyle = rule;
     for (const time of found) {
-      const x = toX(time / data.tick);
+      const x = toX(time);
       if (x >= GUTTER) pen.fillRect(x - 0.5, 0, 1, total);
     }
     pen.save();
@@ -288,7 +309,7 @@
       pen.setLineDash([]);
     };
     upright(run.makespan, []);
-    if (data.bound) upright(data.bound, [5, 4]);
+    if (data.bound) upright(data.bound * run.factor, [5, 4]);
     pen.restore();
     pen.textAlign = "left";
     for (let rank = first; rank <= last; rank++) {
@@ -338,9 +359,10 @@
       const kind = events.kind[index], name = data.kinds[kind];
       lines.push(`${name} ${data.meaning[kind]}`);
       if (events.stage[index] >= 0) lines.push(`stage ${events.stage[index]}, microbatch ${events.microbatch[index]}, rank ${rank}`);
-      lines.push(`from ${secondsText(events.start[index])}, takes ${secondsText(events.end[index] - events.start[index])}`);
+      const [start, end] = [events.start[index] / run.factor, events.end[index] / run.factor];
+      lines.push(`from ${secondsText(start)}, takes ${secondsText(end - start)}`);
     } else {
-      lines.push(`rank ${rank} at ${secondsText(Math.max(time, 0))}`);
+      lines.push(`rank ${rank} at ${secondsText(Math.max(time, 0) / run.factor)}`);
     }
     const curve = run.memory[rank], point = above(curve.times, time) - 1;
     const size = point >= 0 ? curve.sizes[point] : run.state[rank];
@@ -375,7 +397,7 @@
   };
 
   for (const section of sections) {
-    const { canvas, run } = section;
+    const { canvas } = section;
     let drag = null;
     canvas.addEventListener("pointerdown", (event) => {
       drag = { x: event.clientX, view: { ...view }, moved: false };
@@ -392,7 +414,7 @@
     });
     canvas.addEventListener("pointerup", (event) => {
       if (drag && !drag.moved) {
-        const at = find(section, event), mb = at.index >= 0 ? run.ranks[at.rank].microbatch[at.index] : -1;
+        const at = find(section, event), mb = at.index >= 0 ? section.run.ranks[at.rank].microbatch[at.index] : -1;
         followed = mb >= 0 && mb !== followed ? mb : null;
         redraw();
       }
@@ -415,6 +437,7 @@
     ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), 0: () => move(whole.from, whole.to),
     Escape: () => { followed = null; redraw(); },
     m: () => { showMessages.checked = !showMessages.checked; redraw(); },
+    s: () => { ownScale.checked = !ownScale.checked; rescale(); redraw(); },
   };
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
@@ -425,9 +448,11 @@
   document.getElementById("out").addEventListener("click", keys["-"]);
   document.getElementById("fit").addEventListener("click", keys[0]);
   for (const box of [showMessages, showMemory]) box.addEventListener("change", redraw);
+  ownScale.addEventListener("change", () => { rescale(); redraw(); });
   window.addEventListener("resize", redraw);
   window.addEventListener("scroll", redraw, { passive: true });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); redraw(); });
   readColours();
+  rescale();
   draw();
 })();

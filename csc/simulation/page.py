@@ -1,8 +1,9 @@
-"""Runs as one HTML page: every rank's F, B and W, its messages and its memory, on one time scale for all runs.
+"""Runs as one HTML page: every rank's F, B and W, its messages and its memory, on one time scale for all runs or each
+on its own.
 
 Terms: see csc.simulation.timeline. A *tick* is the page's unit of time; the page holds whole ticks.
 
-    page(timelines, title, bound, limit) -> str
+    page(timelines, title, bound, limit, own_scale, note) -> str
 
 The page is self-contained: its script (page.js) draws the data that stands in it to canvas and asks for nothing from
 outside.
@@ -12,22 +13,40 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 from csc.simulation import summary
-from csc.simulation.look import BASE, LIMIT, MEANING, MEMORY, TINTS, bytes_text, colour, levels, seconds_text, top_of
+from csc.simulation.look import (
+    BASE,
+    GAP,
+    LIMIT,
+    MEANING,
+    MEMORY,
+    NUMBER,
+    TINTS,
+    bytes_text,
+    colour,
+    levels,
+    seconds_text,
+    top_of,
+)  # fmt: skip
 from csc.simulation.timeline import Curve, Event, Timeline
 
 TICKS = 10**8  # in the longest run: a pixel is still a thousand ticks when zoomed in a hundredfold
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def page(timelines: Sequence[Timeline], title: str, bound: float | None = None, limit: float | None = None) -> str:
-    """The page's HTML. bound: lower bound of the makespan in seconds; limit: bytes that a rank may hold.
+def page(
+    timelines: Sequence[Timeline], title: str, bound: float | None = None, limit: float | None = None,
+    own_scale: bool = False, note: str = "",
+) -> str:  # fmt: skip
+    """The page's HTML. bound: lower bound of the makespan in seconds; limit: bytes that a rank may hold. own_scale: the
+    page opens with every run as wide as the page, which a checkbox changes. note: a line below the table.
 
-    Times are shown from each run's own start. Names may hold any text.
+    Times are shown from each run's own start. Names and the note may hold any text.
     """
     here = files("csc.simulation")
     data = json.dumps(_data(timelines, bound, limit), separators=(",", ":"), allow_nan=False)
@@ -42,19 +61,23 @@ def page(timelines: Sequence[Timeline], title: str, bound: float | None = None, 
             f"<style>\n{here.joinpath('page.css').read_text('utf-8')}</style></head><body>",
             f"<header><h1>{html.escape(title)}</h1>",
             _table(timelines, bound, limit),
+            *([f"<p>{html.escape(note)}</p>"] if note else []),
             "</header>",
             '<div class="bar"><div class="tools">',
             _legend(kinds, timelines, limit, bound),
             '<span class="buttons">',
             '<label><input type="checkbox" id="messages" checked> messages</label>',
             '<label><input type="checkbox" id="memory" checked> memory</label>',
+            f'<label{"" if len(timelines) > 1 else " hidden"}><input type="checkbox" id="own"'
+            f"{' checked' if own_scale else ''}> each run on its own scale</label>",
             '<button id="out" title="zoom out (-)">−</button><button id="in" title="zoom in (+)">+</button>',
             '<button id="fit" title="whole run (0)">fit</button></span></div>',
             '<canvas id="axis"></canvas></div>',
             "<noscript><p>The picture needs JavaScript; the table above does not.</p></noscript>",
             '<main id="runs"></main>',
             "<footer>Drag, or <kbd>←</kbd> <kbd>→</kbd>, to move; <kbd>Ctrl</kbd> and the wheel, or <kbd>+</kbd> "
-            "<kbd>−</kbd>, to zoom; <kbd>0</kbd> shows the whole run, <kbd>M</kbd> the messages. Click a box to follow "
+            "<kbd>−</kbd>, to zoom; <kbd>0</kbd> shows the whole run, <kbd>M</kbd> the messages, "
+            "<kbd>S</kbd> each run on its own scale. Click a bar to follow "
             "its microbatch, <kbd>Esc</kbd> to let go.</footer>",
             '<div id="tip" role="status"></div>',
             f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>',
@@ -67,18 +90,26 @@ def _table(timelines: Sequence[Timeline], bound: float | None, limit: float | No
     body = summary.rows(timelines, bound, limit)
     shown = [i for i in range(len(summary.COLUMNS)) if any(row[i] for row in body)]
     head = "".join(f"<th>{html.escape(summary.COLUMNS[i])}</th>" for i in shown)
-    lines = ["<tr>" + "".join(f"<td>{html.escape(row[i])}</td>" for i in shown) + "</tr>" for row in body]
+    lines = ["<tr>" + "".join(f"<td>{_cell(row[i], i > 0)}</td>" for i in shown) + "</tr>" for row in body]
     notes = []
     if bound is not None:
         notes.append(f"Lower bound of the makespan: {seconds_text(bound)}.")
     if limit is not None:
         notes.append(f"Memory limit of a rank: {bytes_text(limit)}.")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table><p>{' '.join(notes)}</p>"
+    drawn = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f'<div class="table">{drawn}</div>' + (f"<p>{' '.join(notes)}</p>" if notes else "")
+
+
+def _cell(text: str, figures: bool) -> str:
+    """A cell's text. figures: a line is not broken between a number and its unit, nor between rank and number."""
+    return html.escape(re.sub(r"(?<=\d) (?=\S)|(?<=rank) ", "\u00a0", text) if figures else text)
 
 
 def _legend(kinds: Sequence[str], timelines: Sequence[Timeline], limit: float | None, bound: float | None) -> str:
-    """Every colour that page.js draws with."""
+    """Every colour that page.js draws with, what a number in a bar is, and what a gap is."""
     parts = [f'<i style="background:{BASE[kind]}"></i>{kind} {MEANING[kind]}' for kind in kinds]
+    parts.append(f'<i class="number">0</i>{NUMBER}')
+    parts.append(f'<i class="idle"></i>{GAP}')
     if any(level for timeline in timelines for level in levels(timeline).values()):
         parts.append(f'<i style="background:{colour("F", 1)[0]}"></i>lighter: a later stage of the same rank')
     moved = {move.kind for timeline in timelines for move in timeline.transfers}

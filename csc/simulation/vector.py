@@ -1,25 +1,29 @@
-"""Runs as one SVG picture: every rank's F, B and W and its memory, on one time scale for all runs.
+"""Runs as one SVG picture: every rank's F, B and W and its memory, on one time scale for all runs or each on its own.
 
 Terms: see csc.simulation.timeline. A *lane* is the strip of a rank: its boxes and, below them, its memory, of which the
 state (grey) is accounted in the same way in every run.
 
-    svg(timelines, title, bound, limit) -> str
+    svg(timelines, title, bound, limit, own_scale) -> str
 
-For documents, where csc.simulation.page, which can be zoomed, has no place. The legend names every colour.
+For documents, where csc.simulation.page, which can be zoomed, has no place. The legend names every colour. The picture
+shrinks with its window; nothing in it is wider than WIDTH, for which letters are taken to be no wider than LETTER.
 """
 
 from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 
 from csc.simulation.look import (
     BASE,
+    GAP,
     LIMIT,
     MEANING,
     MEMORY,
     NOT_RECORDED,
+    NUMBER,
     bytes_text,
     colour,
     levels,
@@ -30,8 +34,10 @@ from csc.simulation.look import (
 from csc.simulation.timeline import Event, Timeline
 
 WIDTH, LEFT, RIGHT, TOP = 1000, 84, 16, 52
-BOX, CURVE, GAP, HEAD = 18, 20, 7, 30
+BOX, CURVE, SPACE, HEAD, AXIS, LINE = 18, 20, 7, 30, 16, 18
+LETTER = 0.62  # of the font's size: the mean width of a letter
 STYLE = """
+svg { max-width: 100%; height: auto; }
 text { font: 11px system-ui, sans-serif; fill: #1b1f24; } .head { font-weight: 600; font-size: 12px; }
 .title { font-weight: 600; font-size: 14px; } .soft { fill: #59636e; } .state { fill: #c3c9d1; }
 .ground { fill: #ffffff; }
@@ -42,27 +48,37 @@ text { fill: #e8eaed; } .soft { fill: #9ba4ae; } .state { fill: #4a515a; } .grou
 """
 
 
-def svg(timelines: Sequence[Timeline], title: str, bound: float | None = None, limit: float | None = None) -> str:
+def svg(
+    timelines: Sequence[Timeline], title: str, bound: float | None = None, limit: float | None = None,
+    own_scale: bool = False,
+) -> str:  # fmt: skip
     """The picture. bound: lower bound of the makespan in seconds; limit: bytes that a rank may hold. Curves are drawn
     up to the largest peak, or to the limit if that is at most four times as much; else it stands in the legend alone.
+    own_scale: every run is as wide as the picture, on an axis of its own.
     """
-    span = max((one.makespan for one in timelines), default=0.0) or 1.0
-    span = max(span, bound or 0.0)
     most = top_of(timelines, limit)
-    scale = (WIDTH - LEFT - RIGHT) / span
+    drawn_limit = limit if limit is not None and limit <= most else None
+    titles = textwrap.wrap(title, _fitting(14, WIDTH - 24)) or [""]
+    longest = max((one.makespan for one in timelines), default=0.0) or 1.0
     parts: list[str] = []
-    y = float(TOP)
-    for one in timelines:
+    rules: list[str] = []  # below what else is drawn
+    top = y = float(TOP + LINE * (len(titles) - 1) - (AXIS if own_scale else 0))
+    for number, one in enumerate(timelines, 1):
+        span = max((one.makespan or 1.0) if own_scale else longest, bound or 0.0)
+        scale = (WIDTH - LEFT - RIGHT) / span
         parts += _heading(one, y)
-        y += HEAD
+        y += HEAD + (AXIS if own_scale else 0)
+        start = y if own_scale else top
         for rank in range(len(one.ranks)):
-            parts += _lane(one, rank, y, scale, most, limit if limit is not None and limit <= most else None)
-            y += BOX + (CURVE if one.records_memory else 0) + GAP
-        y += GAP
-    if bound is not None:
-        parts.append(_line(LEFT + bound * scale, TOP, LEFT + bound * scale, y, "ink", ' stroke-dasharray="5 4"'))
+            parts += _lane(one, rank, y, scale, most, drawn_limit)
+            y += BOX + (CURVE if one.records_memory else 0) + SPACE
+        y += SPACE
+        if own_scale or number == len(timelines):
+            rules += _axis(span, scale, start, y)
+            if bound is not None:
+                x = LEFT + bound * scale
+                parts.append(_line(x, start, x, y, "ink", ' stroke-dasharray="5 4"'))
     legend, height = _legend(timelines, y + 8, bound, limit, most)
-    axis = _axis(span, scale, y)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
@@ -70,8 +86,8 @@ def svg(timelines: Sequence[Timeline], title: str, bound: float | None = None, l
             f"<title>{html.escape(title)}</title>",
             f"<style>{STYLE}</style>",
             f'<rect class="ground" width="{WIDTH}" height="{height:.0f}"/>',
-            _text(12, 20, title, "title"),
-            *axis,
+            *(_text(12, 20 + LINE * i, line, "title") for i, line in enumerate(titles)),
+            *rules,
             *parts,
             *legend,
             "</svg>\n",
@@ -84,7 +100,9 @@ def _heading(one: Timeline, y: float) -> list[str]:
     fullest = f"fullest rank {bytes_text(max(one.peak_memory, default=0.0))}"
     memory = fullest if one.records_memory else f"memory {NOT_RECORDED}"
     note = f"{seconds_text(one.makespan)}, idle {idle:.1%}, {memory}"
-    return [f'<text class="head" x="12" y="{y + 18:.1f}">{html.escape(one.name)} <tspan class="soft" '
+    room = _fitting(12, WIDTH - 24) - len(note) - 1
+    name = one.name if len(one.name) <= room else one.name[: room - 1] + "…"
+    return [f'<text class="head" x="12" y="{y + 18:.1f}">{html.escape(name)} <tspan class="soft" '
             f'font-weight="400">{html.escape(note)}</tspan></text>']  # fmt: skip
 
 
@@ -145,16 +163,17 @@ def _area(
     return f'<path d="{"".join(points)}H{LEFT + end * scale:.1f}V{base:.1f}Z" {look}/>'
 
 
-def _axis(span: float, scale: float, bottom: float) -> Iterator[str]:
+def _axis(span: float, scale: float, top: float, bottom: float) -> Iterator[str]:
+    """Marks above `top`, and a rule from each down to `bottom`."""
     size, name = unit(span)
     rough = span / 8
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    yield _text(12, 42, f"time, {name}", "soft")
+    yield _text(12, top - 10, f"time, {name}", "soft")
     for i in range(int(span / step) + 1):
         x = LEFT + i * step * scale
-        yield f'<text class="soft" x="{x:.1f}" y="42" text-anchor="middle">{i * step / size:g}</text>'
-        yield _line(x, 47, x, bottom, "rule", "")
+        yield f'<text class="soft" x="{x:.1f}" y="{top - 10:.1f}" text-anchor="middle">{i * step / size:g}</text>'
+        yield _line(x, top - 5, x, bottom, "rule", "")
 
 
 def _legend(
@@ -163,6 +182,7 @@ def _legend(
     """What every colour means, in rows as wide as the picture; (elements, height of the whole picture)."""
     kinds = {event.action.kind for one in timelines for events in one.ranks for event in events}
     entries = [(f'fill="{BASE[kind]}"', f"{kind}: {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
+    entries.append(('fill="none" class="rule"', GAP))
     if any(level for one in timelines for level in levels(one).values()):
         entries.append((f'fill="{colour("F", 1)[0]}"', "lighter: a later stage of the same rank"))
     if any(one.records_memory for one in timelines):
@@ -177,14 +197,21 @@ def _legend(
         dashed = 'fill="none" class="ink" stroke-dasharray="3 2"'
         entries.append((dashed, f"no such plan is faster: {seconds_text(bound)}"))
     found, x = [], 12.0
-    for look, words in entries:
-        width = 24 + 5.9 * len(words)
+    for look, words in (*entries, ("", NUMBER)):
+        mark = 16 if look else 0
+        width = mark + LETTER * 11 * len(words) + 14
         if x + width > WIDTH and x > 12:
-            x, y = 12.0, y + 18
-        found.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="11" height="11" {look}/>')
-        found.append(_text(x + 16, y + 10, words))
+            x, y = 12.0, y + LINE
+        if look:
+            found.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="11" height="11" {look}/>')
+        found.append(_text(x + mark, y + 10, words))
         x += width
     return found, y + 24
+
+
+def _fitting(size: float, width: float) -> int:
+    """How many letters of a font's size fit into a width."""
+    return int(width / (LETTER * size))
 
 
 def _text(x: float, y: float, words: str, style: str = "") -> str:

@@ -35,6 +35,6 @@ def test_names_are_text_and_every_tag_is_closed() -> None:
     tags.feed(text)
     assert not tags.open and "script" not in tags.seen
     assert tags.seen.count("svg") == 4 and tags.seen.count("circle") == 2
-    assert "random, x 2.000" in text and "3 samples" in text
+    assert "random, 2.000 × balanced" in text and "3 samples" in text
     empty = DataReport(3, report.distribution, report.seconds, [], 0, 2, 0.0, 16, (), {})
     assert "are compiled: 0" in page(empty, "model")

@@ -167,7 +167,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self.seen.add(tag)
-        if tag != "meta":
+        if tag not in ("meta", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: object) -> None:
@@ -247,7 +247,11 @@ def test_dump_pictures(run: Run) -> None:
     mermaid = run("dump", TARGET, "--format", "mermaid").out
     assert mermaid.startswith("flowchart TB\n")
     assert all(f'"{name}"' in mermaid for name in REGIONS)
-    assert mermaid.count("subgraph") == len(re.findall(r"^  end$", mermaid, re.MULTILINE)) == 3
+    assert mermaid.count("subgraph") == len(re.findall(r"^  end$", mermaid, re.MULTILINE)) == 3 + 1
+    legend = mermaid[mermaid.index("subgraph legend") :]
+    assert all(f'"{words}"' in legend for words in ("forward only", "a gradient passes", "trains"))
+    fills = set(re.findall(r"fill:(#\w+)", mermaid))
+    assert fills == set(re.findall(r"fill:(#\w+)", legend)), "the legend has every colour"
 
 
 def test_dump_html(run: Run) -> None:
@@ -255,6 +259,7 @@ def test_dump_html(run: Run) -> None:
     page.feed(run("dump", TARGET, "--format", "html").out)
     assert page.open == []
     assert {"svg", "table", "pre"} <= page.seen
+    assert all(words in page.text for words in ("forward only", "trains", "no gradient comes back"))
     assert all(name in page.text for name in REGIONS)
 
 

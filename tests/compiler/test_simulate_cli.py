@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from csc.runtime.loaded_program import load
+from csc.simulation.pipeline import Pipeline, StageWork, slower
+from csc.simulation.pipeline_file import to_json
+from csc.simulation.simulate import simulate
 from csc.simulation.timeline import from_json
+from csc.simulation.timeline import to_json as timeline_json
 from tests.compiler.test_cli import TARGET, Run, one_capture, run  # noqa: F401  (fixtures)
+from tests.runtime import handmade
 
 pytestmark = pytest.mark.usefixtures("traces")
 
@@ -60,6 +66,44 @@ def test_timelines_beside_each_other(run: Run, tmp_path: Path) -> None:  # noqa:
     assert first["makespan"] == pytest.approx(second["makespan"]) and second["over_first"] == pytest.approx(1)
     assert (tmp_path / "both.html").stat().st_size > 1000
     assert "makespan" in run("timeline", *sources).out
+
+
+@pytest.mark.parametrize(
+    ("costs", "said"),
+    [
+        ("model of cpu", "by a model of cpu, not by measured costs. csc profile TARGET -o mine.toml measures"),
+        (
+            "measured on a cpu",
+            "by costs measured on a cpu: is it that machine, with a core or device for each rank? Else csc profile",
+        ),
+    ],
+)
+def test_a_step_far_from_its_plan(run: Run, tmp_path: Path, costs: str, said: str) -> None:  # noqa: F811
+    """The line says what to measure; near the plan there is none, nor where the first is no plan."""
+    directory = handmade.write(tmp_path / "program", schedule="1f1b")
+    table = json.loads((directory / "program.json").read_text())
+    messages = {(m["kind"], m["source"], m["destination"]): 240.0 * len(m["values"]) for m in table["messages"]}
+    pipeline = Pipeline(tuple(StageWork(0.01, 0.01, 0.005) for _ in range(3)), messages)
+    table["plan"] = {"pipeline": to_json(pipeline), "costs": costs}
+    (directory / "program.json").write_text(json.dumps(handmade.sealed(table)))
+    files = {}
+    for name, factor in (("near", 1.2), ("far", 8.0), ("fast", 0.1)):
+        timeline = simulate(slower(pipeline, factor), load(directory, ranks=()).schedule, name=name)
+        files[name] = tmp_path / f"{name}.json"
+        files[name].write_text(json.dumps(timeline_json(timeline)))
+    for names, start in ((["near", "far"], "far takes 8 times as long as"), (["fast"], "fast takes 0.1 times as long")):
+        page = tmp_path / "both.html"
+        done = run("timeline", directory, *(files[name] for name in names), "--scale", "own", "--page", page)
+        assert done.code == 0, done.err
+        out = " ".join(done.out.split())
+        assert start in out and said in out and said in page.read_text()
+    for sources in ([directory, files["near"]], [files["near"], files["far"]]):
+        done = run("timeline", *sources, "--json")
+        assert done.code == 0 and json.loads(done.out)["note"] == ""
+    other = tmp_path / "other.json"
+    other.write_text(files["far"].read_text())
+    twice = json.loads(run("timeline", files["far"], other, "--json").out)["timelines"]
+    assert [row["name"] for row in twice] == ["far (far.json)", "far (other.json)"]
 
 
 def test_a_file_that_is_no_timeline(run: Run, tmp_path: Path) -> None:  # noqa: F811

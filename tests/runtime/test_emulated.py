@@ -15,7 +15,7 @@ from csc.ir.schedule_verifier import verify
 from csc.planning.schedules import SCHEDULES
 from csc.runtime.emulated import emulated, emulated_program, expected, run
 from csc.runtime.loaded_program import load
-from csc.runtime.timelines import gathered, timeline
+from csc.runtime.timelines import gathered, record, timeline
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
@@ -80,6 +80,21 @@ def test_timelines_of_a_real_step(tmp_path: Path) -> None:
         ("F", 0, 2): 480.0,
         ("B", 2, 0): 480.0,
     }
+
+
+def test_the_step_of_median_time_is_written(tmp_path: Path) -> None:
+    trainer = Trainer(load(handmade.write(tmp_path / "p")), trace=True)
+    trainer.train_step(handmade.batch(4))
+    manifest, trace = trainer.program.manifest, gathered(trainer.timeline)
+    steps = [
+        {rank: [replace(t, start=t.start * factor, end=t.end * factor) for t in timed] for rank, timed in trace.items()}
+        for factor in (5, 1, 3, 2)
+    ]
+    makespans = [timeline(step, manifest).makespan for step in steps]
+    assert record(tmp_path / "three.json", steps[:3], manifest, "measured") == pytest.approx(makespans[2])
+    assert record(tmp_path / "four.json", steps, manifest, "measured") == pytest.approx(makespans[3])
+    written = read_timeline(json.loads((tmp_path / "four.json").read_text()))
+    assert written.makespan == pytest.approx(makespans[3])
 
 
 def test_programs_without_a_plan_cannot_be_paced(tmp_path: Path) -> None:

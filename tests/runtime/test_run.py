@@ -6,16 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import handmade
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from csc.errors import InputError, RankLost
 from csc.ir.schedule import Action
 from csc.run import Arguments, Optimizer, run, stopped_sentence
 from csc.runtime.launch import setup_distributed
 from csc.runtime.positions import Positions
+from csc.runtime.trainer import Trainer
+from csc.simulation.timeline import from_json
 
 DATA = """
 import torch
@@ -72,6 +75,49 @@ def test_data_and_batches(directory: Path, tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.startswith("step 2  loss ")
 
 
+@pytest.mark.parametrize(("steps", "cold", "more"), [(1, 2, 4), (9, 6, 0), (0, 2, 5)])
+def test_a_timeline_is_of_warm_steps_and_leaves_the_training_as_it_is(
+    directory: Path, tmp_path: Path, steps: int, cold: int, more: int,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Three steps are timed, after two others at least; what the training lacks of these follows it."""
+    seen: list[bool] = []
+    plain = Trainer.train_step
+
+    def noted(self: Trainer, batch: Any) -> Any:
+        seen.append(self.trace)
+        return plain(self, batch)
+
+    monkeypatch.setattr(Trainer, "train_step", noted)
+    file = tmp_path / "t.json"
+    (tmp_path / "data.py").write_text(DATA.replace("range(3)", f"range({max(steps, 1)})"))
+    shared = {"steps": steps, "data": f"{tmp_path}/data.py:batches"}
+    assert run(options(directory, **shared, save=tmp_path / "plain")) == 0
+    alone = losses(capsys.readouterr().out)
+    seen.clear()
+    assert run(options(directory, **shared, save=tmp_path / "timed", timeline=file)) == 0
+    said = capsys.readouterr()
+    assert losses(said.out) == alone and len(alone) == steps
+    assert seen == [False] * cold + [True] * 3 and len(seen) == steps + more
+    assert (f"{more} more steps, which change no weights" in said.err) == (more > 0)
+    assert f"wrote {file}: the step of median time of 3" in said.err
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("plain", "timed")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+    assert from_json(json.loads(file.read_text())).makespan > 0
+
+
+def test_one_step_is_recorded_on_request(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    plain = Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self, batch: (seen.append(self.trace), plain(self, batch))[1])
+    assert run(options(directory, steps=4, timeline=tmp_path / "t.json", timeline_step=1)) == 0
+    assert seen == [True, False, False, False]
+    assert "t.json: step 1, " in capsys.readouterr().err
+
+
 def test_random_weights_are_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = handmade.write(tmp_path / "q", with_weights=False, frozen="all")
     assert run(options(directory)) == 0
@@ -89,6 +135,8 @@ def test_random_weights_are_announced(tmp_path: Path, capsys: pytest.CaptureFixt
         ({"weights": Path("nowhere")}, 2, "nowhere: there is no such file"),
         ({"lr": 1e30, "steps": 9, "optimizer": Optimizer.sgd}, 1, "is not finite"),
         ({"data": "{tmp}/data.py:broken"}, 1, "KeyError: 'mine'"),
+        ({"timeline": Path("t.json"), "timeline_step": 3}, 2, "there is no step 3: training has 2"),
+        ({"timeline_step": 1}, 2, "Give --timeline FILE as well"),
     ],
 )
 def test_errors_are_one_sentence(

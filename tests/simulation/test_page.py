@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from csc.ir.schedule import Action, Schedule
+from csc.simulation.look import BASE, GAP, MEANING, NUMBER
 from csc.simulation.page import page
 from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Event, Timeline
-from csc.simulation.vector import svg
+from csc.simulation.vector import LEFT, LETTER, RIGHT, WIDTH, svg
 
 from .orders import chain, gpipe, interleaved, one_f_one_b, runs
 
@@ -42,6 +45,9 @@ class Reader(HTMLParser):
         self.tags.append((tag, dict(attrs)))
         if tag not in ("meta", "input", "br"):
             self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -150,11 +156,81 @@ def test_a_run_that_did_not_record_memory_has_no_lane_for_it() -> None:
     assert both.count('class="lane"') == 4 and "fullest rank" in both and "memory not recorded" in both
 
 
+def test_legends_say_what_colours_numbers_and_gaps_are() -> None:
+    kinds = {event.action.kind for events in PLAN.ranks for event in events}
+    drawn = page([PLAN, BASELINE], "", limit=500.0, bound=0.1)
+    legend = drawn[drawn.index('class="legend"') : drawn.index('class="buttons"')]
+    picture = svg([PLAN, BASELINE], "", limit=500.0, bound=0.1)
+    for words in (NUMBER, GAP, "memory: activations", *(MEANING[kind] for kind in kinds)):
+        assert words in legend and words in picture
+    assert all(BASE[kind] in legend for kind in kinds)
+    assert BASE["SEND"] != BASE["RECV"], "a measured run has both"
+
+
+def test_nothing_of_the_page_is_wider_than_its_window() -> None:
+    """What cannot be broken scrolls in a box of its own; there is no wide minimum."""
+    text = page([PLAN, BASELINE], "t" * 500, bound=0.1)
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert text.count("<table") == text.count('<div class="table"><table') == 1
+    assert re.search(r"\.table \{[^}]*overflow-x: auto", style) and "overflow-wrap: anywhere" in style
+    assert all(int(width) <= 320 for width in re.findall(r"width: (\d+)px", style))
+    rules = dict(re.findall(r"^([^\n{}]+) \{([^}]*)\}", style, re.M))
+    assert "nowrap" not in rules["th, td"] and "flex-wrap: wrap" in rules[".legend"]
+
+
+@pytest.mark.parametrize("own_scale", [False, True])
+@pytest.mark.parametrize("title", ["short", " ".join(["language_model on 6 stages;"] * 12)])
+def test_nothing_of_the_picture_is_cut(title: str, own_scale: bool) -> None:
+    """Text is taken to be LETTER of its size wide a letter, as in vector.py; no two legend entries meet."""
+    slow = replace(BASELINE, name="n" * 300)
+    text = svg([PLAN, slow], title, 0.1, 500.0, own_scale)
+    assert "max-width: 100%; height: auto" in text
+    for x, width in re.findall(r'<rect[^>]* x="([\d.]+)"[^>]* width="([\d.]+)"', text):
+        assert float(x) + float(width) <= WIDTH
+    sizes = {"title": 14, "head": 12}
+    for style, x, words in re.findall(r'<text(?: class="(\w+)")? x="([\d.]+)" y="[\d.]+">(.*?)</text>', text):
+        plain = html.unescape(re.sub(r"<[^>]+>", "", words))
+        assert float(x) + LETTER * sizes.get(style, 11) * len(plain) <= WIDTH
+    rows: dict[str, list[tuple[float, float]]] = {}
+    legend = text[text.rindex("</path>" if "</path>" in text else "<path") :]
+    entries = re.findall(r'<text x="([\d.]+)" y="([\d.]+)">(.*?)</text>', legend)
+    for x, y, words in entries:
+        rows.setdefault(y, []).append((float(x), float(x) + LETTER * 11 * len(html.unescape(words))))
+    assert len(entries) >= 7
+    for spans in rows.values():
+        assert all(end < start for (_, end), (start, _) in pairwise(spans))
+
+
+def test_each_run_on_its_own_scale() -> None:
+    """Both are as wide as the picture, each on an axis of its own; on a common scale the short one is a tenth."""
+    long = simulate(PIPELINE, one_f_one_b(PIPELINE, 60), name="long")
+
+    def ends(own_scale: bool) -> list[float]:
+        bars = r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="18"'
+        upper, lower = svg([PLAN, long], "", own_scale=own_scale).split('class="head"')[1:]
+        return [max(float(x) + float(width) for x, width in re.findall(bars, half)) for half in (upper, lower)]
+
+    assert ends(True) == [pytest.approx(WIDTH - RIGHT, abs=1)] * 2
+    short, full = ends(False)
+    assert full == pytest.approx(WIDTH - RIGHT, abs=1)
+    assert short - LEFT == pytest.approx((full - LEFT) * PLAN.makespan / long.makespan, abs=1)
+    for own_scale in (False, True):
+        boxes = [attributes for tag, attributes in Reader(page([PLAN, long], "", own_scale=own_scale)).tags
+                 if attributes.get("id") == "own"]  # fmt: skip
+        assert len(boxes) == 1 and ("checked" in boxes[0]) == own_scale
+    assert '<label hidden><input type="checkbox" id="own"' in page([PLAN], "")
+
+
+def test_a_note_is_text() -> None:
+    assert EVIL in "".join(Reader(page([PLAN], "", note=EVIL)).text["p"])
+
+
 @settings(max_examples=30, deadline=None)
 @given(runs())
 def test_any_run_can_be_drawn(run: tuple[Pipeline, Schedule, int]) -> None:
     timeline = simulate(run[0], run[1])
     assert Reader(page([timeline, timeline], "", limit=1.0)).open == []
+    assert Reader(svg([timeline, timeline], "", limit=1.0, own_scale=True)).open == []
 
 
 def test_nothing_to_draw() -> None:
