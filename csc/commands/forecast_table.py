@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from csc.commands.printing import console, table
+from csc.commands.rows import Column
 from csc.simulation.look import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 def show_forecast(found: Forecast) -> None:
     """A row for each rank."""
     device = ["device"] if found.devices else []
-    columns = ("rank", *device, "holds", "busy", "bubble", "peak memory", "of it activations")
+    optional = [Column("peak memory", 2), Column("of it activations", 3)]
+    columns = ("rank", *(Column(name, 4) for name in device), "holds", "busy", Column("bubble", 1), *optional)
     shares = table(*columns, title=f"{found.schedule}, {found.layout}")
     for rank in found.as_dict()["ranks"]:
         shares.add_row(

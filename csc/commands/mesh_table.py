@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from csc.commands.printing import console, table
+from csc.commands.rows import Column
 from csc.simulation.look import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -22,9 +23,8 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     """Print them. seconds: that were allowed."""
     limit = "" if choice.memory is None else f", memory limit {bytes_text(choice.memory)}"
     title = f"{choice.step} samples a step on {choice.devices} devices{limit}"
-    made = table(
-        "mesh", "microbatches", "of", "zero", "recompute", "step", "samples/s", "idle", "peak memory", title=title
-    )
+    split = ("mesh", "microbatches", Column("of", 4), Column("zero", 1), Column("recompute", 2))
+    made = table(*split, "step", Column("samples/s", 5), Column("idle", 3), "peak memory", title=title)
     for row in choice.rows[:MOST]:
         peak = bytes_text(row.peak_memory) + ("" if row.fits else ", above the limit")
         mesh = "".join([row.mesh, *(f", context {name}={ranks}" for name, ranks in row.context.items())])

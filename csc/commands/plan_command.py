@@ -17,7 +17,7 @@ from csc.commands.memory_table import memory_table
 from csc.commands.mesh_table import show_meshes
 from csc.commands.model_options import Opening, PipelineOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.rows import Rows
+from csc.commands.rows import Column, Rows
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.driver.search_clock import SECONDS
 from csc.errors import InputError
@@ -131,7 +131,7 @@ def _show(advised: Advice, memory: str | None, seconds: float) -> None:
     """The two tables, and below them why there is no plan of some rows, and what there was no time for."""
     above = "" if memory is None else f", memory limit {memory}"
     how = ", planned with auto" if advised.with_auto else ""
-    console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, "stages"))
+    console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, Column("stages", 3)))
     if advised.changes:
         title = f"what a change would bring{how}; speed: of a microbatch, beside this plan"
         console.print(_table(title, "change", advised.changes))
@@ -146,9 +146,10 @@ def _show(advised: Advice, memory: str | None, seconds: float) -> None:
         console.print(f"no time within --limit {seconds:g}: {names}", highlight=False)
 
 
-def _table(title: str, first: str, rows: Sequence[Row], *more: str) -> Rows:
+def _table(title: str, first: str, rows: Sequence[Row], *more: Column) -> Rows:
     """The rows that have a plan. speed: of one microbatch."""
-    made = table(first, *more, "on a rank", "step", "speed", "idle", "peak memory", title=title)
+    columns = (Column("on a rank", 2), "step", "speed", Column("idle", 1), "peak memory")
+    made = table(first, *more, *columns, title=title)
     for row in rows:
         if row.makespan is not None:
             step = seconds_text(row.makespan) + ("*" if row.cut else "")

@@ -3,7 +3,7 @@
 Terms: tables are as wide as the terminal, or as the environment says (COLUMNS); without both they have 160 columns.
 Names are what options take, so none is cut: see csc.commands.rows.
 
-    console      table(*columns, title)      print_json(content)
+    console      table(*columns, title)      print_json(content)      print_text(text)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from csc.commands.rows import Rows
+from csc.commands.rows import Column, Rows
 
 WIDE = 160
 
@@ -34,9 +34,14 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback o
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 
 
-def table(*columns: str, title: str | None = None, show_lines: bool = False) -> Rows:
-    """A table in which no name is cut or broken."""
-    return Rows(columns, title, show_lines)
+def table(
+    *columns: str | Column, title: str | None = None, show_lines: bool = False, elsewhere: str = "--json"
+) -> Rows:
+    """A table in which no name is cut or broken; a heading alone is a column that stays at every width. elsewhere: what
+    shows all columns.
+    """
+    headed = [column if isinstance(column, Column) else Column(column) for column in columns]
+    return Rows(headed, title, show_lines, elsewhere)
 
 
 def print_json(content: dict[str, Any]) -> None:

@@ -69,4 +69,4 @@ def test_recorded_stages_have_places_of_their_own(compiled: csc.CompiledModel, m
         assert copied == 0 if precision == "model" else 1.8 * every < copied <= 2 * every
         state = row.parameters + row.gradients + row.optimizer
         assert forecast(chosen, None).plan.state[0] == pytest.approx(state + row.working + row.recorded)
-        assert "recorded" in memory_table([row], None).columns
+        assert "recorded" in memory_table([row], None).headings
