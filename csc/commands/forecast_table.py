@@ -33,16 +33,17 @@ def show_forecast(found: Forecast) -> None:
 
 
 def step_text(found: Forecast) -> str:
-    """The makespan, what follows it, and where the seconds come from."""
+    """The makespan, what follows it if it can be seen, and where the seconds come from."""
     most = max(found.ends, key=lambda end: end.seconds)
     parts = [f"{seconds_text(most.reduce)} to add gradients"] if most.reduce else []
     parts += [f"{seconds_text(most.optimizer)} for AdamW"] if most.optimizer else []
-    behind = f"; {seconds_text(found.step)} with {' and '.join(parts)}" if parts else ""
-    return f"makespan {seconds_text(found.plan.makespan)}{behind}; costs: {found.costs}"
+    makespan, step = seconds_text(found.plan.makespan), seconds_text(found.step)
+    behind = f", {step} with {' and '.join(parts)}" if step != makespan else ""
+    return f"makespan {makespan}{behind}; costs: {found.costs}"
 
 
 def bound_text(found: Forecast) -> str:
-    """The lower bound, what it holds for, what it comes from, and how far the plan is above it."""
-    kind = "plans with any number of stages on a rank" if found.shared else "partitions into one stage a rank"
-    above = f"the plan is {max(0.0, found.gap):.1%} above it"
-    return f"lower bound {seconds_text(found.bound)}, over all {kind}: {above}; what it comes from: {found.limits.term}"
+    """The lower bound, what it holds for, how far the plan is above it, and what sets it."""
+    kind = "any number of stages" if found.shared else "one stage"
+    least = f"no plan with {kind} on a rank takes less than {seconds_text(found.bound)}"
+    return f"{least}: this one takes {max(0.0, found.gap):.1%} more; what sets that bound: {found.limits.term}"

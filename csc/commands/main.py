@@ -26,6 +26,7 @@ from csc.commands.mask_command import mask
 from csc.commands.model_options import Opening, on_target
 from csc.commands.plan_command import plan
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.rows import Column
 from csc.commands.simulate_command import simulate, timeline
 from csc.commands.timings import compile_times, timings_table
 from csc.commands.verify_command import verify
@@ -172,7 +173,7 @@ def passes(json_output: JsonOption = False) -> None:
     if json_output:
         print_json({"passes": [vars(contract) for contract in found]})
         return
-    listed = table("pass", "does", "requires", "ensures", show_lines=True)
+    listed = table("pass", "does", Column("requires", 1), Column("ensures", 2), show_lines=True)
     for contract in found:
         listed.add_row(
             *(escape(text) for text in (contract.name, contract.summary, contract.requires, contract.ensures))

@@ -133,17 +133,17 @@ def _show(advised: Advice, memory: str | None, seconds: float) -> None:
     how = ", planned with auto" if advised.with_auto else ""
     console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, Column("stages", 3)))
     if advised.changes:
-        title = f"what a change would bring{how}; speed: of a microbatch, beside this plan"
+        title = f"what a change would bring{how} (speed: of a microbatch, relative to this plan)"
         console.print(_table(title, "change", advised.changes))
     for row in (*advised.alternatives, *advised.changes):
         if row.makespan is None:
             several = f", {row.on_a_rank} on a rank" if row.on_a_rank else ""
             console.print(f"no plan for {escape(row.name)}{several}: {escape(row.why)}", highlight=False)
     if any(row.cut for row in (*advised.alternatives, *advised.changes)):
-        console.print("*: the search had to end early, there may be better", highlight=False)
+        console.print("*: the search ran out of time, there may be a faster plan", highlight=False)
     if advised.left:
         names = escape(", ".join(dict.fromkeys(advised.left)))
-        console.print(f"no time within --limit {seconds:g}: {names}", highlight=False)
+        console.print(f"--limit {seconds:g} left no time for: {names}", highlight=False)
 
 
 def _table(title: str, first: str, rows: Sequence[Row], *more: Column) -> Rows:
