@@ -21,7 +21,14 @@ def show_forecast(found: Forecast) -> None:
     """A row for each rank."""
     device = ["device"] if found.devices else []
     optional = [Column("peak memory", 2), Column("of it activations", 3)]
-    columns = ("rank", *(Column(name, 4) for name in device), "holds", "busy", Column("bubble", 1), *optional)
+    columns: tuple[str | Column, ...] = (
+        "rank",
+        *(Column(name, 4) for name in device),
+        "holds",
+        "busy",
+        Column("bubble", 1),
+        *optional,
+    )
     shares = table(*columns, title=f"{found.schedule}, {found.layout}")
     for rank in found.as_dict()["ranks"]:
         shares.add_row(

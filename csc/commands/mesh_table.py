@@ -41,7 +41,10 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     if choice.far:
         console.print(f"{_meshes(choice.far)} not planned: expected to take at least 15% longer", highlight=False)
     if choice.large:
-        console.print(f"{_meshes(choice.large)} too large: they do not fit even with all sharding and recomputation", highlight=False)
+        console.print(
+            f"{_meshes(choice.large)} too large: they do not fit even with all sharding and recomputation",
+            highlight=False,
+        )
     for mesh, why in choice.refused.items():
         console.print(f"no {escape(mesh)}: {escape(why)}", highlight=False)
     if choice.left:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from csc.reports.advice import Advice, Row
 
 
+TIE = 0.005  # of a step: costs are not known more exactly
+
 RanksOption = Annotated[
     int | None,
     typer.Option("--ranks", "--devices", min=1, help="choose the mesh of so many: tp, cp, pp, dp, ZeRO, microbatches"),
@@ -127,11 +129,31 @@ def order_sentences(orders: Sequence[tuple[str, float]]) -> list[str]:
     return [f"ranks stand on several nodes; the step takes {seconds_text(own)}, {listed}: {verdict}\n"]
 
 
+def faster_sentences(rows: Sequence[Row]) -> list[str]:
+    """Of the alternative that is faster than the plan and fits: how to take it, or that both are as good as equal."""
+    (this,) = [row for row in rows if row.name.endswith(", this plan")]
+    own = this.makespan or 0.0
+    faster = [(row.makespan, row) for row in rows if row.makespan is not None and row.makespan < own and row.fits]
+    faster = [(seconds, row) for seconds, row in faster if row.stages in ("planned", "given")]
+    if not faster:
+        return []
+    seconds, best = min(faster, key=lambda each: each[0])
+    gain = 1 - seconds / own
+    named = f"{best.name} with {best.on_a_rank} {'stage' if best.on_a_rank == 1 else 'stages'} on a rank"
+    if gain < TIE:
+        return [f"{escape(named)} is {gain:.2%} faster, which is a tie: no cost is known that exactly\n"]
+    free = this.stages == "given" and best.stages != "given"
+    chosen = f"--schedule {best.name}" + f" --chunks {best.on_a_rank}" * ((best.on_a_rank or 1) > 1)
+    how = f"{chosen}, without the stages that were given," if free else chosen
+    return [f"{escape(how)} takes the fastest of them, {gain:.1%} faster than this plan\n"]
+
+
 def _show(advised: Advice, memory: str | None, seconds: float) -> None:
     """The two tables, and below them why there is no plan of some rows, and what there was no time for."""
     above = "" if memory is None else f", memory limit {memory}"
     how = ", planned with auto" if advised.with_auto else ""
     console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, Column("stages", 3)))
+    console.print(*faster_sentences(advised.alternatives), sep="", end="", highlight=False)
     if advised.changes:
         title = f"what a change would bring{how} (speed: of a microbatch, relative to this plan)"
         console.print(_table(title, "change", advised.changes))

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -21,6 +22,8 @@ from rich.console import Console
 from csc.commands.rows import Column, Rows
 
 WIDE = 160
+COMMENT, HELD = "# ", "\N{NO-BREAK SPACE}"  # a source location stays with its mark
+CONTINUED = 4  # columns further in than the line that goes on
 
 
 def width() -> int | None:
@@ -42,6 +45,32 @@ def table(
     """
     headed = [column if isinstance(column, Column) else Column(column) for column in columns]
     return Rows(headed, title, show_lines, elsewhere)
+
+
+def print_text(text: str) -> None:
+    """A listing. On a terminal a line that is too long goes on in the next one, further in; files and pipes get it
+    as it is.
+    """
+    if not sys.stdout.isatty():
+        sys.stdout.write(text)
+        return
+    for line in text.splitlines():
+        for part in _in_width(line, console.width):
+            sys.stdout.write(part + "\n")
+
+
+def _in_width(line: str, most: int) -> list[str]:
+    """Broken between words; a diff's mark stands before each part."""
+    if len(line) <= most:
+        return [line]
+    mark = line[0] if line[0] in "+-" else ""
+    body = line[len(mark) :].replace(COMMENT, COMMENT.replace(" ", HELD))
+    inner = " " * (len(body) - len(body.lstrip()) + CONTINUED)
+    parts = textwrap.wrap(
+        body, most - len(mark), subsequent_indent=inner, break_long_words=False, break_on_hyphens=False,
+        replace_whitespace=False,
+    )  # fmt: skip
+    return [mark + part.replace(HELD, " ") for part in parts]
 
 
 def print_json(content: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Rows of names and figures on a terminal of any width, without a broken name.
 
 Terms
-  atom        what a line break never divides: a name, or a figure with its unit (544 KiB)
+  atom        what a line break never divides: a name, or a figure with its unit (544 KiB) or number (layer x 3)
   optional    a column that a table which is too wide leaves out; the higher its number, the sooner
 
 A table is as wide as the terminal, with edges, or without where that lets every column stay; else without optional
@@ -26,7 +26,7 @@ from rich.text import Text
 NAME = "name"  # the heading that a list leaves out
 INDENT = 2
 PROSE = 20  # characters that a column of sentences has at least, where it is not squeezed
-ATOM = re.compile(r"(?:[+-]?\d[\d.,]*\*? (?:B|[KMGTP]iB|s|ms|µs|ns|x)(?!\w)|\S)\S*")
+ATOM = re.compile(r"(?:[+-]?\d[\d.,]*\*? (?:B|[KMGTP]iB|s|ms|µs|ns|x)(?!\w)|\S)\S*(?: x \d+\S*)?")
 
 
 @dataclass(frozen=True)
