@@ -45,7 +45,7 @@ def test_messages_come_from_other_ranks(compiled: csc.CompiledModel) -> None:
     assert rows[1].messages > 0
 
 
-def test_both_are_measured_and_told_where_they_are_alike(compiled: csc.CompiledModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_both_are_told_where_they_are_alike(compiled: csc.CompiledModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="csc"):
         for _ in range(3):
             compiled.train_step(hf.llava_batch(4))

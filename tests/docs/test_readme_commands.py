@@ -11,9 +11,10 @@ import struct
 import sys
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,15 +70,21 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a command shows; it has to succeed."""
-    code = 0
-    with terminal(monkeypatch) as lines, monkeypatch.context() as patch:
+    with terminal(monkeypatch) as lines:
+        called(cli.main, words, monkeypatch)
+    return lines
+
+
+def called(main: Callable[[], None], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program's entry point, with these words on its command line."""
+    code: Any = 0
+    with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", words)
         try:
-            cli.main()
+            main()
         except SystemExit as stop:
-            code = int(stop.code or 0)
+            code = stop.code or 0
     assert code == 0, f"{shlex.join(words)}: exit code {code}"
-    return lines
 
 
 def letters(line: str) -> set[int]:
@@ -101,8 +108,7 @@ def test_commands_of_the_readme_fit_a_terminal(tmp_path: Path, monkeypatch: pyte
     assert {"explain", "verify", "plan", "simulate", "mask", "compile", "timeline"} <= {words[1] for words in listed}
     for words in listed:
         if words[0] != "csc":
-            monkeypatch.setattr(sys, "argv", words[words.index("csc.run") :])
-            run_program()  # all ranks in this process
+            called(run_program, words[words.index("csc.run") :], monkeypatch)  # all ranks in this process
             continue
         lines = run(words, monkeypatch)
         assert any(map(str.strip, lines)), shlex.join(words)
