@@ -52,5 +52,5 @@ def step_text(found: Forecast) -> str:
 def bound_text(found: Forecast) -> str:
     """The lower bound, what it holds for, how far the plan is above it, and what sets it."""
     kind = "any number of stages" if found.shared else "one stage"
-    least = f"no plan with {kind} on a rank takes less than {seconds_text(found.bound)}"
-    return f"{least}: this one takes {max(0.0, found.gap):.1%} more; what sets that bound: {found.limits.term}"
+    least = f"lower bound {seconds_text(found.bound)}: no plan with {kind} on a rank takes less"
+    return f"{least}, and this one takes {max(0.0, found.gap):.1%} more; what sets the bound: {found.limits.term}"

@@ -55,7 +55,7 @@ def sentences(limits: Limits) -> list[str]:
     rank = limits.busiest
     own = limits.idle[rank]
     parts = [f"{cause} {_number(own[cause] / size)}" for cause in CAUSES if own[cause] > LEAST * limits.makespan]
-    idle = f"is idle for the rest ({', '.join(parts)})" if parts else "is hardly ever idle"
+    idle = f"is idle for the rest ({', '.join(parts)})" if parts else "is hardly idle"
     found = [f"rank {rank} is the busiest: it works for {_number(limits.work[rank] / size)} {name} and {idle}"]
     ranked = sorted(limits.path.work.items(), key=lambda item: -item[1])
     shares = [(f"rank {r}", seconds) for r, seconds in ranked[:MOST]]
