@@ -22,7 +22,7 @@ from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Regio
 from csc.ir.rank_entries import LOSS_WEIGHTS
 from csc.ir.schedule import Schedule, part
 from csc.planning.branches import orders
-from csc.planning.coarse import together
+from csc.planning.coarse import Lumped, together
 from csc.planning.own_stages import own_stages
 from csc.planning.partition import at_cuts
 from csc.planning.pipeline_plan import PipelinePlan as Decided
@@ -164,7 +164,7 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
     written = given_schedule(options)
     if written is not None:
         placement = tuple(written.placement.values())
-    lumps = together(problem, _homes(program, problem, options) if given is None else range(len(problem.units)))
+    lumps = searched(program, problem, options) if given is None else together(problem, range(len(problem.units)))
     found = plan(
         lumps.problem,
         schedule=written if written is not None else options.schedule,
@@ -174,6 +174,11 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
         effort=effort,
     )
     return replace(found, stages=lumps.stages(found.stages))
+
+
+def searched(program: Program, problem: Problem, options: Options) -> Lumped:
+    """The problem in which csc looks for stages: regions that stay together are one unit of it."""
+    return together(problem, _homes(program, problem, options))
 
 
 def _homes(program: Program, problem: Problem, options: Options) -> list[int]:

@@ -79,7 +79,8 @@ def _contract(one: Pass) -> Contract:
     for field in ("Requires", "Ensures", "Before", "After"):
         found = re.search(rf"^{field}\s+(.*?)(?=^\w+\s\s|\Z)", text, flags=re.DOTALL | re.MULTILINE)
         fields[field.lower()] = re.sub(r"\s+", " ", found[1]).strip() if found else ""
-    return Contract(one.__name__, text.splitlines()[0], **fields)
+    summary = re.split(r"\n\s*\n|\nRequires", text)[0]
+    return Contract(one.__name__, re.sub(r"\s+", " ", summary).strip(), **fields)
 
 
 def run(

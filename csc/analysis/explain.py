@@ -74,7 +74,7 @@ def _why(region: Region, trains: bool) -> str:
             "frozen, nothing trainable upstream: F only" if region.parameters else "nothing trainable upstream: F only"
         )
     if region.needs_dx and not region.needs_dw:
-        return "frozen, on the way of a gradient: no W" if region.parameters else "on the way of a gradient"
+        return "frozen, but passes a gradient on: no W" if region.parameters else "passes a gradient on"
     partly = "" if all(region.dw) else f"{sum(region.dw)} of {len(region.dw)} parameters train"
     if region.activations and not region.needs_dx:
         led = f"; {partly}, W holds what leads to them" if partly else ""

@@ -54,7 +54,8 @@ TOGETHER = (
 class Checked:
     """gradients: how many were compared; largest: the largest relative difference; loss: that of the loss; seconds:
     what the check took, own_step: of these, for the program's step. skipped: why nothing was compared, or "". what:
-    what was, if not all of the model. kept: the program's step was kept as the training step that it is.
+    what was, if not all of the model. allowed: what rounding in 16 bits may make of the largest difference; 0: nothing
+    is computed in 16 bits. kept: the program's step was kept as the training step that it is.
     """
 
     gradients: int = 0
@@ -65,11 +66,16 @@ class Checked:
     skipped: str = ""
     what: str = ""
     kept: bool = False
+    allowed: float = 0.0
 
     def __str__(self) -> str:
         if self.skipped:
             return f"not checked against eager PyTorch: {self.skipped}"
         found = f"loss to {self.loss:.1e}, {self.gradients} gradients to {self.largest:.1e}"
+        if not self.gradients:
+            found = f"loss only, to {self.loss:.1e}"
+        elif self.allowed:
+            found += f" (rounding in 16 bits may make {self.allowed:.1e})"
         what = f" {self.what}" if self.what else ""
         took = f"{self.seconds:.2f} s"
         if self.kept:
@@ -141,7 +147,8 @@ def check(
     if result.good or not right.sure:
         if not result.good:
             return Checked(skipped="the microbatches differ in length, and how their losses combine was not seen")
-        return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own)
+        allowed = result.allowed if precision.half else 0.0
+        return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own, allowed=allowed)
     if apart:
         raise DifferenceError(f"{WRONG}: {_told(result)}; {apart}", type(model).__name__, TOGETHER)
     raise _difference(compiler, ready[0], options, result, precision.tolerance)
@@ -244,6 +251,11 @@ class _Precision:
             self._half = self._eager.in_half()
         if self._half:
             yield HALF
+
+    @property
+    def half(self) -> bool:
+        """Whether 16 bits are known to be computed in."""
+        return self._half
 
     @property
     def tolerance(self) -> float:

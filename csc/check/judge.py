@@ -24,7 +24,8 @@ ROUNDING = 16.0
 class Judgement:
     """loss_rel: relative difference of the loss. grad_rel: per parameter (see csc.check.differences). missing:
     parameters to which eager alone gives a gradient; unexpected: to which the program alone does.
-    wrong: names of the parameters whose gradients are not eager's; loss_wrong: the loss is not.
+    wrong: names of the parameters whose gradients are not eager's; loss_wrong: the loss is not. allowed: what is put
+    down to rounding for the gradient that differs most.
     """
 
     loss: float
@@ -35,6 +36,7 @@ class Judgement:
     unexpected: tuple[str, ...]
     wrong: tuple[str, ...]
     loss_wrong: bool
+    allowed: float = 0.0
 
     @property
     def good(self) -> bool:
@@ -59,6 +61,8 @@ def judge(
     """
     differences = relative(right.gradients, gradients)
     loss_rel = abs(loss - right.loss) / max(abs(right.loss), torch.finfo(torch.float32).tiny)
+    most = max(differences, key=lambda name: differences[name], default="")
+    allowed: Mapping[str, float] = {}
     for tolerance in tolerances:
         apart = {name: value for name, value in differences.items() if not value <= tolerance}
         loss_apart = not loss_rel <= tolerance
@@ -77,4 +81,5 @@ def judge(
         unexpected=tuple(sorted(gradients.keys() - right.gradients.keys())),
         wrong=tuple(sorted(apart)),
         loss_wrong=loss_apart,
+        allowed=max(tolerance, ROUNDING * allowed.get(most, 0.0)),
     )

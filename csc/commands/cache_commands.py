@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from csc.commands.printing import DebugOption, JsonOption, console, print_json
 from csc.commands.printing import table as folding
+from csc.commands.rows import Column
 
 app = typer.Typer(no_args_is_help=True, help="What was compiled before and is kept: list it, clear it.")
 
@@ -42,7 +43,8 @@ def list_command(
     if found is None:
         console.print("the cache is switched off (CSC_CACHE=0)")
         return
-    table = folding("key", "holds", "model", "mesh", "frozen", "shapes", "size", "used last", "hits")
+    about_program = (Column("mesh", 1), Column("frozen", 3), Column("shapes", 4))
+    table = folding("key", "holds", "model", *about_program, "size", Column("used last", 2), Column("hits", 5))
     for entry in entries:
         about = entry.about
         cells = (entry.key[:SHOWN], entry.kind, str(about.get("name", "")), _mesh(about), _frozen(about))

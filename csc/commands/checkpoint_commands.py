@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.progress import shown
+from csc.commands.rows import Column
 
 if TYPE_CHECKING:
     from csc.checkpoints.step_index import StepIndex
@@ -62,7 +63,8 @@ def list_command(
     if not found and not damaged and not begun:
         console.print(f"no checkpoint of csc in {escape(str(run))}", soft_wrap=True)
         return
-    listed = table("step", "saved", "model", "mesh", "zero", "processes", "holds", "size")
+    about_run = (Column("mesh", 1), Column("zero", 3), Column("processes", 4), Column("holds", 2))
+    listed = table("step", "saved", "model", *about_run, "size")
     for one in found:
         about = one.about
         cells = (one.step, about["time"], about["model"], about["mesh"], about["zero"], about["processes"])
@@ -111,7 +113,7 @@ def show(
         options = ", ".join(f"{key}={value}" for key, value in group["options"].items() if value is not None)
         console.print(escape(f"group {number}: {len(group['names'])} parameters, {options}"), highlight=False)
     if tensors:
-        every = table("tensor", "shape", "dtype", "trained", "parts")
+        every = table("tensor", "shape", Column("dtype", 1), Column("trained", 2), Column("parts", 3))
         for one in _tensors(found):
             cells = (one["name"], one["shape"], one["dtype"], one["trained"], one["parts"])
             every.add_row(*(escape(str(cell)) for cell in cells))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from csc.commands.printing import table as folding
-from csc.commands.rows import Rows
+from csc.commands.rows import Column, Rows
 from csc.simulation.look import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from csc.reports.cost_report import CostReport, CostRow
     from csc.reports.profiling import Profile
 
-HELD = ("saved", "stashed", "rematerialised", "parameters", "gradients", "optimizer", "messages", "gradient messages")
+HELD = (
+    Column("saved"), Column("stashed", 5), Column("rematerialised", 7), Column("parameters"), Column("gradients", 2),
+    Column("optimizer", 1), Column("messages", 4), Column("gradient messages", 6),
+)  # fmt: skip
 
 
 def cost_tables(report: CostReport) -> Iterator[Rows]:
@@ -52,7 +55,7 @@ def _work_table(title: str, rows: Sequence[CostRow], basis: str) -> Rows:
 def _bytes_table(title: str, rows: Sequence[CostRow]) -> Rows:
     table = _table(*HELD, title=title)
     for name, row in _distinct(rows):
-        table.add_row(name, *(bytes_text(row.figures[figure]) for figure in HELD))
+        table.add_row(name, *(bytes_text(row.figures[column.heading]) for column in HELD))
     return table
 
 
@@ -66,7 +69,7 @@ def _expression_table(title: str, rows: Sequence[CostRow]) -> Rows:
     return table
 
 
-def _table(*columns: str, title: str) -> Rows:
+def _table(*columns: str | Column, title: str) -> Rows:
     return folding("name", *columns, title=title)
 
 
@@ -82,9 +85,8 @@ def _distinct(rows: Sequence[CostRow]) -> Iterator[tuple[str, CostRow]]:
 
 def profile_table(found: Profile) -> Rows:
     """Measured against modelled seconds, a variant a row."""
-    table = folding(
-        "template", "regions", "measured F/B/W", "modelled F/B/W", "error", title=found.hardware.measured_on
-    )
+    seconds = ("measured F/B/W", "modelled F/B/W")
+    table = folding("template", Column("regions", 1), *seconds, "error", title=found.hardware.measured_on)
     for row in found.rows:
         table.add_row(
             escape(row.variant), str(row.regions), " / ".join(map(seconds_text, row.measured)),

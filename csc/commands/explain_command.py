@@ -13,7 +13,7 @@ from csc.commands.fused_table import NONE_YET, fused_functions, fused_table
 from csc.commands.memory_table import memory_table
 from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.rows import Rows
+from csc.commands.rows import Column, Rows
 from csc.commands.unfit_table import unfit_table
 
 if TYPE_CHECKING:
@@ -72,27 +72,28 @@ def explain_table(title: str, rows: list[Any]) -> Rows:
     around = "".join(f"{part}." for part in _common([row.name.split(".")[:-1] for row in rows]))
     if around:
         title = f"{title} of {around[:-1]}"
+    scale, unit = _flops_unit(max((flops for row in rows for flops in (*row.flops, row.pruned_flops)), default=0.0))
     made = table(
-        "name",
-        "stage",
-        "parameters",
-        "trainable",
-        "dx",
-        "dw",
-        "matmuls F/B/W",
-        "MFLOPs F/B/W",
-        "pruned MFLOPs",
-        "why",
+        "name", Column("stage", 1), Column("parameters", 4), Column("trainable", 3), Column("dx", 5), Column("dw", 6),
+        Column("matmuls F/B/W", 7), f"{unit} F/B/W", Column(f"pruned {unit}", 2), "why",
         title=title,
-    )
+    )  # fmt: skip
     for row in rows:
         made.add_row(
             escape(row.name.removeprefix(around)), str(row.stage), f"{row.parameters:,}", f"{row.trainable:,}",
             "yes" if row.needs_dx else "-", "yes" if row.needs_dw else "-",
-            "/".join(map(str, row.matmuls)), "/".join(f"{f / 1e6:.2f}" for f in row.flops),
-            f"{row.pruned_flops / 1e6:.2f}", escape(row.why),
+            "/".join(map(str, row.matmuls)), "/".join(f"{flops / scale:.2f}" if flops else "0" for flops in row.flops),
+            f"{row.pruned_flops / scale:.2f}" if row.pruned_flops else "0", escape(row.why),
         )  # fmt: skip
     return made
+
+
+def _flops_unit(most: float) -> tuple[float, str]:
+    """In which a table's largest figure has at most five digits before its point."""
+    for scale, unit in ((1e6, "MFLOPs"), (1e9, "GFLOPs")):
+        if most < 1e5 * scale:
+            return scale, unit
+    return 1e12, "TFLOPs"
 
 
 def _common(paths: list[list[str]]) -> list[str]:

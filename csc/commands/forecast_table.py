@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from csc.commands.printing import console, table
+from csc.commands.rows import Column
 from csc.simulation.look import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -19,7 +20,15 @@ if TYPE_CHECKING:
 def show_forecast(found: Forecast) -> None:
     """A row for each rank."""
     device = ["device"] if found.devices else []
-    columns = ("rank", *device, "holds", "busy", "bubble", "peak memory", "of it activations")
+    optional = [Column("peak memory", 2), Column("of it activations", 3)]
+    columns: tuple[str | Column, ...] = (
+        "rank",
+        *(Column(name, 4) for name in device),
+        "holds",
+        "busy",
+        Column("bubble", 1),
+        *optional,
+    )
     shares = table(*columns, title=f"{found.schedule}, {found.layout}")
     for rank in found.as_dict()["ranks"]:
         shares.add_row(
@@ -31,16 +40,17 @@ def show_forecast(found: Forecast) -> None:
 
 
 def step_text(found: Forecast) -> str:
-    """The makespan, what follows it, and where the seconds come from."""
+    """The makespan, what follows it if it can be seen, and where the seconds come from."""
     most = max(found.ends, key=lambda end: end.seconds)
     parts = [f"{seconds_text(most.reduce)} to add gradients"] if most.reduce else []
     parts += [f"{seconds_text(most.optimizer)} for AdamW"] if most.optimizer else []
-    behind = f"; {seconds_text(found.step)} with {' and '.join(parts)}" if parts else ""
-    return f"makespan {seconds_text(found.plan.makespan)}{behind}; costs: {found.costs}"
+    makespan, step = seconds_text(found.plan.makespan), seconds_text(found.step)
+    behind = f", {step} with {' and '.join(parts)}" if step != makespan else ""
+    return f"makespan {makespan}{behind}; costs: {found.costs}"
 
 
 def bound_text(found: Forecast) -> str:
-    """The lower bound, what it holds for, what it comes from, and how far the plan is above it."""
-    kind = "plans with any number of stages on a rank" if found.shared else "partitions into one stage a rank"
-    above = f"the plan is {max(0.0, found.gap):.1%} above it"
-    return f"lower bound {seconds_text(found.bound)}, over all {kind}: {above}; what it comes from: {found.limits.term}"
+    """The lower bound, what it holds for, how far the plan is above it, and what sets it."""
+    kind = "any number of stages" if found.shared else "one stage"
+    least = f"lower bound {seconds_text(found.bound)}: no plan with {kind} on a rank takes less"
+    return f"{least}, and this one takes {max(0.0, found.gap):.1%} more; what sets the bound: {found.limits.term}"

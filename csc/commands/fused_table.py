@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from csc.commands.printing import table
-from csc.commands.rows import Rows
+from csc.commands.rows import Column, Rows
 
 if TYPE_CHECKING:
     from csc.runtime.inductor import FusedRow
@@ -39,7 +39,13 @@ def fused_table(rows: list[FusedRow]) -> Rows:
     from csc.runtime.inductor import AS_IT_IS
 
     by_onednn = any(row.products for row in rows)
-    columns = ("function", "seconds", *(["products by oneDNN"] if by_onednn else []), "", "why")
+    columns: tuple[str | Column, ...] = (
+        "function",
+        "seconds",
+        *([Column("products by oneDNN", 1)] if by_onednn else []),
+        "",
+        "why",
+    )
     made = table(*columns, title="functions that Inductor compiles")
     for row in rows:
         seconds = "" if row.how == AS_IT_IS else f"{row.seconds:.2f}"

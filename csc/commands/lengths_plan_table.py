@@ -7,13 +7,15 @@ from typing import Any
 from rich.markup import escape
 
 from csc.commands.printing import console, table
+from csc.commands.rows import Column
 from csc.simulation.look import bytes_text, seconds_text
 
 
 def show_lengths_plan(found: Any, batch_size: int, batches: int) -> None:
     """Print it."""
     title = f"{batches} random steps of {batch_size} samples, by what they take"
-    made = table("mesh", "microbatches", "step", "+-", "with mean microbatches", "peak memory", title=title)
+    optional = (Column("with mean microbatches", 2), Column("peak memory", 1))
+    made = table("mesh", "microbatches", "step", "+-", *optional, title=title)
     for way in found.ways:
         if way.mean is not None:
             tried = ["", ""] if way.step is None else [seconds_text(way.step), seconds_text(way.spread or 0.0)]

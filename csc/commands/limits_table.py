@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.padding import Padding
+from rich.table import Table
+
 from csc.commands.printing import console, table
 from csc.simulation.idle import CAUSES
 from csc.simulation.look import unit
@@ -16,14 +19,14 @@ if TYPE_CHECKING:
 
 MOST = 3  # ranks of the longest path that are named
 LEAST = 1e-3  # of the step: a shorter idle time of the busiest rank is not named
-MEANING = {
-    "ramp": "before a rank's first action and after its last",
-    "message": "what it waits for is on its way",
-    "gather": "its stage's parameters are on their way",
-    "imbalance": "it has less work than the busiest",
-    "memory": "work that is at hand would not fit",
-    "order": "work that is at hand comes later in its list",
-    "way": "nothing is at hand, microbatches are with other ranks",
+MEANING = {  # of an idle rank
+    "ramp": "it has not started yet, or is done",
+    "message": "its next input is being sent",
+    "gather": "its stage's parameters are being gathered",
+    "imbalance": "the busiest rank has more work",
+    "memory": "it has work that is ready but would not fit in memory",
+    "order": "it has work that is ready but comes later in the schedule",
+    "way": "it has no work that is ready: other ranks have its microbatches",
 }
 
 
@@ -37,7 +40,11 @@ def show_limits(limits: Limits) -> None:
         rows.add_row(str(rank), *(_number(seconds / size) for seconds in figures))
     console.print(rows)
     if causes:
-        console.print("; ".join(f"{cause}: {MEANING[cause]}" for cause in causes), highlight=False)
+        meanings = Table.grid("cause", "meaning", padding=(0, 2, 0, 0))
+        for cause in causes:
+            meanings.add_row(cause, MEANING[cause])
+        console.print("why a rank is idle:")
+        console.print(Padding(meanings, (0, 0, 0, 2)))
     for line in sentences(limits):
         console.print(line, highlight=False)
 
@@ -47,15 +54,15 @@ def sentences(limits: Limits) -> list[str]:
     size, name = unit(limits.makespan)
     rank = limits.busiest
     own = limits.idle[rank]
-    parts = [f"{_number(own[cause] / size)} {name} {cause}" for cause in CAUSES if own[cause] > LEAST * limits.makespan]
-    waiting = f" and its idle time: {', '.join(parts)}" if parts else " which is hardly idle"
-    found = [f"the step is {_number(limits.work[rank] / size)} {name} of work of rank {rank}, the busiest,{waiting}"]
+    parts = [f"{cause} {_number(own[cause] / size)}" for cause in CAUSES if own[cause] > LEAST * limits.makespan]
+    idle = f"is idle for the rest ({', '.join(parts)})" if parts else "is hardly idle"
+    found = [f"rank {rank} is the busiest: it works for {_number(limits.work[rank] / size)} {name} and {idle}"]
     ranked = sorted(limits.path.work.items(), key=lambda item: -item[1])
     shares = [(f"rank {r}", seconds) for r, seconds in ranked[:MOST]]
     shares.append(("other ranks", sum(seconds for _, seconds in ranked[MOST:])))
     shares += [("messages", limits.path.messages), ("gathers", limits.path.gathers)]
     named = [f"{one} {seconds / limits.makespan:.1%}" for one, seconds in shares if seconds > LEAST * limits.makespan]
-    return [*found, f"the longest path through the step goes through {', '.join(named)}"] if named else found
+    return [*found, f"the longest path through the step spends its time on {', '.join(named)}"] if named else found
 
 
 def _number(value: float) -> str:

@@ -25,7 +25,8 @@ from csc.commands.fused_table import NONE_YET, fused_functions, fused_table
 from csc.commands.mask_command import mask
 from csc.commands.model_options import Opening, on_target
 from csc.commands.plan_command import plan
-from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.printing import DebugOption, JsonOption, console, print_json, print_text, table
+from csc.commands.rows import Column
 from csc.commands.simulate_command import simulate, timeline
 from csc.commands.timings import compile_times, timings_table
 from csc.commands.verify_command import verify
@@ -139,7 +140,7 @@ def dump(
         where = {"output": str(output)} if output is not None else {"text": text}
         print_json({"model": type(compiled.model).__name__, "after": after, "format": form, **where})
     elif output is None:
-        sys.stdout.write(text)
+        print_text(text) if form == "text" else sys.stdout.write(text)
 
 
 @app.command()
@@ -160,7 +161,7 @@ def diff(
     if json_output:
         print_json({"model": type(compiled.model).__name__, "first": first, "second": second, "diff": text})
     else:
-        sys.stdout.write(text)
+        print_text(text)
 
 
 @app.command()
@@ -172,7 +173,7 @@ def passes(json_output: JsonOption = False) -> None:
     if json_output:
         print_json({"passes": [vars(contract) for contract in found]})
         return
-    listed = table("pass", "does", "requires", "ensures", show_lines=True)
+    listed = table("pass", "does", Column("requires", 1), Column("ensures", 2), show_lines=True)
     for contract in found:
         listed.add_row(
             *(escape(text) for text in (contract.name, contract.summary, contract.requires, contract.ensures))

@@ -123,10 +123,10 @@ def _print(found: dict[str, Any]) -> None:
     console.print(
         f"{escape(found['mask'])}: {found['queries']:,} queries, {found['keys']:,} keys, "
         f"{found['visible_pairs']:,} pairs visible ({found['visible_share']:.2%})",
-        highlight=False, soft_wrap=True,
+        highlight=False,
     )  # fmt: skip
     parts = ", ".join(f"{name} {number:,} ({number / total:.1%})" for name, number in tiles.items())
-    console.print(f"tiles of {found['block']} x {found['block']}: {parts}", highlight=False, soft_wrap=True)
+    console.print(f"tiles of {found['block']} x {found['block']}: {parts}", highlight=False)
     if "ranks" not in found:
         return
     loads = table("rank", "blocks", "tiles", "visible pairs", "key blocks needed", "of other ranks")
@@ -138,13 +138,13 @@ def _print(found: dict[str, Any]) -> None:
         f"{found['dispatch']}: the heaviest rank has {found['tiles_over_mean']:.2f} times the mean of tiles, "
         f"{found['visible_pairs_over_mean']:.2f} times that of pairs"
         + ("" if remote is None else f"; ranks fetch {remote:.1%} of what an all-gather of keys would"),
-        highlight=False, soft_wrap=True,
+        highlight=False,
     )  # fmt: skip
     for way in found["ways"]:
         console.print(
             f"{way['way']}: {seconds_text(way['seconds'])} a layer, heaviest rank {way['tiles_over_mean']:.2f}; "
             f"forward: attention {seconds_text(way['attention'])}, keys {seconds_text(way['keys'])}",
-            highlight=False, soft_wrap=True,
+            highlight=False,
         )  # fmt: skip
     if found["why"]:
-        console.print(found["why"], highlight=False, soft_wrap=True)
+        console.print(found["why"], highlight=False)

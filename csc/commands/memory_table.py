@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from csc.commands.printing import table
-from csc.commands.rows import Rows
+from csc.commands.rows import Column, Rows
 from csc.simulation.look import bytes_text
 
 if TYPE_CHECKING:
     from csc.reports.memory_forecast import RankMemory
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "working", "messages")
+OPTIONAL = {"messages": 6, "working": 5, "gradients": 4, "recorded": 3, "parameters": 2, "optimizer": 1}
 
 
 def memory_table(rows: Sequence[RankMemory], limit: float | None, devices: Sequence[str] = ()) -> Rows:
@@ -26,7 +27,8 @@ def memory_table(rows: Sequence[RankMemory], limit: float | None, devices: Seque
     if devices:
         above = f", limits: {'; '.join(dict.fromkeys(devices))}"
     kinds = [*KINDS, *(["recorded"] if any(row.recorded for row in rows) else [])]
-    made = table("rank", *kinds, "all", title=f"memory of a rank at its fullest, as planned{above}")
+    columns = [Column(kind, OPTIONAL.get(kind, 0)) for kind in kinds]
+    made = table("rank", *columns, "all", title=f"memory of a rank at its fullest, as planned{above}")
     position = 0
     while position < len(rows):
         end = position

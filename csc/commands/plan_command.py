@@ -17,7 +17,7 @@ from csc.commands.memory_table import memory_table
 from csc.commands.mesh_table import show_meshes
 from csc.commands.model_options import Opening, PipelineOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.rows import Rows
+from csc.commands.rows import Column, Rows
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.driver.search_clock import SECONDS
 from csc.errors import InputError
@@ -26,6 +26,8 @@ from csc.simulation.look import bytes_text, seconds_text
 if TYPE_CHECKING:
     from csc.reports.advice import Advice, Row
 
+
+TIE = 0.005  # of a step: costs are not known more exactly
 
 RanksOption = Annotated[
     int | None,
@@ -127,28 +129,49 @@ def order_sentences(orders: Sequence[tuple[str, float]]) -> list[str]:
     return [f"ranks stand on several nodes; the step takes {seconds_text(own)}, {listed}: {verdict}\n"]
 
 
+def faster_sentences(rows: Sequence[Row]) -> list[str]:
+    """Of the alternative that is faster than the plan and fits: how to take it, or that both are as good as equal."""
+    (this,) = [row for row in rows if row.name.endswith(", this plan")]
+    own = this.makespan or 0.0
+    faster = [(row.makespan, row) for row in rows if row.makespan is not None and row.makespan < own and row.fits]
+    faster = [(seconds, row) for seconds, row in faster if row.stages in ("planned", "given")]
+    if not faster:
+        return []
+    seconds, best = min(faster, key=lambda each: each[0])
+    gain = 1 - seconds / own
+    named = f"{best.name} with {best.on_a_rank} {'stage' if best.on_a_rank == 1 else 'stages'} on a rank"
+    if gain < TIE:
+        return [f"{escape(named)} is {gain:.2%} faster, which is a tie: no cost is known that exactly\n"]
+    free = this.stages == "given" and best.stages != "given"
+    chosen = f"--schedule {best.name}" + f" --chunks {best.on_a_rank}" * ((best.on_a_rank or 1) > 1)
+    how = f"{chosen}, without the stages that were given," if free else chosen
+    return [f"{escape(how)} takes the fastest of them, {gain:.1%} faster than this plan\n"]
+
+
 def _show(advised: Advice, memory: str | None, seconds: float) -> None:
     """The two tables, and below them why there is no plan of some rows, and what there was no time for."""
     above = "" if memory is None else f", memory limit {memory}"
     how = ", planned with auto" if advised.with_auto else ""
-    console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, "stages"))
+    console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, Column("stages", 3)))
+    console.print(*faster_sentences(advised.alternatives), sep="", end="", highlight=False)
     if advised.changes:
-        title = f"what a change would bring{how}; speed: of a microbatch, beside this plan"
+        title = f"what a change would bring{how} (speed: of a microbatch, relative to this plan)"
         console.print(_table(title, "change", advised.changes))
     for row in (*advised.alternatives, *advised.changes):
         if row.makespan is None:
             several = f", {row.on_a_rank} on a rank" if row.on_a_rank else ""
             console.print(f"no plan for {escape(row.name)}{several}: {escape(row.why)}", highlight=False)
     if any(row.cut for row in (*advised.alternatives, *advised.changes)):
-        console.print("*: the search had to end early, there may be better", highlight=False)
+        console.print("*: the search ran out of time, there may be a faster plan", highlight=False)
     if advised.left:
         names = escape(", ".join(dict.fromkeys(advised.left)))
-        console.print(f"no time within --limit {seconds:g}: {names}", highlight=False)
+        console.print(f"--limit {seconds:g} left no time for: {names}", highlight=False)
 
 
-def _table(title: str, first: str, rows: Sequence[Row], *more: str) -> Rows:
+def _table(title: str, first: str, rows: Sequence[Row], *more: Column) -> Rows:
     """The rows that have a plan. speed: of one microbatch."""
-    made = table(first, *more, "on a rank", "step", "speed", "idle", "peak memory", title=title)
+    columns = (Column("on a rank", 2), "step", "speed", Column("idle", 1), "peak memory")
+    made = table(first, *more, *columns, title=title)
     for row in rows:
         if row.makespan is not None:
             step = seconds_text(row.makespan) + ("*" if row.cut else "")

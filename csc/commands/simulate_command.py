@@ -14,6 +14,7 @@ from csc.commands.limits_table import show_limits
 from csc.commands.memory_table import memory_table
 from csc.commands.model_options import Opening, PipelineOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.rows import Column
 from csc.commands.timeline_files import (
     ChromeOption,
     OutputOption,
@@ -100,11 +101,12 @@ def timeline(
     if json_output:
         print_json({"timelines": [vars(row) for row in rows], "note": note})
         return
-    means_of = table("timeline", "makespan", "over the first", "bubble", "mean F", "mean B", "mean W", "mean BW")
+    means = [Column("mean F", 1), Column("mean B", 2), Column("mean W", 4), Column("mean BW", 3)]
+    means_of = table("timeline", "makespan", "over the first", Column("bubble", 5), *means)
     for row in rows:
-        means = [seconds_text(row.seconds[kind]) if kind in row.seconds else "" for kind in ("F", "B", "W", "BW")]
+        parts = [seconds_text(row.seconds[kind]) if kind in row.seconds else "" for kind in ("F", "B", "W", "BW")]
         means_of.add_row(
-            escape(row.name), seconds_text(row.makespan), f"{row.over_first:.3f}", f"{row.bubble_share:.1%}", *means
+            escape(row.name), seconds_text(row.makespan), f"{row.over_first:.3f}", f"{row.bubble_share:.1%}", *parts
         )
     console.print(means_of)
     if note:

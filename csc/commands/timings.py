@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from csc.commands.printing import table as folding
-from csc.commands.rows import Rows
+from csc.commands.rows import Column, Rows
 from csc.simulation.look import bytes_text
 
 STEPS = {  # of the way through, and what of it stands in program.json
@@ -69,7 +69,7 @@ def peak_memory() -> int:
 
 def timings_table(name: str, spent: Mapping[str, float], summaries: Mapping[str, str]) -> Rows:
     """A row for every step, under the part of the way that it belongs to. summaries: what a step leaves."""
-    table = folding("part", "step", "seconds", "share", "leaves", title=f"the compilation of {name}")
+    table = folding("part", "step", "seconds", Column("share", 1), "leaves", title=f"the compilation of {name}")
     total = spent["total"] or 1.0
     for part, steps in STEPS.items():
         for number, step in enumerate(step for step in steps if step in spent):

@@ -50,7 +50,7 @@ def verify(
     if json_output:
         print_json(_as_json(result, good, place, float64, steps))
     else:
-        _print(result, place, float64, steps)
+        _print(result, tolerance, place, float64, steps)
         console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {tolerance:g})")
     if not good:
         raise typer.Exit(1)
@@ -63,22 +63,36 @@ def _as_json(result: Verification, good: bool, place: str | None, float64: bool,
         "params_checked": result.params_checked, "params_bit_equal": result.bit_equal,
         "params_missing": list(result.params_missing), "params_unexpected": list(result.params_unexpected),
         "random_ops": result.random_ops, "unknown_random_ops": list(result.unknown),
+        "bf16_rounding": dict(result.in_half) or None,
         "trained_rel_max": max(result.trained_rel.values(), default=0.0) if steps else None, "parting": place,
         "from_float64": {name: list(both) for name, both in result.from_float64.items()} if float64 else None,
     }  # fmt: skip
 
 
-def _print(result: Verification, place: str | None, float64: bool, steps: int) -> None:
-    further = ("eager from float64", "compiled from float64") if float64 else ()
+def _print(result: Verification, tolerance: float, place: str | None, float64: bool, steps: int) -> None:
+    further = ["bf16 rounding alone"] if result.in_half else []
+    further += ["eager from float64", "compiled from float64"] if float64 else []
     differences = table("parameter", "relative difference", *further, title="largest differences to eager PyTorch")
     for name, value in sorted(result.grad_rel.items(), key=lambda item: -item[1])[:8]:
-        differences.add_row(escape(name), *(f"{one:.3g}" for one in (value, *result.from_float64.get(name, ()))))
-    console.print(differences)
+        rounded = [result.in_half[name]] if name in result.in_half else []
+        figures = (value, *rounded, *result.from_float64.get(name, ()))
+        differences.add_row(escape(name), *(f"{figure:.3g}" for figure in figures))
+    if result.grad_rel:
+        console.print(differences)
     console.print(f"loss {result.loss:.7g}, eager {result.loss_eager:.7g}, relative difference {result.loss_rel:.3g}")
-    console.print(
-        f"{result.params_checked} gradients, {result.bit_equal} of them bit-equal, "
-        f"largest difference {result.grad_rel_max:.3g}"
-    )
+    if result.grad_rel or result.params_missing:
+        console.print(
+            f"{result.params_checked} gradients, {result.bit_equal} of them bit-equal, "
+            f"largest difference {result.grad_rel_max:.3g}"
+        )
+    else:
+        console.print("loss only: nothing trains, so there are no gradients to compare")
+    if result.in_half:
+        most = max(result.in_half.values())
+        console.print(
+            f"in bf16, rounding alone (the last bit of each weight and sum) moves eager's own gradients by up to "
+            f"{most:.2g}; differences up to {tolerance:g} pass"
+        )
     for title, names in (("missing", result.params_missing), ("unexpected", result.params_unexpected)):
         for name in names:
             console.print(f"[red]{title}[/] {escape(name)}")

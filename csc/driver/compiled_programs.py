@@ -151,11 +151,12 @@ class CompiledPrograms:
         return self._program(self._finish(microbatch, options, progress))
 
     def _finish(self, microbatch: Microbatch, options: Options, progress: Progress) -> Key:
-        key = _key(self._compiler.match(microbatch), options)
-        if key not in self._histories and key not in self._finished:
-            key, programs = self._planned(microbatch, options, progress, whole=False)
-            self._finished[key] = programs[-1]
-        return key
+        with self._compiler.kept.at_rest():
+            key = _key(self._compiler.match(microbatch), options)
+            if key not in self._histories and key not in self._finished:
+                key, programs = self._planned(microbatch, options, progress, whole=False)
+                self._finished[key] = programs[-1]
+            return key
 
     def _program(self, key: Key) -> Program:
         return self._histories[key][-1] if key in self._histories else self._finished[key]

@@ -1,7 +1,7 @@
 """The memory that the plan expects, beside what was measured.
 
 planned_memory(program, ranks) -> bytes    of the ranks that this process runs; None without a plan
-beside(metrics, device) -> str             one sentence for the log
+beside(metrics) -> str                     one sentence for the log
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def planned_memory(program: LoadedProgram, ranks: tuple[int, ...]) -> float | No
     return sum(peaks[program.manifest.mesh.coordinates(rank).pp] for rank in ranks)
 
 
-def beside(metrics: Mapping[str, float], device: str) -> str:
-    """What was measured and what was planned. On a CPU the measure is of the process: Python and libraries too."""
-    whole = ", of the whole process with Python and its libraries" if device == "cpu" else ""
+def beside(metrics: Mapping[str, float]) -> str:
+    """What was planned and what was measured, of a device whose measure is of tensors alone: on a CPU it is of the
+    whole process, with Python and its libraries, which no plan holds.
+    """
     measured, planned = bytes_text(metrics["peak_memory"]), bytes_text(metrics["planned_memory"])
-    return f"memory of this process' ranks: {planned} planned; {measured} measured{whole}"
+    return f"memory of this process' ranks: {planned} planned; {measured} measured"

@@ -331,16 +331,18 @@ class Steps:
             trained.collect(dict(self.programs.compiler.model.named_parameters()))
 
     def _measure(self, trainer: Trainer) -> None:
-        """The metrics of the step, with the planned memory; both are told once the first steps are over."""
+        """The metrics of the step, with the planned memory; both are told once the first steps are over, where
+        they are of the same (see csc.driver.planned).
+        """
         self.metrics = {**trainer.metrics, **self.programs.set.feature_counts()}
         if self._planned[0] is not trainer:
             self._planned = (trainer, planned_memory(trainer.program, trainer.transport.ranks))
         planned = self._planned[1]
         if planned is not None:
             self.metrics["planned_memory"] = planned
-            if self._count == SETTLED:
+            if self._count == SETTLED and trainer.device.type != "cpu":
                 tell = notice if trainer.transport.ranks[0] == 0 else log.info
-                tell(beside(self.metrics, trainer.device.type))
+                tell(beside(self.metrics))
 
     def prepare(self, batch: Any, depth: int) -> None:
         """Plan a coming batch, which is at most `depth` steps ahead; another thread may train meanwhile."""

@@ -32,7 +32,8 @@ from csc.planning.segment_bounds import ChainTables, segments, stage_bounds, sta
 
 EXACTLY, NEARLY = 4_000, 1e-3  # ranks times units up to which the bound is exact, and how far it may be below elsewhere
 SOON = 0.2  # of the way from a cap found impossible to one that was reached: in large problems the first costs little
-ALONE = "one microbatch's way there and back"
+ALONE = "the time that one microbatch takes through all regions and back"
+THERE = "the time that one microbatch takes to get there and back"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def lower_bound(problem: Problem) -> Bound:
     if problem.kinds:
         seconds, stages = kind_bound.lower_bound(problem)
         seconds = _with_actions(problem, seconds)
-        term = "the work of the ranks, each at its speed, and the ways to it and back"
+        term = f"the work of one rank at its own speed, and {THERE}"
         return Bound(seconds, stages, ALONE if seconds <= round_trip(problem) * (1 + 1e-9) else term)
     tables = segments(problem, branches(problem))
     floor = floor_of(problem, tables)
@@ -108,10 +109,10 @@ def lower_bound(problem: Problem) -> Bound:
     seconds = _with_actions(problem, seconds)
     higher = paced(problem, tables, problem.ranks, seconds)
     if higher > seconds:
-        return Bound(higher, stages, "the pace at which the slowest forward lets microbatches through")
+        return Bound(higher, stages, "the pace of the slowest forward, which all microbatches go through")
     costs = stage_bounds(tables, stages)
     worst = max(range(len(stages)), key=lambda s: costs[s])
-    term = f"the work of stage {worst} and the ways to it and back"
+    term = f"the work of stage {worst}, and {THERE}"
     if costs[worst] < round_trip(problem) * (1 - 1e-9):
         term = ALONE
     return Bound(seconds, stages, term)
@@ -176,13 +177,13 @@ def shared_lower_bound(problem: Problem) -> Bound:
     largest = sorted((unit.work for unit in problem.units), reverse=True)
     crowded = max(sum(largest[k * n - k : k * n + 1]) for k in range((len(largest) - 1) // n + 1)) * tables.work
     runtime = _runtime_of_a_rank(problem)
+    of_units = stage_bounds(tables, [[u] for u in range(len(problem.units))])
+    slowest = max(range(len(of_units)), key=lambda u: of_units[u])
     terms = {
         ALONE: round_trip(problem),
-        "the work of one unit and the ways to it and back": max(
-            stage_bounds(tables, [[u] for u in range(len(problem.units))])
-        ),
-        "the work of the units that some rank cannot but share": crowded + runtime,
-        "all work spread over the ranks, and the ways to their first and from their last action": spread + runtime,
+        f"the work of {problem.units[slowest].name}, and {THERE}": of_units[slowest],
+        "the largest regions, of which some rank has to run several": crowded + runtime,
+        "all work divided equally, and the time that ranks wait for their first and after their last": spread + runtime,
     }
     term = max(terms, key=lambda name: terms[name])
     return Bound(float(terms[term]), (), term)

@@ -23,6 +23,7 @@ from csc.driver.compiled import CompiledModel
 from csc.driver.rank_orders import priced_orders
 from csc.ir.program import Choice, Options, Program
 from csc.ir.schedule import Schedule
+from csc.passes.partition import searched
 from csc.passes.pipeline_problem import limits, problem
 from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE, default_choice
 from csc.passes.schedule_file import given_schedule
@@ -115,7 +116,9 @@ def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None])
     orders = priced_orders(
         compiled.program, compiled.options, now.problem, now.stages, now.placement, now.whole
     )  # fmt: skip
-    others, changed = alternatives(now), changes(compiled, now)
+    others, changed = (
+        [_as_compiled(compiled, each) for each in rows] for rows in (alternatives(now), changes(compiled, now))
+    )
     first = tried(others, seconds * SHARE, tell)
     second = tried(changed, end - time.monotonic(), tell)
     rows = [_itself(now), *(_row(outcome, now) for outcome in first)]
@@ -126,6 +129,20 @@ def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None])
         with_auto=now.schedule_given,
         orders=tuple((str(one.mesh), one.seconds) for one in orders),
     )
+
+
+def _as_compiled(compiled: CompiledModel, variation: Variation) -> Variation:
+    """Planned as compiling it would be: regions that csc keeps in one stage are one unit there, too."""
+    if variation.stages is not None:
+        return variation
+
+    def joined() -> Problem:
+        numbers = variation.problem()
+        mesh = replace(compiled.options.mesh, pp=numbers.ranks)
+        options = replace(compiled.options, mesh=mesh, chunks=variation.chunks)
+        return searched(compiled.program, numbers, options).problem
+
+    return replace(variation, problem=joined)
 
 
 def now_of(program: Program, options: Options) -> Now:

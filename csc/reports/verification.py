@@ -38,6 +38,7 @@ class Verification:
     program's gradient are from eager PyTorch's in float64, in the same measure. trained_rel: if asked for, how far
     parameters are from eager's after several steps of an optimizer, as a share of how far these have moved. rounding:
     if asked for, how far a changed last bit of every weight moves eager's own gradients, and under LOSS its loss.
+    in_half: the same of a last bit of bfloat16, in which the program computes; it is shown, and lets nothing pass.
     """
 
     loss: float
@@ -52,6 +53,7 @@ class Verification:
     unknown: tuple[str, ...] = ()
     trained_rel: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, float] = field(default_factory=dict)
+    in_half: Mapping[str, float] = field(default_factory=dict)
 
     def good(self, tolerance: float) -> bool:
         """Whether the program trains what eager PyTorch trains, to this relative difference."""
@@ -111,7 +113,8 @@ def verify(
     it does in one batch of all.
     float64: also eager in float64, on a copy of the model: it tells what is rounding. steps: also train both for so
     many steps of SGD with momentum, and compare the parameters. rounding: where they differ by more than
-    `default_tolerance`, ask eager PyTorch how far rounding alone moves it, and let that pass.
+    `default_tolerance`, ask eager PyTorch how far rounding alone moves it, and let that pass. With a precision of its
+    own the program is shown beside what a last bit of that makes of eager PyTorch.
     """
     batch = compiled.example if batch is None else batch
     model = with_weights(compiled.model, "verify")
@@ -133,6 +136,9 @@ def verify(
     if rounding and not result.good(default_tolerance(compiled.options)):
         epsilon = torch.finfo(torch.float32).eps / 2
         result = replace(result, rounding=moved_by_rounding(model, batch, trainable, "auto", right, epsilon))
+    if compiled.options.precision != "model":
+        epsilon = torch.finfo(torch.bfloat16).eps / 2
+        result = replace(result, in_half=moved_by_rounding(model, batch, trainable, "auto", right, epsilon))
     return result
 
 

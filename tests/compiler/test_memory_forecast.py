@@ -7,6 +7,7 @@ import pytest
 import csc
 from csc import devices
 from csc.commands.memory_table import memory_table
+from csc.driver.planned import beside
 from csc.reports.forecast import forecast
 from csc.reports.memory_forecast import RankMemory, memory_forecast
 from tests.models import hf
@@ -44,7 +45,7 @@ def test_messages_come_from_other_ranks(compiled: csc.CompiledModel) -> None:
     assert rows[1].messages > 0
 
 
-def test_measured_stands_beside_planned(compiled: csc.CompiledModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_both_are_told_where_they_are_alike(compiled: csc.CompiledModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="csc"):
         for _ in range(3):
             compiled.train_step(hf.llava_batch(4))
@@ -52,8 +53,8 @@ def test_measured_stands_beside_planned(compiled: csc.CompiledModel, caplog: pyt
     held = sum(row.total for row in planned)
     assert compiled.metrics["planned_memory"] == pytest.approx(held, abs=len(planned))
     assert compiled.metrics["peak_memory"] > 0
-    said = [line for line in caplog.messages if line.startswith("memory of ")]
-    assert len(said) == 1 and "measured" in said[0] and "planned" in said[0]
+    assert not [line for line in caplog.messages if line.startswith("memory of ")], "a CPU's is of the whole process"
+    assert beside({"planned_memory": 2**30, "peak_memory": 2**31}).endswith("1.00 GiB planned; 2.00 GiB measured")
 
 
 def test_recorded_stages_have_places_of_their_own(compiled: csc.CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,4 +70,4 @@ def test_recorded_stages_have_places_of_their_own(compiled: csc.CompiledModel, m
         assert copied == 0 if precision == "model" else 1.8 * every < copied <= 2 * every
         state = row.parameters + row.gradients + row.optimizer
         assert forecast(chosen, None).plan.state[0] == pytest.approx(state + row.working + row.recorded)
-        assert "recorded" in memory_table([row], None).columns
+        assert "recorded" in memory_table([row], None).headings

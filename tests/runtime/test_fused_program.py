@@ -374,7 +374,7 @@ def test_what_a_start_has_compiled_is_told_to_later_ones(tmp_path: Path) -> None
     assert rows_of(tmp_path, fingerprint) == function.rows and kept.forms() == []
     assert rows_of(tmp_path, "c" * 64) == []
     assert [cells[0] for cells, _ in fused_table(function.rows)._rows] == ["layer.forward", "head.forward", "all"]
-    assert "products by oneDNN" not in fused_table(function.rows).columns
+    assert "products by oneDNN" not in fused_table(function.rows).headings
     function.rows[0] = FusedRow("layer.forward", COMPILED, 1.5, products=7)
     assert [cells[2] for cells, _ in fused_table(function.rows)._rows] == ["7", "", "7"]
     (file,) = (tmp_path / "functions").iterdir()

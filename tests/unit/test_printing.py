@@ -12,8 +12,11 @@ import time
 import pytest
 from rich.console import Console
 
+from csc.commands.plan_command import faster_sentences
 from csc.commands.printing import print_json, table
 from csc.commands.progress import shown
+from csc.commands.rows import Column
+from csc.reports.advice import Row
 
 NAME = "model.language_model.layers.11.self_attn.q_proj.lora_A.default.weight"
 
@@ -33,6 +36,32 @@ def test_no_name_is_cut_or_broken(width: int, looks: str) -> None:
     assert any("15,104" in line and "0.57/0.39" in line for line in lines)
     if looks == "listed":
         assert "  parameters: 1; why: trained" in map(str.rstrip, lines)
+
+
+def test_columns_leave_where_there_is_no_room() -> None:
+    """The least important first, and the line below says so; a figure keeps its unit at every width."""
+    rows = table("rank", Column("parameters", 1), Column("working", 2), "all", title="memory")
+    for rank in range(3):
+        rows.add_row(str(rank), "208 KiB", "45.0 KiB", "544 KiB")
+    for width, left_out in ((40, ""), (33, "working"), (20, "parameters, working")):
+        text = io.StringIO()
+        Console(file=text, width=width).print(rows)
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        assert max(map(len, lines)) <= width
+        said = " ".join(lines)
+        assert sum("544 KiB" in line for line in lines) == 3
+        assert (f"not shown at {width} columns: {left_out};" in said) == bool(left_out)
+        assert ("208 KiB" in said) == ("parameters" not in left_out)
+
+
+def test_a_faster_alternative_says_how_to_take_it_or_that_it_is_a_tie() -> None:
+    this = Row("1f1b, this plan", "planned", 1, 1.0, 1.0, 0.1, 1e9)
+    auto = Row("auto", "planned", 4, 0.8, 1.25, 0.1, 1e9)
+    assert faster_sentences([this]) == [] == faster_sentences([this, Row("zb-h2", "planned", 1, 0.5, 2.0, fits=False)])
+    (said,) = faster_sentences([auto, this])
+    assert said.startswith("--schedule auto --chunks 4 takes the fastest of them, 20.0% faster")
+    (said,) = faster_sentences([Row("auto", "planned", 1, 0.998, 1.002), this])
+    assert "0.20% faster, which is a tie" in said
 
 
 @pytest.mark.parametrize(("columns", "expected"), [("70", 70), ("", 160)])
