@@ -17,7 +17,7 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.ir.naming import identifier, unique
-from csc.ir.program import Options, Program, Region, Template
+from csc.ir.program import LOSS, Options, Program, Region, Template
 from csc.ir.rewrite import Writer
 from csc.ir.strides import overlaps
 from csc.torch_private.traces import fx_traceback, make_fx
@@ -42,10 +42,19 @@ def differentiate(program: Program, options: Options) -> Program:
     final: list[Region] = []
     for region in reversed(program.regions):
         template = program.templates[region.template]
+        # A later reader may turn out to give no gradient: `x.type_as(y)` reads of y what it is, and none of its values.
+        flags = tuple(i in template.threaded and value in layouts for i, value in enumerate(region.activations))
+        template = replace(
+            template,
+            threaded=tuple(i for i, threaded in enumerate(flags) if threaded),
+            differentiable=tuple(
+                i for i in template.differentiable if region.outputs[i] == LOSS or region.outputs[i] in layouts
+            ),
+        )
         arriving = [region.outputs[i] for i in template.differentiable]
         arriving += [region.activations[i] for i in template.threaded]
         incoming = tuple(layouts.get(value) for value in arriving)
-        key = (template.name, incoming)
+        key = (template.name, template.threaded, template.differentiable, incoming)
         if key not in names:
             names[key] = unique(template.name, templates)
             known = _decides(template, incoming)
@@ -57,7 +66,7 @@ def differentiate(program: Program, options: Options) -> Program:
         for value, gradient in zip(region.activations, gradients):
             if gradient is not None:
                 layouts[value] = tuple(gradient.meta["val"].stride())
-        final.append(replace(region, template=names[key]))
+        final.append(replace(region, template=names[key], threaded=flags))
     order = dict.fromkeys(region.template for region in final[::-1])
     return replace(
         program, regions=tuple(final[::-1]), templates={name: templates[name] for name in order},
