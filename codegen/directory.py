@@ -84,7 +84,14 @@ def with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As safetensors takes them: on the CPU, dense, sharing no memory."""
+    """As safetensors takes them: on the CPU, dense, sharing no memory. InputError for a dtype that it lacks."""
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.complex128:
+            raise InputError(
+                f"{name!r} holds complex128 numbers, which safetensors has no form for",
+                name,
+                "keep it as complex64, or as torch.view_as_real(...) and make it complex where it is used",
+            )
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 

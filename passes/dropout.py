@@ -92,6 +92,8 @@ class _Draws:
             else:
                 where = g.place(node)
                 self.notes.append(f"{where}: {g.short_op(node)} draws from torch's generator, in the order of work")
+                if name == "aten::randint_like":  # it has no derivative, and Python's has none to ask for
+                    node.update_arg(0, self._call(node, aten.detach.default, given["self"]))
                 return
         if name == "aten::native_dropout":  # its first item is the result, the second one the mask for its backward
             for item in list(node.users):
@@ -115,13 +117,12 @@ class _Draws:
         return self._call(node, target, self.seed, self._index(node), list(val.shape), val.dtype, val.device)
 
     def _bernoulli(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
-        """1 where a uniform number is below the probability: that of `p`, or the value itself."""
+        """1 where a uniform number is below the probability: `p`, a number or one of each, or else the value itself."""
         val = node.meta["val"]
         drawn = self._call(node, UNIFORM, self.seed, self._index(node), list(val.shape), torch.float32, val.device)
-        if "p" in given:
-            below = self._call(node, aten.lt.Scalar, drawn, given["p"])
-        else:
-            below = self._call(node, aten.lt.Tensor, drawn, given["self"])
+        chance = given.get("p", given["self"])
+        of_each = isinstance(chance, fx.Node) and isinstance(chance.meta["val"], torch.Tensor)
+        below = self._call(node, aten.lt.Tensor if of_each else aten.lt.Scalar, drawn, chance)
         return self._call(node, aten._to_copy.default, below, dtype=val.dtype)
 
     def _attention(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:

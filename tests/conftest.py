@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 # The models are tiny and the workers are many: a second thread costs more than it gives. Subprocesses inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,6 +18,7 @@ import hypothesis
 import pytest
 import torch
 
+from csc.torch_private.process_state import process_state
 from tests.kept_traces import FOLDER, STARTED_HERE, kept_traces
 
 LONG = {"examples", "benchmarks"}  # folders of tests that run whole programs
@@ -51,6 +54,26 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # extensions complain about what is left of them at the end
     if STARTED_HERE:
         shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """No test leaves anything on or replaced in the process: above all none in which csc refuses a model half-way."""
+    before = _of_process()
+    yield
+    now = _of_process()
+    assert {name: (before[name], now[name]) for name in before if before[name] != now[name]} == {}
+
+
+def _of_process() -> dict[str, Any]:
+    """What a trace switches on, registers or replaces for a while."""
+    spaces = (torch, torch.nn.functional, torch.Tensor, torch.nn.Module, torch.autograd.function._SingleLevelFunction)
+    functions = {
+        f"{space.__name__}.{name}": one
+        for space in spaces for name, one in vars(space).items() if callable(one) and not isinstance(one, type)
+    }  # fmt: skip
+    collected = {"garbage collector": gc.isenabled(), "profile": sys.getprofile()}
+    return {**collected, **functions, **process_state()}
 
 
 @pytest.fixture(scope="module")

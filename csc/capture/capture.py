@@ -44,6 +44,7 @@ from csc.ir.flags import FlagsAsked
 from csc.ir.miss import Miss
 from csc.ir.program import Input, Parameter, Program, Record
 from csc.ir.sizes import exactly
+from csc.torch_private.process_state import process_state_kept
 from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
 
 log = logging.getLogger("csc")
@@ -71,7 +72,7 @@ def capture(model: nn.Module, example: Any, guards: Guards | None = None, whole:
     Raises CscError (a sentence with the source line) if the model cannot be traced.
     """
     guards = Guards() if guards is None else guards
-    with one_is_no_special_size():
+    with process_state_kept(), one_is_no_special_size():
         tensors, extra = split_batch(example)
         doubled = twice(tensors)
         if doubled is not None:

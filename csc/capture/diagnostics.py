@@ -21,6 +21,7 @@ CONSTANT = r"fake tensor in the exported program constant's list.*model attribut
 UNHASHABLE = "unhashable type: non-nested SymInt"
 WRAPPED = ("storage of TensorWrapper", "functorch tensor")  # tensors within a function that torch.func transforms
 TRANSFORMS = os.path.join("_functorch", "eager_transforms.py")
+TRACED_TRANSFORMS = os.path.join("_functorch", "predispatch.py")  # of vmap too, which can be traced
 
 
 def untraceable(
@@ -61,9 +62,10 @@ def untraceable(
             "copy of the linear map's result (y = linear(x).clone())",
         )
     within = traceback.extract_tb(root.__traceback__)
-    if any(words in str(root) for words in WRAPPED) or any(TRANSFORMS in frame.filename for frame in within):
+    if any(words in str(root) for words in WRAPPED) or any(map(_differentiates, within)):
         return InputError(
-            "the model differentiates a function in its forward (torch.func.grad, vjp, jacrev), which cannot be traced",
+            "the model differentiates a function in its forward (torch.func.grad, vjp, jvp, jacrev), which cannot be "
+            "traced",
             where or user_line(root) or transformed,
             "ask torch.autograd.grad for that gradient, write it with tensor operations, or keep the module out of the "
             "trace with csc.opaque(module)",
@@ -81,6 +83,12 @@ def untraceable(
         where,
         "run model(**batch) in eager mode first; if that works, make the named line traceable by torch.export",
     )
+
+
+def _differentiates(frame: traceback.FrameSummary) -> bool:
+    """Whether it is torch's own within torch.func.grad, jvp and their like."""
+    traced = TRACED_TRANSFORMS in frame.filename and ("grad" in frame.name or "jvp" in frame.name)
+    return traced or TRANSFORMS in frame.filename
 
 
 def _traced_line(error: BaseException) -> str:

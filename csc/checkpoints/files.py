@@ -25,15 +25,7 @@ from csc.errors import InputError
 from csc.runtime.boxes import sizes
 from csc.runtime.reading import checked_file, within
 from csc.runtime.saving import published
-from csc.runtime.weights import DIGESTS, bytes_of
-
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
-    torch.uint64: "U64", torch.complex64: "C64",
-}  # fmt: skip
-
+from csc.runtime.weights import DIGESTS, DTYPES, bytes_of
 
 NO_DIGEST = "0" * 64
 Places = dict[str, int]

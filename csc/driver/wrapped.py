@@ -26,6 +26,13 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise InputError(f"the model is in {name} already", "compile", f"{PARALLEL}; here it is model.module")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("the model is compiled by TorchScript already", "compile", "pass the model itself")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                "this module is compiled by TorchScript already",
+                path,
+                "put the module itself in the model's place for it",
+            )
     for path, parameter in model.named_parameters():
         if type(parameter.data).__name__ == "DTensor":
             raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -319,6 +320,39 @@ def test_other_random_numbers() -> None:
     found = step(compiled)
     assert not torch.equal(step(compiled, 1)[0], found[0])
     same(step(compiled.with_options(mesh="pp=3")), found)
+
+
+class Masked(nn.Module):
+    """Ones, masked with a chance for each of 8 columns; the gradient of `ones` says how many of them were kept."""
+
+    def __init__(self, chance: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.ones, self.chance = nn.Parameter(torch.ones(8)), chance
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.empty_like(x).bernoulli_(self.chance(x))
+        hidden = x * self.ones
+        return (hidden * kept * torch.randint_like(hidden, 1, 2)).sum(1).mean()
+
+
+CHANCES = {
+    "of each entry": lambda x: torch.full_like(x, 0.7),
+    "of each column": lambda x: torch.linspace(0.0, 1.0, 8, dtype=torch.float64),
+    "of all": lambda x: torch.tensor(0.7),
+}
+
+
+@pytest.mark.parametrize("chance", CHANCES.values(), ids=CHANCES.keys())
+def test_chances_in_a_tensor(chance: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """`mask.bernoulli_(p)`."""
+    x = torch.ones(128, 8)
+    model = Masked(chance)
+    csc.compile(model, example={"x": x}, cache=False).train_step({"x": x})
+    expected = chance(x).expand(x.shape)[0].float()
+    assert model.ones.grad is not None
+    assert float((model.ones.grad - expected).abs().max()) < 0.2  # of 128 each
+    sure = (expected == 0) | (expected == 1)
+    assert torch.equal(model.ones.grad[sure], expected[sure])
 
 
 class Permuting(nn.Module):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import module_from_spec
 
 import pytest
 import torch
 from torch import fx, nn
 
 from csc.capture.capture import capture
+from csc.capture.lower import decompose
 from csc.capture.lower.decompose import functional
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload, is_taken_apart
@@ -90,3 +92,14 @@ def test_what_is_written_to_an_input_is_in_the_signature() -> None:
     exported = torch.export.export(Calls(lambda x: x.add_(1).sum()), (torch.ones(6, 4),), strict=False)
     _, signature = functional(exported)
     assert {spec.kind.name for spec in signature.output_specs} == {"USER_INPUT_MUTATION", "USER_OUTPUT"}
+
+
+def test_operations_that_others_know_stay_the_ones_they_know() -> None:
+    """Inductor's tables, which other libraries import before csc, name operations by their objects."""
+    packets = [one for one in vars(torch.ops.aten).values() if hasattr(one, "overloads")]
+    before = [(packet, dict(vars(packet))) for packet in packets]
+    assert decompose.__spec__ is not None and decompose.__spec__.loader is not None
+    decompose.__spec__.loader.exec_module(module_from_spec(decompose.__spec__))  # as in a process that knew them before
+    for packet, operations in before:
+        assert getattr(torch.ops.aten, packet.__name__) is packet
+        assert all(vars(packet)[name] is one for name, one in operations.items()), packet

@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import pickle
+import random
 import shutil
 import signal
 import time
@@ -21,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +35,7 @@ from csc.torch_private import dropped_attention as private_attention
 from csc.torch_private import exported as private_exported
 from csc.torch_private import hooks as private_hooks
 from csc.torch_private import lists as private_lists
+from csc.torch_private import process_state as private_state
 from csc.torch_private import processes as private_processes
 from csc.torch_private import same_layouts as private_layouts
 from csc.torch_private import symbolic_sizes as private_sizes
@@ -42,7 +44,7 @@ from tests import launching
 
 ROOMS = (
     private_artifacts, private_attention, private_autograd, private_checkpoints, private_exported, private_hooks,
-    private_layouts, private_lists, private_processes, private_sizes, private_traces, private_versions,
+    private_layouts, private_lists, private_processes, private_sizes, private_state, private_traces, private_versions,
 )  # fmt: skip
 
 
@@ -1079,3 +1081,62 @@ def test_dict_version() -> None:
         assert own.get("one", 0) is not None and [*own, *own.items()] and private_versions.dict_version(own) == before
         write(one, vars(one))
         assert private_versions.dict_version(own) != before, name
+
+
+HELD: list[Any] = []  # modes that would end with the last reference to them
+LEFT_ON: dict[str, Callable[[], Any]] = {
+    "levels of torch.func": lambda: torch._C._functorch._jvp_increment_nesting(),
+    "inference mode": lambda: HELD.append(torch.inference_mode()) or HELD[-1].__enter__(),
+    "function modes": lambda: BaseTorchFunctionMode().__enter__(),
+    "dispatch modes": lambda: private_traces.FakeTensorMode().__enter__(),
+    "dispatch keys": lambda: torch._C._dispatch_tls_set_dispatch_key_excluded("CPU", True),
+    "nested autocasts": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
+    "hooks of saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(id, id).__enter__(),
+    "saved tensors without hooks": lambda: torch._C._autograd._saved_tensors_hooks_disable("not here"),
+    "hooks of all modules": lambda: torch.nn.modules.module.register_module_forward_hook(print),
+    "gradients": lambda: torch.set_grad_enabled(False),
+    "levels of forward gradients": lambda: torch.autograd.forward_ad.enter_dual_level(),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default device": lambda: torch.set_default_device("meta"),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    "float32 products": lambda: torch.set_float32_matmul_precision("high"),
+    "attention by flash": lambda: torch.backends.cuda.enable_flash_sdp(False),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ON)
+def test_process_state(name: str) -> None:
+    """It has what was left on, under its name."""
+    before = private_state.process_state()
+    with private_state.process_state_kept():
+        LEFT_ON[name]()
+        now = private_state.process_state()
+        assert now[name] != before[name]
+    assert private_state.process_state() == before
+
+
+def test_process_state_kept() -> None:
+    """All of it at once, however the block ends; and torch works as it did."""
+    before, numbers = (
+        private_state.process_state(),
+        (torch.get_rng_state(), random.getstate(), numpy.random.get_state()),
+    )
+    with pytest.raises(KeyboardInterrupt), private_state.process_state_kept():
+        for draw in (torch.rand, lambda _: random.random(), numpy.random.rand):
+            draw(2)
+        for name, left_on in LEFT_ON.items():
+            if name != "saved tensors without hooks":  # there are some
+                left_on()
+        raise KeyboardInterrupt
+    assert private_state.process_state() == before
+    assert torch.equal(torch.get_rng_state(), numbers[0]) and random.getstate() == numbers[1]
+    assert numpy.array_equal(numpy.random.get_state()[1], numbers[2][1])
+    layer = nn.Linear(2, 1).double()
+    layer(torch.ones(3, 2, dtype=torch.float64)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((1, 2), 3.0, dtype=torch.float64))
+    with torch.no_grad(), BaseTorchFunctionMode(), torch.autocast("cpu"):  # what was on stays on
+        inside = private_state.process_state()
+        with private_state.process_state_kept():
+            assert private_state.process_state() == inside
+        assert private_state.process_state() == inside

@@ -140,12 +140,11 @@ _OTHER_OPERATIONS: dict[Any, Any] = {
 # Torch's derivatives of these are those of what they call: nothing but the graph changes.
 _MADE_OF_OTHERS = {
     operation: parts_of(operation)
-    for packet in map(
-        torch.ops.aten.__getattr__,
-        ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "log_sigmoid", "tensordot", "inner", "tile",
-         "hstack", "vstack", "dstack", "column_stack", "trapezoid", "nanmean", "max_pool1d_with_indices",
-         "adaptive_max_pool1d", "linalg_vecdot", "logdet"),
-    )
-    for operation in map(packet.__getattr__, packet.overloads())
+    for packet in operator.attrgetter(
+        "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "log_sigmoid", "tensordot", "inner", "tile",
+        "hstack", "vstack", "dstack", "column_stack", "trapezoid", "nanmean", "max_pool1d_with_indices",
+        "adaptive_max_pool1d", "linalg_vecdot", "logdet",
+    )(torch.ops.aten)  # not its __getattr__, which makes another packet in place of one that is known already
+    for operation in (getattr(packet, name) for name in packet.overloads())
     if not operation._schema.is_mutable
 }  # fmt: skip

@@ -1,0 +1,214 @@
+"""What torch keeps for a process and its threads, beside tensors and modules: what is on, and what is pushed.
+
+    with process_state_kept(): ...      leaves all of it as it was, however the block ends
+    process_state() -> {name: value}    to be compared with what it is later
+
+A trace runs the code of a model. That may set what it does not set back (`torch.set_grad_enabled(False)`), and what
+torch has on in a trace may fail while it is taken down (`torch.func.jvp` leaves its level pushed); from then on
+nothing else in the process would be right.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch._C import _autograd as autograd
+from torch._C import _functorch as functorch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.utils import _device as devices
+from torch.utils import _python_dispatch as dispatch
+
+from csc.torch_private.hooks import hooks_of_all_modules
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what writes it
+
+
+def process_state() -> dict[str, Any]:
+    """All of it but random numbers, by name; equal to what it was before if nothing changed."""
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return {
+        "levels of torch.func": functorch.get_dynamic_layer_stack_depth(),
+        "dispatch keys": tuple(map(str, keys)),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "function modes": _FunctionModes.all(),
+        "dispatch modes": _DispatchModes.all(),
+        "nested autocasts": _autocasts(),
+        "hooks of saved tensors": _saved_tensor_hooks(),
+        "hooks of all modules": {name: list(hooks) for name, hooks in hooks_of_all_modules()},
+        **_settings(),
+    }
+
+
+@contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Leaves it as it was, and the generators of random numbers of torch, NumPy and Python."""
+    settings, modes = _settings(), [(stack, stack.all()) for stack in (_FunctionModes, _DispatchModes)]
+    levels, autocasts, hooks = functorch.get_dynamic_layer_stack_depth(), _autocasts(), _saved_tensor_hooks()
+    of_modules = [(held, dict(held)) for _, held in hooks_of_all_modules()]
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    try:
+        with (
+            torch._C._InferenceMode(torch.is_inference_mode_enabled()),
+            torch._C._ForceDispatchKeyGuard(*keys),
+            _random_numbers_kept(),
+        ):
+            _set(settings)  # the guard of inference mode turned gradients on
+            try:
+                yield
+            finally:
+                functorch.pop_dynamic_layer_stack_and_undo_to_depth(levels)
+                while forward_ad._current_level > settings["levels of forward gradients"]:
+                    forward_ad.exit_dual_level()
+                for stack, before in modes:
+                    stack.put(before)
+                while _saved_tensor_hooks() not in (None, hooks):
+                    autograd._pop_saved_tensors_default_hooks()
+                while _autocasts() > autocasts:
+                    torch.autocast_decrement_nesting()
+                if autocasts == 0:
+                    torch.clear_autocast_cache()
+                for held, was in of_modules:
+                    if held != was:
+                        held.clear()
+                        held.update(was)
+    finally:
+        _set(settings)
+
+
+# --- what is pushed ------------------------------------------------------------------------------------------------
+
+
+class _FunctionModes:
+    """The stack of TorchFunctionModes of this thread, outermost first."""
+
+    @staticmethod
+    def all() -> list[Any]:
+        return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+
+    @classmethod
+    def put(cls, modes: list[Any]) -> None:
+        """Have these and no others on it."""
+        if not _identical(cls.all(), modes):
+            for _ in range(torch._C._len_torch_function_stack()):
+                torch._C._pop_torch_function_stack()
+            for mode in modes:
+                torch._C._push_on_torch_function_stack(mode)
+
+
+class _DispatchModes:
+    """The stack of TorchDispatchModes of this thread, outermost first."""
+
+    @staticmethod
+    def all() -> list[Any]:
+        return [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
+
+    @classmethod
+    def put(cls, modes: list[Any]) -> None:
+        """Have these and no others on it."""
+        if not _identical(cls.all(), modes):
+            for _ in range(torch._C._len_torch_dispatch_stack()):
+                torch._C._pop_torch_dispatch_stack(None)
+            for mode in modes:
+                torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def _identical(values: list[Any], others: list[Any]) -> bool:
+    return len(values) == len(others) and all(map(operator.is_, values, others))
+
+
+def _autocasts() -> int:
+    """How many blocks of torch.autocast the thread is in."""
+    count = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return count
+
+
+def _saved_tensor_hooks() -> Any:
+    """The innermost that are on for tensors saved for backward."""
+    return autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    own, numpys = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+            yield
+    finally:
+        random.setstate(own)
+        numpy.random.set_state(numpys)
+
+
+# --- what is set ---------------------------------------------------------------------------------------------------
+
+
+def _settings() -> dict[str, Any]:
+    return {name: read() for name, (read, _) in _SETTINGS.items()}
+
+
+def _set(settings: dict[str, Any]) -> None:
+    for name, (read, write) in _SETTINGS.items():
+        if read() != settings[name]:
+            write(settings[name])
+
+
+def _attribute(module: ModuleType | Any, name: str) -> Setting:
+    return partial(getattr, module, name, None), partial(setattr, module, name)
+
+
+def _of(read: Callable[[Any], Any], write: Callable[[Any, Any], Any], device: str) -> Setting:
+    return partial(read, device), partial(write, device)
+
+
+def _let_no_hooks(message: str | None) -> None:
+    autograd._saved_tensors_hooks_enable() if message is None else autograd._saved_tensors_hooks_disable(message)
+
+
+_SETTINGS: dict[str, Setting] = {
+    "gradients": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "forward gradients": (torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
+    "threads of backward": (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    "replayed views": (torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
+    "levels of forward gradients": _attribute(forward_ad, "_current_level"),
+    "levels of jvp": _attribute(eager_transforms, "JVP_NESTING"),
+    **{
+        f"{name} in torch.func": (getattr(functorch, f"get_{name}_allowed"), getattr(functorch, f"set_{name}_allowed"))
+        for name in ("inplace_requires_grad", "single_level_autograd_function")
+    },
+    "saved tensors without hooks": (autograd._saved_tensors_hooks_get_disabled_error_message, _let_no_hooks),
+    **{name: _attribute(dispatch, name) for name in vars(dispatch) if name.startswith("_is_in_")},  # a dispatch mode
+    **{f"autocast on {one}": _of(torch.is_autocast_enabled, torch.set_autocast_enabled, one) for one in _DEVICES},
+    **{f"dtype on {one}": _of(torch.get_autocast_dtype, torch.set_autocast_dtype, one) for one in _DEVICES},
+    "cache of autocast": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": _attribute(devices, "CURRENT_DEVICE"),
+    "mode of the default device": _attribute(torch._GLOBAL_DEVICE_CONTEXT, "device_context"),
+    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "memory filled": (
+        torch._C._get_deterministic_fill_uninitialized_memory,
+        torch._C._set_deterministic_fill_uninitialized_memory,
+    ),
+    "anomaly detection": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda state: torch._C.set_anomaly_enabled(*state),
+    ),
+    "float32 products": (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
+    **{
+        f"attention by {kind}": (
+            getattr(torch._C, f"_get_{kind}_sdp_enabled"),
+            getattr(torch._C, f"_set_sdp_use_{kind}"),
+        )
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+    },
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+}
