@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 
 .PHONY: install demo test test-fast test-long gpu lint docs clean help
 
 help:
-	@echo "make demo       train a LLaVA on handwritten digits on 4 ranks (about 4 minutes after installation)"
+	@echo "make demo       train a LLaVA on handwritten digits on 4 ranks (one to two minutes after installation)"
 	@echo "make test       linter, types, tests"
 	@echo "make test-fast  the tests of the inner loop: no slow ones, no processes"
 	@echo "make test-long  more models, meshes and random programs of the kinds that make test has"

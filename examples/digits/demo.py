@@ -187,9 +187,7 @@ def run(output: Path, seed: int) -> dict[str, object]:
     save_weights(model, weights)
     look("before")
 
-    heading(
-        f"3  {RANKS} ranks: phase 1, {', '.join(FROZEN[0])} frozen; phase 2, {', '.join(FROZEN[1])} frozen", started
-    )
+    heading(f"3  {RANKS} ranks: the projector alone, then projector and LLM", started)
     train_on_ranks(output, weights, seed)
     for phase in PHASES:
         load_shards(model, output / f"weights_{phase.folder}")
@@ -199,6 +197,8 @@ def run(output: Path, seed: int) -> dict[str, object]:
     heading("4  what to look at", started)
     program = output / "program" / PHASES[1].folder
     timeline([program, output / "measured.json"], output / "timeline.html", None, None, False, False)
+    if cores.here() < RANKS:
+        console.print(f"the plan gives each of {RANKS} ranks a core; here they share {cores.here()}", highlight=False)
     (output / "answers.svg").write_text(answers_picture(images[:SHOWN], rows, digits[:SHOWN], answers))
     for file, what in (
         (output / "answers.svg", f"{SHOWN} held-out images and what the model answered: open it in a browser"),

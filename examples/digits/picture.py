@@ -43,7 +43,7 @@ def answers_picture(images: Tensor, rows: Tensor, digits: Tensor, moments: Mappi
     width = GAP + len(images) * (SIDE + GAP)
     height = TOP + SIDE + LINE * (2 + len(moments)) + GAP
     drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" style="max-width:{width}px">',
         f"<style>{STYLE}</style>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text class="title" x="{GAP}" y="28">Held-out handwriting: "read the ... row:"</text>',

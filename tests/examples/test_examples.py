@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from tests import launching
 from tests.kept_traces import kept_traces
@@ -67,6 +70,40 @@ def test_lora_reads_digits_and_its_adapters_come_back() -> None:
     assert "build/lora_adapter read into a new model: the same bits" in shown
     (accuracy,) = re.findall(r"accuracy on held-out scans: ([\d.]+)", shown)
     assert float(accuracy) > 0.6  # a guess is right one time in ten
+
+
+@pytest.mark.long
+@pytest.mark.gloo
+def test_the_demo_learns_to_read_and_says_what_to_open(tmp_path: Path) -> None:
+    said = output("examples/digits/demo.py", "--output", str(tmp_path))
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["accuracy_before"] < 0.05 and 0.4 < result["accuracy_phase1"] < 0.7
+    assert result["accuracy_phase2"] >= 0.85 and result["params_missing"] == []
+    assert result["parity_grad_rel_max"] < 1e-5
+    assert said.index("against eager PyTorch") < said.index("encoder    step")  # csc before any training
+    for name in ("answers.svg", "timeline.html", "program/phase2/rank_1.py", "program/phase2/schedule.txt"):
+        assert (tmp_path / name).is_file() and str((tmp_path / name).resolve()) in said
+    assert said.count("measured, fastest of 20 warm steps") == 1
+    texts = [node.text or "" for node in ElementTree.parse(tmp_path / "answers.svg").iter() if node.text]
+    assert sum(text.startswith("before: ") for text in texts) == 6
+
+
+def test_the_picture_of_answers_marks_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(launching.ROOT / "examples" / "digits"))
+    data, picture = importlib.import_module("data"), importlib.import_module("picture")
+    _, scans = data.split_scans()
+    images, digits = data.held_out_images(scans, rounds=1)
+    rows = torch.tensor([0, 2])
+    right = data.ask_about_images(digits[:2], rows)[0][:, data.PROMPT_LENGTH :]
+    wrong = right.clone()
+    wrong[1, 0] = data.VOCABULARY["<eos>"]
+    drawn = ElementTree.fromstring(picture.answers_picture(images[:2], rows, digits[:2], {"then": wrong, "now": right}))
+    lines = [(node.get("class"), node.text) for node in drawn.iter() if node.get("class") in ("right", "wrong")]
+    truths = [" ".join(map(str, digits[place].view(3, 3)[row].tolist())) for place, row in enumerate(rows.tolist())]
+    assert lines == [
+        ("right", f"then: {truths[0]}"), ("right", f"now: {truths[0]}"),
+        ("wrong", "then: nothing"), ("right", f"now: {truths[1]}"),
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
