@@ -196,7 +196,7 @@ def run(output: Path, seed: int) -> dict[str, object]:
 
     heading("4  what to look at", started)
     program = output / "program" / PHASES[1].folder
-    timeline([program, output / "measured.json"], output / "timeline.html", None, None, False, False)
+    timeline([program, output / "measured.json"], page=output / "timeline.html")
     if cores.here() < RANKS:
         console.print(f"the plan gives each of {RANKS} ranks a core; here they share {cores.here()}", highlight=False)
     (output / "answers.svg").write_text(answers_picture(images[:SHOWN], rows, digits[:SHOWN], answers))

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from data import Scans, split_scans
 from progress import showing
@@ -25,14 +24,6 @@ from csc.runtime.timelines import Traces, record
 from csc.runtime.trainer import Trainer
 
 WARM = 20  # last steps whose timelines are kept
-
-
-def fastest(steps: Sequence[Traces]) -> Traces:
-    """The same step on every rank: the one that other work on the machine disturbed least."""
-    rows = [[timed for row in step.values() for timed in row] for step in steps]
-    seconds = torch.tensor([max(t.end for t in row) - min(t.start for t in row) for row in rows], dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return steps[int(seconds.argmin())]
 
 
 def train(number: int, directory: Path, weights: Path, scans: Scans, seed: int) -> tuple[Trainer, Sequence[Traces]]:
@@ -67,8 +58,8 @@ def main() -> None:
         weights = arguments.output / f"weights_{phase.folder}"
         trainer.save(weights)
         dist.barrier()  # the next phase reads what all have written
-    name = f"measured, fastest of {WARM} warm steps"
-    record(arguments.output / "measured.json", fastest(warm), trainer.program.manifest, name)
+    name = f"measured, median of {WARM} warm steps"
+    record(arguments.output / "measured.json", warm, trainer.program.manifest, name)
     dist.destroy_process_group()
 
 
