@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from csc.kernels import scattered_rows as _operators  # noqa: F401  registers them
-from csc.passes.layouts import Role, strided_outputs, with_reshapes
+from csc.passes.layouts import with_reshapes
 from csc.passes.provenance import Marking, tagging
 from torch import fx
 
@@ -36,7 +36,6 @@ def differentiate(program: Program, options: Options) -> Program:
     After     joint(hidden_states, mask, w, d_out) -> out, d_hidden_states, d_w
     """
     layouts: dict[str, Layout] = {}  # of the gradient of each value, as the last region to touch it leaves it
-    uncertain = set[str]()  # values whose gradients may have other strides than in the trace
     joints = dict(program.joints.templates) if program.joints is not None else {}
     templates: dict[str, Template] = {}
     names: dict[Any, str] = {}
@@ -55,23 +54,18 @@ def differentiate(program: Program, options: Options) -> Program:
         arriving = [region.outputs[i] for i in template.differentiable]
         arriving += [region.activations[i] for i in template.threaded]
         incoming = tuple(layouts.get(value) for value in arriving)
-        names_of = [*(template.outputs[i] for i in template.differentiable),
-                    *(template.activations[i] for i in template.threaded)]  # fmt: skip
-        strided = frozenset(("tangent", name) for name, value in zip(names_of, arriving) if value in uncertain)
-        key = (template.name, template.threaded, template.differentiable, incoming, strided)
+        key = (template.name, template.threaded, template.differentiable, incoming)
         if key not in names:
             names[key] = unique(template.name, templates)
-            known = _decides(template, incoming, strided)
+            known = _decides(template, incoming)
             if known not in joints:
-                joints[known] = joint_of(template, program.fake_mode, layouts=incoming, strided=strided)
+                joints[known] = joint_of(template, program.fake_mode, layouts=incoming)
             found = {name: getattr(joints[known], name) for name in FOUND}
             templates[names[key]] = replace(template, name=names[key], **found)
         gradients = g.outputs(templates[names[key]].joint)[len(region.outputs) :]  # type: ignore[arg-type]
-        others = strided_outputs(templates[names[key]].joint, strided)
-        for place, (value, gradient) in enumerate(zip(region.activations, gradients), len(region.outputs)):
+        for value, gradient in zip(region.activations, gradients):
             if gradient is not None:
                 layouts[value] = tuple(gradient.meta["val"].stride())
-                (uncertain.add if place in others else uncertain.discard)(value)
         final.append(replace(region, template=names[key], threaded=flags))
     order = dict.fromkeys(region.template for region in final[::-1])
     return replace(
@@ -80,14 +74,14 @@ def differentiate(program: Program, options: Options) -> Program:
     )  # fmt: skip
 
 
-def _decides(template: Template, incoming: Sequence[Layout | None], strided: Set[Role]) -> str:
+def _decides(template: Template, incoming: Sequence[Layout | None]) -> str:
     """All that decides a joint graph: the forward graph in its sizes, with its names and lines, and what gradients are
     asked for and come in.
     """
     told = [(node.name, node.meta.get("source"), node.meta.get("module")) for node in template.graph.nodes]
     forward = g.canonical(template.graph, lambda node: node.meta["role"])
     of = (template.activations, template.outputs, template.differentiable, template.inexact, template.threaded)
-    return g.digest(forward, told, of, len(template.parameters), incoming, sorted(strided))
+    return g.digest(forward, told, of, len(template.parameters), incoming)
 
 
 def joint_of(
@@ -96,14 +90,11 @@ def joint_of(
     frozen: Sequence[int] = (),
     constant: Sequence[int] = (),
     layouts: Sequence[Layout | None] = (),
-    strided: Collection[Role] = (),
 ) -> Template:
     """The template with its joint graph traced.
 
     layouts: strides of the incoming gradients (outputs', then threaded ones), None for those of the value itself. They
     are traced as they come, since a reduction over another layout may round in another order than eager's.
-
-    strided: what comes in that may have other strides in reality (csc.passes.layouts).
 
     frozen: positions of parameters, constant: positions of activations that ask for no gradient while tracing. Both are
     empty in the compiler; tests trace with them to check what pass `prune` derives from the full trace.
@@ -144,7 +135,7 @@ def joint_of(
     with fake_mode, _without_onednn():
         traced = make_fx(joint, tracing_mode="real")(values, tangents)
     graph = _tidy(_functional(traced.graph, values, tangents, fake_mode), template, sources)
-    with_reshapes(graph, strided)
+    with_reshapes(graph)
     results = g.outputs(graph)[len(template.outputs) :]
     return replace(
         template,

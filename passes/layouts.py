@@ -5,15 +5,10 @@ The strides in a trace are those of fake tensors. For elementwise operations who
 its first input, its fake one does not. `aten.view` then fails on real tensors; `aten.reshape` is the same view where
 there can be one, and a copy where not.
 
-    with_reshapes(graph, strided)                 changes a traced graph, in place
-    strided_outputs(graph, strided) -> outputs    positions of those whose strides may be others, in reality
-
-strided: roles of placeholders of which that is known.
+    with_reshapes(graph)      changes a traced graph, in place
 """
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -21,35 +16,22 @@ from torch import fx
 from csc.analysis.operators.views import OWN_LAYOUT, is_view
 from csc.ir import graph as g
 
-Role = tuple[str, str]
 
-
-def with_reshapes(graph: fx.Graph, strided: Collection[Role] = ()) -> None:
+def with_reshapes(graph: fx.Graph) -> None:
     """Views of what comes from a value that is not contiguous, with no matrix product in between, become reshapes.
 
     Before    %x = aten.softplus_backward(%transposed, %y);  %z = aten.view(%x, [48, 4])
     After     %x = aten.softplus_backward(%transposed, %y);  %z = aten.reshape(%x, [48, 4])
     """
-    for node in _uncertain(graph, strided):
-        if g.op_name(node) == "aten::view":
-            node.target = torch.ops.aten.reshape.default
-
-
-def strided_outputs(graph: fx.Graph, strided: Collection[Role] = ()) -> set[int]:
-    """Positions of the results whose strides may not be those of the trace."""
-    uncertain = _uncertain(graph, strided)
-    return {place for place, result in enumerate(g.outputs(graph)) if result in uncertain}
-
-
-def _uncertain(graph: fx.Graph, strided: Collection[Role]) -> set[fx.Node]:
-    uncertain = {node for node in g.placeholders(graph) if node.meta["role"] in strided} if strided else set()
+    uncertain: set[fx.Node] = set()
     for node in g.calls(graph):
         if g.op_name(node) in OWN_LAYOUT or g.op_name(node).startswith("csc::") or _made_contiguous(node):
             continue
         given = node.all_input_nodes
         if any(one in uncertain for one in given) or (_computed(node) and any(map(_strided, given))):
             uncertain.add(node)
-    return uncertain
+            if g.op_name(node) == "aten::view":
+                node.target = torch.ops.aten.reshape.default
 
 
 def _made_contiguous(node: fx.Node) -> bool:

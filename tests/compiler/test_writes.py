@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import csc
 from csc.reports.verification import verify
-from tests.compiler.eager import assert_as_eager
 
 WIDTH = 8
 
@@ -127,24 +126,3 @@ def test_a_write_through_strides_of_another_order_is_refused() -> None:
     signal = torch.ones(2, 4, 3)
     with pytest.raises(csc.CscError, match="does not lie in memory row by row"):
         csc.compile(Writing(transposed), mesh="pp=2", example={"signal": signal})
-
-
-class Latents(nn.Module):
-    """The loss of a transposed prediction, in a region of its own: torch lays its gradient out as no fake tensor is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4))
-        self.encoder = nn.Conv2d(3, 8, 3, padding=1).requires_grad_(False)
-
-    def forward(self, picture: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            latents = self.encoder(picture).chunk(2, 1)[0]
-        predicted = self.head((latents + noise).flatten(2).transpose(1, 2))
-        return F.mse_loss(predicted.transpose(1, 2).reshape(latents.shape), noise - latents)
-
-
-def test_a_gradient_of_other_strides_from_another_region() -> None:
-    torch.manual_seed(0)
-    batch = {"picture": torch.randn(2, 3, 4, 4), "noise": torch.randn(2, 4, 4, 4)}
-    assert_as_eager(Latents(), batch, meshes=("pp=1", "pp=2"))
