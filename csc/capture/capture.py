@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import fx, nn
 
+from csc import devices
 from csc.analysis.operators.made import OF_VALUES
 from csc.analysis.table_limits import class_limits, table_limits
 from csc.capture.batch import (
@@ -72,7 +73,7 @@ def capture(model: nn.Module, example: Any, guards: Guards | None = None, whole:
     Raises CscError (a sentence with the source line) if the model cannot be traced.
     """
     guards = Guards() if guards is None else guards
-    with process_state_kept(), one_is_no_special_size():
+    with process_state_kept(), devices.forked(device_of(model)), one_is_no_special_size():
         tensors, extra = split_batch(example)
         doubled = twice(tensors)
         if doubled is not None:

@@ -197,12 +197,9 @@ class Steps:
             modes.refuse_torch(was, operation)
             return given.ready(batch, options, share.parts)
 
-        def as_programs(ready: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            return ready if divided is batch else given.padded(ready)  # one that was divided for all has its widths
-
         def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Microbatches, Encoding | None] | None]:
             given.check(ready if share.own else batch, share.own)
-            ready = as_programs(ready)
+            ready = self._of_widths(ready, batch)
             changed = self.programs.changed()
             changes.append(str(changed))
             with programs.compiling:
@@ -239,18 +236,8 @@ class Steps:
             if due or not served:
                 meeting.began()  # what is made now has meetings of its own
                 programs = self.programs.current()
-                everyone, start = share.of_all(ready), time.perf_counter()
-                if divided is not batch:
-                    self._try_widths(everyone, options)
-                ready, parts = as_programs(ready), as_programs(everyone)
-                try:
-                    made, compared = self._made(parts, options, everyone if share.own else batch, share.own, due)
-                except DifferenceError as error:
-                    if widths_of(parts) != widths_of(everyone):
-                        error.add_note("microbatches were padded: widths=False of csc.compile leaves them as they come")
-                    raise
-                if not due and not any(changes) and made.transport.ranks[0] == 0:
-                    self._new_sizes.waited(time.perf_counter() - start, self._count)
+                made, compared = self._for_all(share, ready, batch, options, due, any(changes))
+                ready = self._of_widths(ready, batch)
                 found, heard = meeting.heard(FIRST_STEP, lambda: known(ready, programs.match(ready), made, share.first))
                 programs.checking.met(programs.unmet(share.meets(heard)))
             assert found is not None
@@ -259,6 +246,30 @@ class Steps:
                 meeting.began()
             made, dealt, encoding = found
             yield made, dealt, share.flags(heard), compared[-1] if compared else None, encoding
+
+    def _of_widths(self, ready: list[dict[str, Any]], batch: Any) -> list[dict[str, Any]]:
+        """Microbatches padded to the widths that programs are for. A batch that was divided for all has its widths."""
+        return ready if isinstance(batch, ReplicaShare) else self.given.padded(ready)
+
+    def _for_all(
+        self, share: Share, ready: list[dict[str, Any]], batch: Any, options: Options, due: bool, changed: bool
+    ) -> tuple[Trainer, list[ComparedStep]]:
+        """The trainer with programs for the microbatches of all replicas, compared if that is due, and the steps that
+        the check made. changed: the model has; else whoever waited is told of new sizes.
+        """
+        everyone, start = share.of_all(ready), time.perf_counter()
+        if not isinstance(batch, ReplicaShare):
+            self._try_widths(everyone, options)
+        parts = self._of_widths(everyone, batch)
+        try:
+            made, compared = self._made(parts, options, everyone if share.own else batch, share.own, due)
+        except DifferenceError as error:
+            if widths_of(parts) != widths_of(everyone):
+                error.add_note("microbatches were padded: widths=False of csc.compile leaves them as they come")
+            raise
+        if not due and not changed and made.transport.ranks[0] == 0:
+            self._new_sizes.waited(time.perf_counter() - start, self._count)
+        return made, compared
 
     def _coming(
         self, following: Any, trainer: Trainer, options: Options, parts: int

@@ -29,7 +29,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from csc.torch_private.hooks import hooks_of_all_modules
 
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_DEVICES = ("cpu", *(one.type for one in [torch.accelerator.current_accelerator()] if one is not None))
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what writes it
 
 
@@ -51,7 +51,7 @@ def process_state() -> dict[str, Any]:
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Leaves it as it was, and the generators of random numbers of torch, NumPy and Python."""
+    """Leaves it as it was, and the generators of random numbers of NumPy and Python (csc.devices.forked: of torch)."""
     settings, modes = _settings(), [(stack, stack.all()) for stack in (_FunctionModes, _DispatchModes)]
     levels, autocasts, hooks = functorch.get_dynamic_layer_stack_depth(), _autocasts(), _saved_tensor_hooks()
     of_modules = [(held, dict(held)) for _, held in hooks_of_all_modules()]
@@ -142,8 +142,7 @@ def _saved_tensor_hooks() -> Any:
 def _random_numbers_kept() -> Iterator[None]:
     own, numpys = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-            yield
+        yield
     finally:
         random.setstate(own)
         numpy.random.set_state(numpys)
@@ -168,6 +167,21 @@ def _attribute(module: ModuleType | Any, name: str) -> Setting:
 
 def _of(read: Callable[[Any], Any], write: Callable[[Any, Any], Any], device: str) -> Setting:
     return partial(read, device), partial(write, device)
+
+
+def _precision() -> str:
+    """Of float32 products by torch's older switch; "" where it was set by the newer ones, which the older does not
+    tell of.
+    """
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
+
+
+def _set_precision(precision: str) -> None:
+    if precision:
+        torch._C._set_float32_matmul_precision(precision)
 
 
 def _let_no_hooks(message: str | None) -> None:
@@ -202,7 +216,7 @@ _SETTINGS: dict[str, Setting] = {
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda state: torch._C.set_anomaly_enabled(*state),
     ),
-    "float32 products": (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
+    "float32 products": (_precision, _set_precision),
     **{
         f"attention by {kind}": (
             getattr(torch._C, f"_get_{kind}_sdp_enabled"),

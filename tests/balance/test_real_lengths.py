@@ -88,6 +88,6 @@ def test_csc_data_says_what_balance_gains(tmp_path: Path) -> None:
     bars = re.findall(r"<title>([\d,]+) samples</title>", page)
     assert [int(bar.replace(",", "")) for bar in bars] == found["histograms"]["tokens"]["counts"]
     for way, seconds in found["seconds"].items():
-        assert f"{way}, x {seconds / found['seconds']['balanced']:.3f}" in page
+        assert f"{way}, {seconds / found['seconds']['balanced']:.3f} × balanced" in page
     refused = CliRunner().invoke(app, [*command, "--batch-size", "300"])
     assert "there are 200 samples, and a step has 300" in str(refused.exception)

@@ -1,4 +1,4 @@
-"""The house is read in sittings: no function of more than 60 lines of code, no file of more than 400 lines."""
+"""The house is read in sittings: no function of more than 60 lines of code, no file of more than 1,000 lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LINES_OF_CODE, LINES = 60, 400
+LINES_OF_CODE, LINES = 60, 1000
 
 
 def files() -> Iterator[tuple[str, str]]:

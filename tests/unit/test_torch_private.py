@@ -26,6 +26,7 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from csc import devices
 from csc.errors import InputError
 from csc.torch_private import artifacts as private_artifacts
 from csc.torch_private import autograd as private_autograd
@@ -1122,7 +1123,8 @@ def test_process_state_kept() -> None:
         private_state.process_state(),
         (torch.get_rng_state(), random.getstate(), numpy.random.get_state()),
     )
-    with pytest.raises(KeyboardInterrupt), private_state.process_state_kept():
+    cpu = torch.device("cpu")
+    with pytest.raises(KeyboardInterrupt), private_state.process_state_kept(), devices.forked(cpu):
         for draw in (torch.rand, lambda _: random.random(), numpy.random.rand):
             draw(2)
         for name, left_on in LEFT_ON.items():
