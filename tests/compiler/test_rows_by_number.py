@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import csc
 from csc.errors import CscError, InputError
 from tests.compiler.test_mixed_steps import is_eagers
+from tests.tiers import long
 
 Tensor = torch.Tensor
 IDS = torch.tensor([[1, 8, 3, 0, 4], [5, 2, 2, 7, 1], [0, 6, 8, 3, 3], [4, 1, 5, 7, 2]])
@@ -50,7 +51,7 @@ def step(model: nn.Module, *masks: Tensor, check: bool = False, microbatches: in
     return compiled
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [True, long(False)])
 @pytest.mark.parametrize(
     "pick",
     [
@@ -82,8 +83,7 @@ def test_places_that_lie_within_a_sample_are_its_own(places: Callable[[Tensor, T
     step(Rows(lambda rows, ids, mask: flat(rows, places(ids, mask))), UNEVEN, TWO_EACH)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(("microbatches", "check"), [(2, False), (4, True), long(2, True), long(4, False)])
 @pytest.mark.parametrize(
     "pick",
     [
