@@ -18,11 +18,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import io
+import logging
+import queue
 import sys
+import threading
+import weakref
 from argparse import Namespace
 from array import array
 from collections import ChainMap, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Set, ValuesView
+from configparser import RawConfigParser
+from contextvars import ContextVar
+from multiprocessing.managers import BaseProxy
+from multiprocessing.sharedctypes import SynchronizedBase
 from operator import is_
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -56,12 +65,15 @@ from csc.capture.watches import (
     without,
 )
 
+log = logging.getLogger("csc")
+
 DEEPEST, MOST = 12, 20_000
 CACHED = type(functools.lru_cache(len))
 FIRST = frozenset({"forward", "__call__", *CALLED_BY_PYTHON})
 MEMORY: tuple[type[Any], ...] = (bytearray, array, memoryview, *ctypes.Array.__bases__)  # the last: all of ctypes
 BEHIND = (MappingProxyType, KeysView, ValuesView, ItemsView)  # which a mapping stands
 OF_DATA = (SimpleNamespace, Namespace, ChainMap, UserDict, UserList)  # Python's own, with attributes of their own
+UNSEEN = (queue.Queue, queue.SimpleQueue, io.IOBase, BaseProxy)  # whose state nothing here can compare
 
 
 class Reached:
@@ -253,8 +265,42 @@ class Reached:
             self._on(path, [("", value.__func__)], depth)
         elif isinstance(value, property):
             self._on(path, [("", value.fget)], depth)
-        elif _is_own(type(value).__module__) or isinstance(value, (nn.Module, *OF_DATA)):
+        elif _is_own(_module_of(type(value))) or isinstance(value, (nn.Module, *OF_DATA)):
             self._walk_object(path, value, depth)
+        else:
+            self._walk_state(path, value, depth)
+
+    def _walk_state(self, path: str, value: Any, depth: int) -> None:
+        """What an object of the standard library or of torch says of its own state, where forward may read that. Of an
+        optimizer that is what a function names: a model may hold one that it never reads.
+        """
+        if isinstance(value, ContextVar):
+            self._watch(path, ("value",), lambda: [value.get(ABSENT)], depth)
+        elif isinstance(value, threading.local):
+            self._watch(path, (), lambda: list(vars(value).values()), depth)
+        elif isinstance(value, threading.Event):
+            self._watch(path, ("is_set",), lambda: [value.is_set()], depth)
+        elif isinstance(value, weakref.ref):
+            self._watch(path, ("referent",), lambda: [value()], depth)
+        elif isinstance(value, SynchronizedBase):
+            self._on(path, [("", value.get_obj())], depth)
+        elif isinstance(value, RawConfigParser):
+            self._on(path, [("", vars(value)["_sections"]), ("", value.defaults())], depth)
+        elif isinstance(value, torch.distributions.Distribution):
+            self._on(path, [("", vars(value))], depth)
+        elif isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+            for name, member in vars(value).items():
+                if name in self._reached:
+                    self._on(path, [(name, member)], depth)
+                else:
+                    self._later.setdefault(name, []).append((path, member, depth))
+            if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+                self._later.setdefault("get_last_lr", []).append((path, vars(value).get("_last_lr"), depth))
+        elif isinstance(value, UNSEEN):
+            log.warning(
+                "the model reaches %s, a %s: what it holds is read when the model is traced, and a change of it "
+                "between steps is not seen. Pass what changes as an entry of the batch", path, type(value).__name__,
+            )  # fmt: skip
 
     def _walk_object(self, path: str, value: Any, depth: int) -> None:
         names = tuple(name for kind in type(value).__mro__ for name in _slots(kind) if not name.startswith("__"))
@@ -269,10 +315,10 @@ class Reached:
 
     def _walk_classes(self, kind: type, depth: int) -> None:
         """Attributes and methods of a class and those above it; of torch's only whether they were replaced."""
-        if _is_own(type(kind).__module__):
+        if _is_own(_module_of(type(kind))):
             self._walk_classes(type(kind), depth)
         for one in kind.__mro__:
-            own = _is_own(one.__module__)
+            own = _is_own(_module_of(one))
             if one is object or not (own or issubclass(one, nn.Module)) or not self._is_new(id(one), one):
                 continue
             path, members = f"class {one.__name__}", vars(one)
@@ -331,7 +377,7 @@ class Reached:
     def _walk_forward_of_torch(self, kind: type) -> None:
         """What the forward of a class of torch calls of torch."""
         forward = vars(kind).get("forward")
-        if isinstance(forward, FunctionType) and not _is_own(kind.__module__):
+        if isinstance(forward, FunctionType) and not _is_own(_module_of(kind)):
             names = names_read(forward.__code__)
             modules = (forward.__globals__.get(name) for name in names)
             for module in modules:
@@ -376,6 +422,12 @@ def _alike(one: Any, other: Any) -> bool:
         return False
 
 
+def _module_of(kind: type) -> str:
+    """The module of a class; "builtins" for one that has an attribute of its own by that name, as Cython's have."""
+    module = kind.__module__
+    return module if isinstance(module, str) else "builtins"
+
+
 def _is_own(module: str) -> bool:
     return module.partition(".")[0] not in LIBRARIES and module != "builtins"
 
@@ -385,7 +437,7 @@ def _is_torch(module: ModuleType) -> bool:
 
 
 def _slots(kind: type) -> Names:
-    names = vars(kind).get("__slots__", ()) if _is_own(kind.__module__) else ()
+    names = vars(kind).get("__slots__", ()) if _is_own(_module_of(kind)) else ()
     return (names,) if isinstance(names, str) else tuple(names)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
 import functools
 import logging
+import multiprocessing
+import queue
+import threading
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -275,3 +281,94 @@ def test_modes_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
         compiled.train_step(small.text_batch(2))
     assert "checked against eager PyTorch: loss" in caplog.text
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Stated(nn.Module):
+    """Reads its gain from an object whose class is not its own."""
+
+    def __init__(self, state: Any, gain: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.embed, self.head, self.state, self.gain = nn.Embedding(32, 16), nn.Linear(16, 32), state, gain
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), labels.flatten()) * self.gain(self.state)
+
+
+def local_state() -> threading.local:
+    state = threading.local()
+    state.gain = 1.0
+    return state
+
+
+def settings_file() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser["model"] = {"gain": "1"}
+    return parser
+
+
+def scheduled() -> torch.optim.lr_scheduler.LRScheduler:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer.step()
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 2.0)
+
+
+def normal() -> torch.distributions.Normal:
+    return torch.distributions.Normal(torch.tensor(1.0), torch.tensor(1.0))
+
+
+REFERRED = Record()  # lives as long as what refers to it
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], object]]] = {
+    "context variable": (lambda: ContextVar("gain", default=1.0), lambda one: one.get(), lambda one: one.set(2.0)),
+    "of a thread": (local_state, lambda one: one.gain, lambda one: setattr(one, "gain", 2.0)),
+    "event": (threading.Event, lambda one: 2.0 if one.is_set() else 1.0, threading.Event.set),
+    "shared between processes": (
+        lambda: multiprocessing.Value("d", 1.0), lambda one: one.value, lambda one: setattr(one, "value", 2.0),
+    ),
+    "settings": (
+        settings_file, lambda one: float(one["model"]["gain"]), lambda one: one["model"].__setitem__("gain", "2"),
+    ),
+    "weak reference": (
+        lambda: weakref.ref(REFERRED), lambda one: one().gain, lambda one: setattr(one(), "gain", 2.0),
+    ),
+    "optimizer": (
+        lambda: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0),
+        lambda one: one.param_groups[0]["lr"], lambda one: one.param_groups[0].__setitem__("lr", 2.0),
+    ),
+    "scheduler": (scheduled, lambda one: one.get_last_lr()[0], lambda one: one.step()),
+    "distribution": (normal, lambda one: one.loc, lambda one: one.loc.fill_(2.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_state_of_objects_of_libraries_is_read(name: str) -> None:
+    make, gain, change = STATES[name]
+    model = Stated(make(), gain)
+    state = ModelGuards(model)
+    assert state.holds() and not state.changed()
+    change(model.state)
+    assert not state.holds() and state.changed().structure
+
+
+def test_an_optimizer_that_forward_never_reads_is_let_alone() -> None:
+    model = Stated(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), lambda one: 1.0)
+    state = ModelGuards(model)
+    model.state.param_groups[0]["lr"] = 2.0
+    assert state.holds()
+
+
+def test_what_cannot_be_compared_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    given: queue.Queue[float] = queue.Queue()
+    given.put(1.0)
+    with caplog.at_level(logging.WARNING, "csc"):
+        ModelGuards(Stated(given, lambda one: one.queue[0]))
+    assert "state, a Queue" in caplog.text and "as an entry of the batch" in caplog.text
+
+
+class Foreign:
+    """A class of a compiled library, as Cython's functions: its module is an attribute of its own."""
+
+    __module__ = property(lambda self: "somewhere")  # type: ignore[assignment]
+
+
+def test_classes_whose_module_is_no_text_are_let_alone() -> None:
+    assert ModelGuards(Stated(Foreign(), lambda one: 1.0)).holds()
