@@ -67,8 +67,6 @@ def process_state_kept() -> Iterator[None]:
                 yield
             finally:
                 functorch.pop_dynamic_layer_stack_and_undo_to_depth(levels)
-                while forward_ad._current_level > settings["levels of forward gradients"]:
-                    forward_ad.exit_dual_level()
                 for stack, before in modes:
                     stack.put(before)
                 while _saved_tensor_hooks() not in (None, hooks):
@@ -184,6 +182,24 @@ def _set_precision(precision: str) -> None:
         torch._C._set_float32_matmul_precision(precision)
 
 
+def _forward_levels() -> tuple[int, int]:
+    """The level of forward gradients as the C++ part and as the Python part of torch have it, -1 for none. They differ
+    where a trace refused `torch.func.jvp` half way in.
+    """
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:  # there is one level at most
+        return 0, forward_ad._current_level
+    torch._C._exit_dual_level(level=level)
+    return level - 1, forward_ad._current_level
+
+
+def _leave_forward_levels(levels: tuple[int, int]) -> None:
+    for level in range(_forward_levels()[0], levels[0], -1):
+        torch._C._exit_dual_level(level=level)
+    forward_ad._current_level = levels[1]
+
+
 def _let_no_hooks(message: str | None) -> None:
     autograd._saved_tensors_hooks_enable() if message is None else autograd._saved_tensors_hooks_disable(message)
 
@@ -193,7 +209,7 @@ _SETTINGS: dict[str, Setting] = {
     "forward gradients": (torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
     "threads of backward": (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
     "replayed views": (torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
-    "levels of forward gradients": _attribute(forward_ad, "_current_level"),
+    "levels of forward gradients": (_forward_levels, _leave_forward_levels),
     "levels of jvp": _attribute(eager_transforms, "JVP_NESTING"),
     **{
         f"{name} in torch.func": (getattr(functorch, f"get_{name}_allowed"), getattr(functorch, f"set_{name}_allowed"))

@@ -135,4 +135,6 @@ def test_refused(names: list[str]) -> None:
             csc.compile(model, mesh="pp=1", example=batch(), cache=False)
         for old, new in zip(before, (process_state(), of(model), numbers())):
             assert new == old, name
+    with torch.autograd.forward_ad.dual_level():  # torch refuses a second one, and says of none whether it is on
+        pass
     assert_as_eager(stack(lambda x, layer: torch.tanh(x) * layer.scale), batch(), meshes=("pp=1",))

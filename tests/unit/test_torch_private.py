@@ -1117,6 +1117,17 @@ def test_process_state(name: str) -> None:
     assert private_state.process_state() == before
 
 
+def test_half_a_level_of_forward_gradients() -> None:
+    """A trace that refuses torch.func.jvp leaves torch's C++ part in a level that its Python part does not know of."""
+    before = private_state.process_state()
+    with private_state.process_state_kept():
+        torch._C._enter_dual_level()
+        assert private_state.process_state() != before
+    assert private_state.process_state() == before
+    with torch.autograd.forward_ad.dual_level():  # raises in a second level
+        pass
+
+
 def test_process_state_kept() -> None:
     """All of it at once, however the block ends; and torch works as it did."""
     before, numbers = (
