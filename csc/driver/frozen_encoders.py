@@ -29,6 +29,7 @@ from csc.cache.keys import Opaque, model_key
 from csc.capture.batch import device_of, split_batch
 from csc.capture.guards import Match
 from csc.errors import InputError
+from csc.runtime.consistency import Sample, read
 from csc.runtime.loaded_program import LoadedProgram, encoder
 from csc.runtime.specs import FeatureSpec
 from csc.runtime.weights import bytes_of
@@ -36,7 +37,6 @@ from csc.runtime.weights import bytes_of
 log = logging.getLogger("csc")
 
 Entries = Mapping[str, torch.Tensor]
-SAMPLED = 16  # entries of a weight: what is written through `weight.data`, an average of models, changes all of them
 
 
 @dataclass(frozen=True)
@@ -131,30 +131,27 @@ class FrozenEncoders:
         """Hashed anew where a weight was written, or is another tensor."""
         places = tuple((weight.data_ptr(), weight._version) for weight in one.weights.values())
         known = self._identities.get((one.code, *one.weights))
-        if known is None or known.places != places or known.read() != known.entries:
-            samples = [_sample(weight.detach()) for weight in one.weights.values()]
+        if known is None or known.places != places or read(known.samples) != known.entries:
+            samples = list(map(Sample, one.weights.values()))
             digest = hashlib.sha256(one.code.encode())
             for name, weight in one.weights.items():
                 digest.update(f"{name} {weight.dtype} {list(weight.shape)} {one.spec.parameters[name]}\n".encode())
                 digest.update(bytes_of(weight.detach().cpu().contiguous()))
-            known = _Identity(places, samples, _bytes(samples), digest.hexdigest())
+            known = _Identity(places, samples, read(samples), digest.hexdigest())
             self._identities[(one.code, *one.weights)] = known
         return known.text
 
 
 @dataclass(frozen=True)
 class _Identity:
-    """places: where weights lie, and how often torch has counted writes there; samples: views of a few entries of each,
-    since writes to `weight.data` are not counted; entries: what these were.
+    """places: where weights lie, and how often torch has counted writes there; samples: of each, since writes to
+    `weight.data` are not counted; entries: what these were.
     """
 
     places: tuple[tuple[int, int], ...]
-    samples: list[torch.Tensor]
+    samples: list[Sample]
     entries: bytes
     text: str
-
-    def read(self) -> bytes:
-        return _bytes(self.samples)
 
 
 def _entries(one: FrozenEncoder | None, features: Entries | None) -> dict[str, torch.Tensor]:
@@ -165,17 +162,6 @@ def _entries(one: FrozenEncoder | None, features: Entries | None) -> dict[str, t
     if features is None:
         return {entry: torch.empty(value.shape, dtype=value.dtype, device="meta") for entry, value in named}
     return {entry: features[value.name] for entry, value in named}
-
-
-def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """A view of SAMPLED entries or more, evenly spread over its memory; of all if there are fewer."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride()))
-    step = max(1, reach // SAMPLED)
-    return weight.as_strided(((reach - 1) // step + 1 if weight.numel() else 0,), (step,))
-
-
-def _bytes(samples: list[torch.Tensor]) -> bytes:
-    return bytes(bytes_of(torch.cat(samples).cpu())) if samples else b""
 
 
 def _code(model: nn.Module, match: Match, program: LoadedProgram) -> str:

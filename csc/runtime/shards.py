@@ -35,6 +35,7 @@ from csc.ir.mesh import Mesh
 from csc.ir.rank_entries import meeting
 from csc.runtime import weights
 from csc.runtime.boxes import cut, part, put, sizes, whole_box
+from csc.runtime.consistency import Sample, read
 from csc.runtime.exchange import Membership
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.rank import Rank
@@ -46,10 +47,20 @@ from csc.runtime.zero_shards import seen, shard_of
 
 @dataclass
 class Source:
-    """The whole tensor that a box was cut from, and its version then: one object for all trainers of a process."""
+    """The whole tensor that a box was cut from, with its version and some entries then: one object for all trainers of
+    a process.
+    """
 
     tensor: torch.Tensor
     version: int
+    sample: Sample
+    entries: bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Source:
+        """As it is now."""
+        sample = Sample(tensor)
+        return cls(tensor, tensor._version, sample, read([sample]))
 
 
 class Kept(NamedTuple):
@@ -147,7 +158,7 @@ class Shards:
                 self._sources[spec.name] = before.source
                 continue
             if box is not None:
-                self._sources[spec.name] = Source(tensor, tensor._version)
+                self._sources[spec.name] = Source.of(tensor)
             if tensor.is_meta and self._device.type != "meta":
                 shape = spec.shape if box is None else sizes(box)
                 tensor = torch.empty(shape, dtype=spec.dtype, device=self._device)
@@ -166,8 +177,10 @@ class Shards:
 
     def check_sources(self, where: str) -> None:
         """Others would train the weights that were written; the boxes are copies, which do not have them."""
+        sources = self._sources.values()
+        same = read(one.sample for one in sources) == b"".join(one.entries for one in sources)
         for name, source in self._sources.items():
-            if source.tensor._version != source.version:
+            if source.tensor._version != source.version or not (same or read([source.sample]) == source.entries):
                 raise InputError(
                     f"the model's {name!r} was written to after this process had taken its shard of it", where,
                     "bring weights in with compiled.load(directory), or write to the model before its first step",
@@ -182,7 +195,7 @@ class Shards:
         """To call where the source of a box was given what all ranks have trained."""
         if spec.name in self._sources:
             source = self._sources[spec.name]
-            source.version = source.tensor._version
+            source.version, source.entries = source.tensor._version, read([source.sample])
 
     def whole(self, spec: ParameterSpec, own: torch.Tensor | None) -> torch.Tensor:
         """A parameter with all its entries. own: as this process keeps it; None: it does not. All ranks call it."""

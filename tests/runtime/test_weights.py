@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from csc.errors import InputError
 from csc.runtime import saving, weights
+from csc.runtime.consistency import Sample, read
 from csc.runtime.initial import random_weights
 from csc.runtime.loaded_program import load
 from csc.runtime.specs import ParameterSpec
@@ -212,3 +213,21 @@ def test_every_dtype_that_is_saved_is_read(tmp_path: Path, dtype: torch.dtype) -
     with weights.Files({"w": tmp_path / "w.safetensors"}) as files:
         found = files.tensor("w", "cpu")
     assert found.dtype == dtype and torch.equal(found.view(torch.uint8), tensors["w"].view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 128), (128, 40), (128,), (6, 5, 4, 3), ()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_writes_that_no_version_counts_are_seen(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of every row and column, whatever the sizes' common periods; of the same values in other memory nothing."""
+    tensor = torch.randn(shape).to(dtype)
+    sample = Sample(tensor)
+    before, values = read([sample]), tensor.clone()
+    for dim, size in enumerate(shape):
+        for place in range(size):
+            tensor.data.select(dim, place).copy_(torch.full((), 7.0).to(dtype))
+            assert read([sample]) != before, f"place {place} of dimension {dim}"
+            tensor.data.copy_(values)
+    tensor.data = values.clone()
+    assert read([sample]) == before
+    tensor.data = torch.zeros(shape).to(dtype)
+    assert read([sample]) != before
