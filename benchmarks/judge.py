@@ -15,8 +15,8 @@ another order nor a rounding counts as wrong.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -36,8 +36,10 @@ SLACK = 20  # times eager's own difference for moved weights
 PLAIN: Mapping[str, Any] = {
     "pp": 1, "dp": 1, "cp": 1, "tp": 1, "microbatches": 1, "schedule": "auto", "recompute": None, "precision": None,
     "freeze": (), "off": False, "steps": False, "accumulate": 1, "replaced": False,
-    "evaluate": False, "loss_chunk": 0, "own": (),
+    "evaluate": False, "loss_chunk": 0, "own": (), "forms": (), "written": "", "moved": False, "listed": False,
+    "zero": 0, "ahead": False,
 }  # fmt: skip
+TOGETHER = ("its microbatches were right in steps", "each microbatch alone is right")  # what csc says of a step of them
 Values = dict[str, torch.Tensor | None]
 
 
@@ -45,13 +47,14 @@ class Module(Protocol):
     """A file that `source` wrote."""
 
     make: Callable[[], nn.Module]
-    batch: Callable[[int, int, int], dict[str, torch.Tensor]]
+    batch: Callable[..., dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: right, refused (by a csc sentence), caught (wrong, and csc's own check said so), crash, wrong (in silence),
-    or eager (which does not run). differences: of what is wrong, by parameter: eager's and csc's norm, and the relative
+    """kind: right, refused (by a csc sentence), mixed (refused by csc's own check in the first step of microbatches
+    that are right alone and not together), caught (wrong, and the check said so), crash, wrong (in silence), or eager
+    (which does not run). differences: of what is wrong, by parameter: eager's and csc's norm, and the relative
     difference.
     """
 
@@ -69,11 +72,95 @@ def loss_of(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, (tuple, list)) else result
 
 
-def sizes(setting: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    """(seed, samples, tokens) of the batches to train on: two samples a microbatch, another size in the second step."""
+def sizes(setting: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """(seed, samples, tokens) of the batches to train on, and their form if it is asked for: two samples a microbatch,
+    another size in the second step.
+    """
     samples = 2 * setting["microbatches"] * setting["dp"]
     samples = max(4, samples)
-    return [(0, samples, 6), (1, samples * 2, 8), (2, samples, 6)] if setting["steps"] else [(0, samples, 6)]
+    forms = setting["forms"]
+    found = [(number, samples, 6) for number in range(max(len(forms), 3 if setting["steps"] else 1))]
+    if setting["steps"]:
+        found[1] = (1, samples * 2, 8)
+    return [(*size, form) for size, form in zip(found, forms, strict=True)] if forms else found
+
+
+def pieces(batch: dict[str, Any], setting: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A batch as microbatches of two samples or more, each as long as its longest row."""
+    number = setting["microbatches"] * setting["dp"]
+    found = []
+    for place in range(number):
+        rows = slice(*(len(batch["ids"]) * end // number for end in (place, place + 1)))
+        longest = int(batch["keep"][rows].sum(1).max())
+        found.append({n: t[rows, :longest] if t.shape == batch["ids"].shape else t[rows] for n, t in batch.items()})
+    return found
+
+
+def labelled(batch: dict[str, Any]) -> int:
+    """How many labels a batch has."""
+    return int((batch["labels"] != -100).sum())
+
+
+def _scaled(tensors: list[torch.Tensor], by: float = 1.1) -> None:
+    for tensor in tensors:
+        tensor.data.mul_(by)
+
+
+def _added(tensors: list[torch.Tensor], place: Any) -> None:
+    for tensor in tensors:
+        if tensor.dim() == 2:
+            tensor.data[place] += 0.25
+
+
+def _of_place(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.data.flatten()[: tensor.numel() // 2 + 1][-1:].add_(0.5)
+
+
+def _without_grad(tensors: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(1.1)
+
+
+def _replaced(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data * 1.1
+
+
+WRITTEN: Mapping[str, tuple[str, Callable[[list[torch.Tensor]], None]]] = {
+    "weights": ("weights", _scaled),
+    "frozen": ("frozen", _scaled),
+    "trained": ("trained", _scaled),
+    "buffers": ("buffers", _scaled),
+    "row": ("weights", lambda tensors: _added(tensors, 1)),
+    "column": ("weights", lambda tensors: _added(tensors, (slice(None), 1))),
+    "frozen row": ("frozen", lambda tensors: _added(tensors, 1)),
+    "frozen column": ("frozen", lambda tensors: _added(tensors, (slice(None), 1))),
+    "entry": ("weights", _of_place),
+    "one": ("weights", lambda tensors: _scaled(tensors[len(tensors) // 2 :][:1], 1.5)),
+    "without grad": ("weights", _without_grad),
+    "frozen without grad": ("frozen", _without_grad),
+    "memory": ("frozen", _replaced),
+    "buffers' memory": ("buffers", _replaced),
+}
+
+
+def write(model: nn.Module, setting: Mapping[str, Any]) -> None:
+    """Write to the model what the setting asks for."""
+    whose, how = WRITTEN[setting["written"]]
+    every = dict(model.named_parameters())
+    frozen = [
+        name for name, p in every.items()
+        if not p.requires_grad or any(fnmatchcase(name, pattern) for pattern in freeze(model, setting["freeze"]))
+    ]  # fmt: skip
+    tensors: dict[str, list[torch.Tensor]] = {
+        "weights": list(every.values()),
+        "frozen": [every[name] for name in frozen],
+        "trained": [p for name, p in every.items() if name not in frozen],
+        "buffers": [buffer for buffer in model.buffers() if buffer.is_floating_point()],
+    }
+    how(tensors[whose])
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
@@ -95,20 +182,27 @@ def apply(model: nn.Module, patterns: list[str]) -> None:
 def train(
     model: nn.Module,
     batches: list[dict[str, Any]],
-    step: Callable[[dict[str, Any]], torch.Tensor],
+    step: Callable[[int], torch.Tensor],
     evaluate: Callable[[dict[str, Any]], torch.Tensor],
     setting: Mapping[str, Any],
+    change: Callable[[int], None],
 ) -> Values:
-    """Losses and gradients of one step, or of three steps the losses, parameters and buffers behind them."""
+    """Losses and gradients of one step, or of three steps the losses, parameters and buffers behind them. step: of a
+    batch by its number.
+    """
     found: Values = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for number, batch in enumerate(batches):
+    for number in range(len(batches)):
+        if number and setting["written"]:
+            write(model, setting)
+        if setting["moved"]:
+            change(number)
         if number and setting["replaced"]:
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
         model.zero_grad(set_to_none=True)
         for _ in range(setting["accumulate"]):
-            loss = step(batch)
+            loss = step(number)
         found[f"loss {number}"] = loss.detach().clone().reshape(())
         if len(batches) > 1:
             optimizer.step()
@@ -137,8 +231,13 @@ def eager(module: Module, setting: Mapping[str, Any], moved: int = 0, dtype: tor
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
                 parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise)
 
-    def step(batch: dict[str, Any]) -> torch.Tensor:
-        loss = loss_of(model(**batch))
+    def step(number: int) -> torch.Tensor:
+        batch = batches[number]
+        if setting["listed"]:
+            parts = [one for one in pieces(batch, setting) if labelled(one)]
+            loss = torch.stack([loss_of(model(**one)) * (labelled(one) / labelled(batch)) for one in parts]).sum()
+        else:
+            loss = loss_of(model(**batch))
         loss.backward()
         return loss
 
@@ -150,7 +249,23 @@ def eager(module: Module, setting: Mapping[str, Any], moved: int = 0, dtype: tor
     batches = [module.batch(*size) for size in sizes(setting)]
     if dtype is not None:
         batches = [{n: t.to(dtype) if t.dtype is torch.float32 else t for n, t in batch.items()} for batch in batches]
-    return train(model, batches, step, evaluate, setting)
+    with outside(module, model) as change:
+        return train(model, batches, step, evaluate, setting, change)
+
+
+@contextmanager
+def outside(module: Module, model: nn.Module) -> Iterator[Callable[[int], None]]:
+    """What makes the module's CHANGES for a step; behind the block all is as for the first one."""
+
+    def change(number: int) -> None:
+        for write_outside in getattr(module, "CHANGES", ()):
+            write_outside(number, model)
+
+    change(0)
+    try:
+        yield change
+    finally:
+        change(0)
 
 
 def norm(value: torch.Tensor) -> float:
@@ -189,7 +304,8 @@ def judge(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledMode
     try:
         own = ours(module, setting, compiled)
     except csc.DifferenceError as error:
-        return Outcome("caught", str(error), seconds=time.perf_counter() - start)
+        kind = "mixed" if any(text in str(error) for text in TOGETHER) else "caught"
+        return Outcome(kind, str(error), seconds=time.perf_counter() - start)
     except csc.CscError as error:
         return Outcome("refused", str(error), seconds=time.perf_counter() - start)
     except Exception as error:
@@ -204,24 +320,35 @@ def ours(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel
     model = module.make() if compiled is None else compiled.model
     patterns = freeze(model, setting["freeze"])
     batches = [module.batch(*size) for size in sizes(setting)]
-    options = asked(setting)
+    options = asked(setting, module)
     if setting["off"]:
         apply(model, patterns)
     elif patterns:
         options["freeze"] = patterns
-    if compiled is None:
-        compiled = csc.compile(model, example=batches[0], cache=False, **options)
-    else:
-        compiled = compiled.with_options(**options)
-    return train(model, batches, compiled.train_step, compiled.eval_step, setting)
+    with outside(module, model) as change:
+        if compiled is None:
+            compiled = csc.compile(model, example=batches[0], cache=False, **options)
+        else:
+            compiled = compiled.with_options(**options)
+        trained = compiled
+
+        def step(number: int) -> torch.Tensor:
+            batch = pieces(batches[number], setting) if setting["listed"] else batches[number]
+            ahead = batches[number + 1] if setting["ahead"] and number + 1 < len(batches) else None
+            return trained.train_step(batch, ahead=ahead) if ahead is not None else trained.train_step(batch)
+
+        return train(model, batches, step, compiled.eval_step, setting, change)
 
 
-def asked(setting: Mapping[str, Any]) -> dict[str, Any]:
+def asked(setting: Mapping[str, Any], module: Module | None = None) -> dict[str, Any]:
     """What csc.compile takes, but for `freeze`."""
     mesh = {axis: setting[axis] for axis in ("dp", "pp", "cp", "tp")} | dict(setting["own"])
     named = {name: setting[name] for name in ("microbatches", "schedule", "loss_chunk")}
     named |= {"recompute": setting["recompute"] or "none", "precision": setting["precision"] or "model"}
-    return {"mesh": mesh} | named
+    named |= {"zero": setting["zero"]} if setting["zero"] else {}
+    named |= {"encode_ahead": True} if setting["ahead"] else {}
+    divide = getattr(module, "DIVIDE", None)
+    return {"mesh": mesh} | named | ({"divide": divide} if divide is not None else {})
 
 
 def compare(

@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="go on with the rows in the folder")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--without", default="", help="globs over names of kinds to leave out, with commas between")
+    parser.add_argument("--favour", default="", help="globs over names of kinds that every second choice is made of")
     parser.add_argument(
         "--each", action="store_true", help="every kind of layer, loss and use alone, instead of at random"
     )
@@ -34,9 +35,10 @@ def main() -> int:
         if not given.resume:
             for rows in given.folder.glob("rows-*.jsonl"):
                 rows.unlink()
-        without = [name for name in given.without.split(",") if name]
+        without, favour = ([name for name in text.split(",") if name] for text in (given.without, given.favour))
         jobs = [
-            (given.seed, given.seconds, given.folder, without, given.each, job, given.jobs) for job in range(given.jobs)
+            (given.seed, given.seconds, given.folder, without, given.each, job, given.jobs, favour)
+            for job in range(given.jobs)
         ]
         processes = [multiprocessing.get_context("spawn").Process(target=run, args=job) for job in jobs[1:]]
         for process in processes:

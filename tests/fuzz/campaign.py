@@ -1,6 +1,6 @@
 """Recipe after recipe, judged, shrunk where they fail, and kept.
 
-run(seed, seconds, folder, without, settings) -> rows
+run(seed, seconds, folder, without, ...) -> rows
 folder: rows.jsonl, one line a combination, from which a run goes on; found/NAME.py, what fails, made small
 """
 
@@ -33,6 +33,7 @@ def run(
     each: bool = False,
     job: int = 0,
     jobs: int = 1,
+    favour: Sequence[str] = (),
 ) -> None:
     """Judge recipes until the time is over. job of jobs: every so many-th recipe, for runs side by side. each: the
     kinds one by one instead of random recipes.
@@ -45,7 +46,8 @@ def run(
     scratch.mkdir(exist_ok=True)
     known: list[Known] = []
     end = time.monotonic() + seconds
-    recipes = each_alone() if each else (random_recipe(Random(f"{seed}/{number}"), without) for number in count())
+    random = (random_recipe(Random(f"{seed}/{number}"), without, favour=favour) for number in count())
+    recipes = each_alone(without, favour) if each else random
     try:
         for number, recipe in enumerate(recipes):
             if time.monotonic() > end:

@@ -8,13 +8,25 @@ Terms: a *part* is a list of layers of one kind; a *setting* is how csc is asked
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from random import Random
 
 from tests.fuzz.kinds import ENCODERS, LAYERS, LOSSES, SIMPLEST, USES
 from tests.fuzz.setting import Setting, random_setting
+
+# Kinds that show in several steps: what Python reads of a batch, rows by number, state that changes, layers told apart.
+SEVERAL = ("read_*", "rows_*", "outside_*", "identity_*", "entropy_*", "pictures*")
+TOKENS = (
+    "cross_entropy",
+    "transposed",
+    "module",
+    "nll",
+    "log_softmax",
+    "sum_by_count",
+    "each_masked",
+)  # means over labels
 
 
 @dataclass(frozen=True)
@@ -57,11 +69,16 @@ class Recipe:
         return frozenset(found | ({f"encoder {self.encoder}"} if self.encoder != "none" else set()))
 
 
-def random_recipe(random: Random, without: Sequence[str] = (), settings: int = 8) -> Recipe:
-    """A recipe of one to four parts. without: globs over the names of kinds, losses and uses that are left out."""
+def random_recipe(random: Random, without: Sequence[str] = (), settings: int = 8, favour: Sequence[str] = ()) -> Recipe:
+    """A recipe of one to four parts. without: globs over the names of kinds, losses, encoders and uses that are left
+    out; favour: of those that every second choice is made of.
+    """
 
-    def choose(names: Sequence[str] | dict[str, object], plain: str, share: float) -> str:
-        allowed = [name for name in names if not any(fnmatchcase(name, glob) for glob in without)]
+    def choose(names: Iterable[str], plain: str, share: float) -> str:
+        allowed = [name for name in names if not _matches(name, without)]
+        liked = [name for name in allowed if _matches(name, favour)]
+        if liked and random.random() < 0.5:
+            return random.choice(liked)
         return plain if random.random() < share or not allowed else random.choice(allowed)
 
     attention = [name for name in LAYERS if name.startswith("attention")]
@@ -76,6 +93,8 @@ def random_recipe(random: Random, without: Sequence[str] = (), settings: int = 8
         for _ in range(random.choice([1, 2, 2, 3, 3, 4]))
     ]
     loss, encoder = choose(LOSSES, SIMPLEST, 0.5), choose(ENCODERS, "none", 0.7)
+    if loss.startswith("pictures") and not encoder.startswith("pictures"):
+        encoder = "pictures"
     return Recipe(
         parts=tuple(parts),
         loss=loss,
@@ -84,18 +103,52 @@ def random_recipe(random: Random, without: Sequence[str] = (), settings: int = 8
         flat=random.random() < 0.6,
         norm=random.random() < 0.7,
         seed=random.randrange(1000),
-        settings=tuple(random_setting(random, encoder != "none") for _ in range(settings)),
+        settings=tuple(random_setting(random, encoder != "none", loss in TOKENS) for _ in range(settings)),
     )
 
 
-def each_alone() -> list[Recipe]:
-    """Every kind in a recipe of its own, a list of two layers where it is a layer. Attention is spread too."""
+def each_alone(without: Sequence[str] = (), favour: Sequence[str] = ()) -> list[Recipe]:
+    """Every kind in a recipe of its own, a list of two layers where it is a layer. Attention is spread too, and what
+    shows in several steps has several. favour: these alone.
+    """
     ways = (Setting(pp=2, microbatches=2, steps=True),)
     spread = (*ways, Setting(cp=2, microbatches=2))
-    recipes = [Recipe((Part(kind, layers=2),), settings=spread if "attention" in kind else ways) for kind in LAYERS]
-    recipes += [Recipe((Part("attention_is_causal"),), loss=loss, settings=spread) for loss in LOSSES]
-    recipes += [Recipe((Part("attention_is_causal"),), encoder=encoder, settings=spread) for encoder in ENCODERS]
-    return recipes + [Recipe((Part("attention_is_causal", use, 2),), settings=spread) for use in USES]
+    mixed = (
+        Setting(pp=2, microbatches=2, forms=("first", "second", "both"), moved=True),
+        Setting(dp=2, forms=("second", "first", "turned")),
+        Setting(microbatches=2, forms=("second", "ignored", "both"), moved=True, tp=2),
+        Setting(microbatches=4, dp=2, zero=3, forms=("plain", "single"), written="frozen"),
+        Setting(microbatches=2, cp=2, forms=("first", "hollow")),
+    )
+
+    def settings(name: str, others: tuple[Setting, ...]) -> tuple[Setting, ...]:
+        return mixed if _matches(name, SEVERAL) else others
+
+    def left(names: Iterable[str]) -> list[str]:
+        return [name for name in names if not _matches(name, without) and (not favour or _matches(name, favour))]
+
+    recipes = [
+        Recipe((Part(kind, layers=2),), settings=settings(kind, spread if "attention" in kind else ways))
+        for kind in left(LAYERS)
+    ]
+    recipes += [
+        Recipe(
+            (Part("attention_is_causal"),),
+            loss=loss,
+            encoder="pictures" if loss.startswith("pictures") else "none",
+            settings=settings(loss, spread),
+        )
+        for loss in left(LOSSES)
+    ]
+    recipes += [
+        Recipe((Part("attention_is_causal"),), encoder=encoder, settings=settings(encoder, spread))
+        for encoder in left(ENCODERS)
+    ]
+    return recipes + [Recipe((Part("attention_is_causal", use, 2),), settings=spread) for use in left(USES)]
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def smaller(recipe: Recipe) -> Iterator[Recipe]:

@@ -21,7 +21,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
     kinds = Counter(row["kind"] for row in rows)
     lines = [f"{len(rows)} combinations of {len({row['recipe'] for row in rows})} models", ""]
     lines += [f"{count:6}  {kind}" for kind, count in kinds.most_common()]
-    for kind in ("refused", "caught", "crash", "hang", "eager"):
+    for kind in ("refused", "mixed", "caught", "crash", "hang", "eager"):
         found = Counter(reason(row["reason"]) for row in rows if row["kind"] == kind)
         lines += ["", f"{kind}:"] if found else []
         lines += [f"{count:6}  {text}" for text, count in found.most_common()]

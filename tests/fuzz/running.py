@@ -41,10 +41,11 @@ def outcomes(path: Path) -> list[Outcome]:
     tried, found = False, []
     for changed in module.SETTINGS:
         setting = {**PLAIN, **changed}
-        alone = setting["replaced"] or len(module.SETTINGS) == 1
+        several = setting["steps"] or len(setting["forms"]) > 1
+        alone = setting["replaced"] or setting["moved"] or len(module.SETTINGS) == 1
         if not alone and not tried:
             shared, tried = _shared(module, setting), True
-        alone = alone or shared is None or (setting["steps"] and any(True for _ in shared.model.buffers()))
+        alone = alone or shared is None or (several and any(True for _ in shared.model.buffers()))
         with _kept(None if alone else shared):
             found.append(judge(module, setting, None if alone else shared))
         if found[-1].kind in ("wrong", "caught", "crash") and not alone and shared is not None:
@@ -75,7 +76,7 @@ def _kept(shared: csc.CompiledModel | None) -> Iterator[None]:
 def _shared(module: Any, setting: dict[str, Any]) -> csc.CompiledModel | None:
     try:
         model = module.make()
-        return csc.compile(model, example=module.batch(0, 4, 6), cache=False, **asked(setting))
+        return csc.compile(model, example=module.batch(0, 4, 6), cache=False, **asked(setting, module))
     except Exception:
         return None  # the judge compiles, and says what it is
 

@@ -30,8 +30,9 @@ def likeness(outcome: Outcome) -> str:
     return "crash " + re.sub(r"[\d.]+|'[^']*'|\"[^\"]*\"|\w+_\w+", "#", outcome.reason.splitlines()[0])[:80]
 
 
-def shrink(recipe: Recipe, outcome: Outcome, worker: Worker, folder: Path, tries: int = 60) -> Recipe:
+def shrink(recipe: Recipe, outcome: Outcome, worker: Worker, folder: Path) -> Recipe:
     """Take one thing away as long as it fails like `outcome`."""
+    tries = 8 if outcome.kind == "caught" else 60
     while tries > 0:
         for candidate in smaller(recipe):
             tries -= 1

@@ -7,6 +7,7 @@ from tests.fuzz.kinds.reading import read
 
 LAYERS = read("plain") | read("views") | kinds() | read("autograd") | read("state")
 LAYERS |= read("objects") | read("decisions") | read("modules")
-LOSSES, ENCODERS, USES = read("losses"), read("encoders"), read("uses")
+LAYERS |= read("reads") | read("rows") | read("outside") | read("identity")
+LOSSES, ENCODERS, USES = read("losses") | read("counted"), read("encoders"), read("uses")
 SIMPLEST = "cross_entropy"
 __all__ = ["ENCODERS", "LAYERS", "LOSSES", "SIMPLEST", "USES"]

@@ -5,7 +5,10 @@
 In a file each kind begins with `=== name`; `---` parts what stands above the class from its `__init__`, and that from
 its `forward`. One part alone is `forward`, two are `__init__` and `forward`. Terms in the text: D is the width, x the
 features (samples, tokens, D), ids the tokens, keep the mask of those that are no padding, group the number of each
-token's document (all three (samples, tokens)), n the place of a layer in its list.
+token's document (all three (samples, tokens)), length and topic a number of each sample, pictures a row for each token
+of number 1 or None, n the place of a layer in its list, self.siblings that list, self.scales and self.numbers what
+layers are by themselves and by their id. CHANGES holds functions of a step's number and the model, which write what
+forward reads from outside.
 """
 
 from __future__ import annotations
