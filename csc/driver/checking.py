@@ -5,6 +5,8 @@ Terms
   meets      what comes together in a step: kinds of captures (another branch, other values that Python reads, entries
              that a microbatch lacks), and sizes that differ between its microbatches. Programs that are right alone
              may be wrong together, so every two that meet are compared in one step with eager PyTorch, once
+  idle       a step one of whose microbatches adds nothing to the loss (it has no labels): nobody sees what its program
+             makes of others, so what meets in such a step, and its programs, are compared again in the next one
   different  a program that does not train what eager PyTorch trains: nothing is handed out any more
 
     checking.made(name, program)                 a new program, by the key of its microbatches
@@ -99,9 +101,11 @@ class Checking:
         self._due: dict[int, set[Name]] = {}
         self._met: set[Pair] = set()
         self._warned = False
+        self._idle, self._compared = False, ""  # of the latest comparison, on the ranks that know
         self._different: DifferenceError | None = None
         self._steady = False  # the model's forward did the same twice
         self._kept: list[ComparedStep] | None = None
+        self.idle = False  # the latest comparison was of a step that is, on all ranks
         self.latest: Checked | None = None
 
     def made(self, name: Name, program: NewProgram) -> None:
@@ -154,19 +158,31 @@ class Checking:
         """
 
         def make() -> tuple[Said, None]:
+            self._idle, self._compared = False, ""
             if group is None:
                 self._alone(asked)
             else:
                 self._of_several(asked, group)
-            return NOTHING, None
+            return replace(NOTHING, value=float(self._idle)), None
 
         try:
-            meeting.hold("check", make)
+            _, heard = meeting.heard("check", make)
         except DifferenceError as error:
             self._different = error
             raise
-        self.due(asked.options.microbatches).difference_update(asked.names)
-        self.met(asked.pairs)
+        self.idle = any(one.value for one in heard) and len(set(asked.names)) > 1
+        if not self.idle:
+            self._remember(asked)
+            self.due(asked.options.microbatches).difference_update(asked.names)
+            self.met(asked.pairs)
+
+    def _remember(self, asked: Comparison) -> None:
+        """The cache knows what was compared, if it was, on the rank that did."""
+        made, kept = self._made[asked.options.microbatches], self._compiler.kept
+        for name in self._new(asked) if self._compared else ():
+            kept.keep_checked(str(self.latest), made[name].match, made[name].options)
+        for pair in asked.pairs if self._compared == WHOLE else ():
+            kept.keep_met(pair, asked.ready[0], asked.options)
 
     def _alone(self, asked: Comparison) -> None:
         """On this rank, whose trainer runs all ranks of the program."""
@@ -187,6 +203,7 @@ class Checking:
         def own_step() -> EagerStep:
             with untouched():  # what rounding does is asked of eager PyTorch behind it, from where it began
                 own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready))))
+            self._idle = asked.trainer.idle
             return own[0].step
 
         with untouched():
@@ -225,6 +242,7 @@ class Checking:
 
         def own_step() -> EagerStep:
             own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready)), None))
+            self._idle = asked.trainer.idle
             return own[0].step
 
         found = self._found(WHOLE, asked, own_step, keeps=True, masks=masks)
@@ -323,12 +341,7 @@ class Checking:
             return found
         self.latest = found
         (log.warning if found.skipped else log.info)("%s", found)
-        if not found.skipped:
-            for name in self._new(asked):
-                self._compiler.kept.keep_checked(str(found), made[name].match, made[name].options)
-            if how == WHOLE:
-                for pair in asked.pairs:
-                    self._compiler.kept.keep_met(pair, asked.ready[0], asked.options)
+        self._compared = "" if found.skipped else how
         return found
 
     def _shared(self, asked: Comparison) -> list[torch.Tensor]:
@@ -352,7 +365,9 @@ class Checking:
             for program in programs[1:]:
                 trainer.add(program)
             with undisturbed(self._compiler.model):
-                return step_of(trainer, list(map(asked.complete, asked.ready)), drawn)
+                own = step_of(trainer, list(map(asked.complete, asked.ready)), drawn)
+            self._idle = trainer.idle
+            return own
 
     def _known(self, made: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""

@@ -158,6 +158,7 @@ class ProgramSet:
 
         DifferenceError, on every rank, then and from then on.
         """
+        self.checking.idle = False
         if again or self._are_due(matches, options):
             trainer = self._trainers[self._variants(matches, options)]
             trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])

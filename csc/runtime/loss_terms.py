@@ -46,6 +46,11 @@ class Losses:
     dtype: torch.dtype
     counts: StepCounts = field(default_factory=StepCounts)
 
+    @property
+    def idle(self) -> bool:
+        """Whether a microbatch adds nothing to the whole loss: it has no labels, or weighs 0."""
+        return any(_part(float(loss), weight) == 0 for loss, weight in self.parts)
+
     def total(self, microbatches: int) -> torch.Tensor:
         """The loss of the whole batch, a 0-d CPU tensor in the model's dtype, once it is computed. CscError if a part
         is not finite.

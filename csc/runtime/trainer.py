@@ -44,6 +44,7 @@ from csc.runtime.encoding import Encoding
 from csc.runtime.executor import StepResult, Timed, Within, interleave, step
 from csc.runtime.graphed_programs import GraphedPrograms
 from csc.runtime.loaded_program import LoadedProgram, functions, visibility
+from csc.runtime.loss_terms import Losses
 from csc.runtime.meeting import Heard, Meeting
 from csc.runtime.metrics import counted, metrics
 from csc.runtime.own_parameters import OwnParameters
@@ -115,6 +116,7 @@ class Trainer:
         self.trace = trace
         self.timeline: dict[int, list[Timed]] = {}
         self.metrics: dict[str, float] = {}  # of the last step: see csc.runtime.metrics
+        self._losses: Losses | None = None  # of the last step
 
     def add(self, program: LoadedProgram) -> None:
         """Take microbatches of this program's sizes too. ProgramError unless it is the same model, cut and scheduled
@@ -140,6 +142,11 @@ class Trainer:
     def replicas(self) -> frozenset[int]:
         """Of this process' ranks."""
         return frozenset(replica for rank in self._ranks for replica in rank.replicas)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a microbatch of the last step added nothing to its loss."""
+        return self._losses is not None and self._losses.idle
 
     @property
     def reads_features(self) -> bool:
@@ -256,6 +263,7 @@ class Trainer:
         if self.trace:
             self.timeline = {rank: result.trace for rank, result in results.items()}
         losses, own = results[self._ranks[0].rank].losses, self.own
+        self._losses = losses
         sums = [(rank, results[rank.rank].gradients) for rank in self._ranks]
         given = taken(sums, own.values, own.parts, self._read_again(dealt))
         loss = losses.total(self.program.manifest.microbatches)

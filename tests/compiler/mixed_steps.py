@@ -55,6 +55,13 @@ class PenaltyOfImages(Scored):
         return self.loss(states, input_ids) + penalty
 
 
+class LabelsOfLongest(Scored):
+    """Tells lengths beside labels of its own, of which a microbatch may have none."""
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.embed(ids) * (2.5 if max(lengths.tolist()) > 3 else 1.0), labels)
+
+
 class EitherWay(Scored):
     """Takes another way for long samples, to the same result: right however microbatches meet."""
 

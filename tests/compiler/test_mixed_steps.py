@@ -77,6 +77,20 @@ def test_programs_that_are_right_alone_and_wrong_together_are_an_error(
             model.train_step(batch(*steps[2]))
 
 
+def test_a_step_in_which_a_microbatch_has_no_labels_compares_nothing_of_it() -> None:
+    """Whatever its program makes of others, the whole batch is the same: kinds that met there meet again."""
+
+    def batch(*lengths: int, labelled: int) -> Batch:
+        found = lengths_batch(*lengths)
+        labels = found["ids"].masked_fill(torch.arange(len(lengths))[:, None] >= labelled, -100)
+        return found | {"labels": labels}
+
+    model = compiled(mixed_steps.LabelsOfLongest(), batch(5, 2, 3, 2, labelled=2))
+    assert is_eagers(model, batch(5, 2, 3, 2, labelled=2)) and is_eagers(model, batch(5, 2, 3, 2, labelled=2))
+    with pytest.raises(DifferenceError, match="2 microbatches together are not"):
+        model.train_step(batch(5, 2, 3, 2, labelled=4))
+
+
 def test_two_kinds_that_are_right_together_are_compared_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
