@@ -329,7 +329,7 @@ def ours(module: Module, setting: Mapping[str, Any], compiled: csc.CompiledModel
         if compiled is None:
             compiled = csc.compile(model, example=batches[0], cache=False, **options)
         else:
-            compiled = compiled.with_options(**options)
+            compiled = compiled.with_options(**{name: value for name, value in options.items() if name != "divide"})
         trained = compiled
 
         def step(number: int) -> torch.Tensor:

@@ -79,7 +79,11 @@ def _of_process() -> dict[str, Any]:
 
 
 def _of_other_library(function: Any) -> bool:
-    return getattr(function, "__globals__", {}).get("__name__", "").startswith(("torch._dynamo.", "lightning."))
+    return (
+        getattr(function, "__globals__", {})
+        .get("__name__", "")
+        .startswith(("torch._dynamo.", "torch._compile", "lightning."))
+    )
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.judge import Outcome, eager, judge
+from benchmarks.judge import Outcome, eager, judge, pieces, sizes
 from tests.fuzz.kinds import LAYERS
 from tests.fuzz.recipe import Part, Recipe, random_recipe, smaller
 from tests.fuzz.running import load, outcomes
@@ -23,7 +23,7 @@ from tests.tiers import long
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.py"))
 SLICE = tuple(range(12))  # of `random_recipe(Random(f"slice/{number}"))`
-OFTEN = 7  # of these, outside of the long tier
+OFTEN = 6  # of these, outside of the long tier
 
 
 def written(recipe: Recipe, folder: Path) -> Any:
@@ -61,6 +61,26 @@ def test_models_run_eagerly(first: str, tmp_path: Path) -> None:
     module = written(Recipe((Part(kind, layers=2),)), tmp_path)
     found = eager(module, asdict(Setting()))
     assert torch.isfinite(found["loss 0"]) and found["head.weight"] is not None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"moved": True}, {"written": "weights"}, {"written": "column"}, {"forms": ("first", "both")}]
+)
+def test_what_changes_between_steps_is_in_the_reference(changed: dict[str, Any], tmp_path: Path) -> None:
+    module = written(Recipe((Part("outside_global"), Part("read_longest"))), tmp_path)
+    plain = asdict(Setting(forms=("first", "first")))
+    losses = [eager(module, setting) for setting in (plain, plain | changed, plain)]
+    assert losses[0]["loss 1"] == losses[2]["loss 1"] != losses[1]["loss 1"]
+    assert losses[0]["loss 0"] == losses[1]["loss 0"]
+
+
+def test_microbatches_of_a_list_weigh_by_their_labels(tmp_path: Path) -> None:
+    module = written(Recipe((Part("gelu"),)), tmp_path)
+    asked = asdict(Setting(microbatches=2, forms=("both",)))
+    batch = module.batch(*sizes(asked)[0])
+    assert [len(one["ids"][0]) for one in pieces(batch, asked)] == [6, 4]
+    whole, listed = eager(module, asked), eager(module, asked | {"listed": True})
+    assert torch.allclose(whole["loss 0"], listed["loss 0"])  # type: ignore[arg-type]
 
 
 class Scale(nn.Module):
