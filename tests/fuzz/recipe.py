@@ -103,7 +103,10 @@ def random_recipe(random: Random, without: Sequence[str] = (), settings: int = 8
         flat=random.random() < 0.6,
         norm=random.random() < 0.7,
         seed=random.randrange(1000),
-        settings=tuple(random_setting(random, encoder != "none", loss in TOKENS) for _ in range(settings)),
+        settings=tuple(
+            random_setting(random, encoder != "none", loss in TOKENS and not encoder.startswith("pictures"))
+            for _ in range(settings)
+        ),
     )
 
 
