@@ -49,9 +49,8 @@ def certificate(model, batch, run, gradients=None, allowed=1e-5):
     own = gradients() if gradients else {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     prints = {name: fingerprint(name, gradient) | {"allowed": allowed} for name, gradient in own.items()}
     return {"certificate": "csc gradients", "version": 1, "made_by": {"program": "pytorch", "torch": torch.__version__},
-            "weights": {"sha256": total(weights), "tensors": weights}, "random_operations": 0,
-            "batch": {"sha256": total(entries), "tensors": entries}, "loss": float(loss), "loss_allowed": allowed,
-            "gradients": prints}
+            "random_operations": 0, "loss": loss.item(), "loss_allowed": allowed, "gradients": prints,
+            **{part: {"sha256": total(t), "tensors": t} for part, t in (("weights", weights), ("batch", entries))}}
 
 def write(content, path):
     Path(path).write_text(json.dumps(content | {"sha256": total(content)}, indent=1, allow_nan=False))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,7 @@ class Certificate:
     gradients: Mapping[str, Gradient]
     layout: Mapping[str, Any] = field(default_factory=dict)
     precision: Mapping[str, Any] = field(default_factory=dict)
-    without_gradient: Sequence[str] = ()
+    without_gradient: tuple[str, ...] = ()
 
     def write(self, path: str | Path) -> None:
         """As JSON; the file is there whole or not at all.

@@ -82,7 +82,7 @@ def certificate(compiled: CompiledModel, result: Verification, batch: Any = None
         precision={
             "computes": options.precision, "parameters": sorted(set(dtypes.values())), "switches": dict(switches())
         },
-        without_gradient=sorted(dtypes.keys() - result.fingerprints.keys()),
+        without_gradient=tuple(sorted(dtypes.keys() - result.fingerprints.keys())),
     )  # fmt: skip
 
 
