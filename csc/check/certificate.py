@@ -11,7 +11,7 @@ does it without csc.
     fingerprint(name, gradient) -> Fingerprint
     Certificate.read(path)              .write(path)               damaged ones are errors
     unlike(there, here) -> str          how weights or batches differ, "" if they are the same
-    compare(there, here) -> Comparison
+    compare(there, here) -> CertificateComparison
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def _no_number(word: str) -> float:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CertificateComparison:
     """Of a run here with a certificate. differences: by parameter, how far the gradients are apart, relative; the
     larger of what norms and sums say. allowed: what passes of each. missing: gradients that the certificate alone has.
     """
@@ -329,7 +329,7 @@ class Comparison:
         return not (self.missing or self.unexpected or self.differing) and self.loss_rel <= self.loss_allowed
 
 
-def compare(there: Certificate, here: Certificate, tolerance: float | None = None) -> Comparison:
+def compare(there: Certificate, here: Certificate, tolerance: float | None = None) -> CertificateComparison:
     """A certificate, and what was made here of the same weights and batch.
 
     Args:
@@ -352,7 +352,7 @@ def compare(there: Certificate, here: Certificate, tolerance: float | None = Non
         differences[name] = _apart(right, own, right.norm if right.norm >= NOISE * whole else whole)
         allowed[name] = max(right.allowed, own.allowed) if tolerance is None else tolerance
     least = torch.finfo(torch.float32).tiny
-    return Comparison(
+    return CertificateComparison(
         loss=here.loss,
         loss_there=there.loss,
         loss_rel=abs(here.loss - there.loss) / max(abs(there.loss), least),

@@ -13,7 +13,7 @@ from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 
 if TYPE_CHECKING:
-    from csc.check.certificate import Certificate, Comparison
+    from csc.check.certificate import Certificate, CertificateComparison
     from csc.reports.verification import Verification
 
 WORST = 8  # rows of a table
@@ -44,7 +44,7 @@ def verify(
         Path | None,
         typer.Option(
             "--certificate",
-            help="if they are equal, write a JSON file by which another layout, machine or framework can check itself: "
+            help="if all is equal, write a JSON file by which another layout, machine or framework can check itself: "
             "versions, digests of weights and batch, norm and fingerprint of every gradient",
         ),
     ] = None,
@@ -79,7 +79,8 @@ def verify(
             result = replace(result, rounding={})  # what the certificate has asked for lets nothing pass
         good = result.good(tolerance)
         place = None if good else parting(compiled, tolerance)
-        if certificate is not None and here is not None and good:
+        same = comparison is None or comparison.good
+        if certificate is not None and here is not None and good and same:
             here.write(certificate)
     if json_output:
         content = _as_json(result, good, place, float64, steps)
@@ -88,15 +89,15 @@ def verify(
         _print(result, tolerance, place, float64, steps)
         console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {tolerance:g})")
         if certificate is not None:
-            said = "wrote {}" if good else "no certificate was written to {}: it would certify what is different"
-            console.print(escape(said.format(certificate)), soft_wrap=True)
+            said = "wrote" if good and same else "something differs, so there is no certificate in"
+            console.print(f"{said} {escape(str(certificate))}", soft_wrap=True)
         if comparison is not None and there is not None:
             _print_comparison(comparison, there, against)
-    if not good or (comparison is not None and not comparison.good):
+    if not good or not same:
         raise typer.Exit(1)
 
 
-def _compared_as_json(comparison: Comparison) -> dict[str, Any]:
+def _compared_as_json(comparison: CertificateComparison) -> dict[str, Any]:
     return {
         "ok": comparison.good, "loss": comparison.loss, "loss_there": comparison.loss_there,
         "loss_rel": comparison.loss_rel, "differences": dict(comparison.differences),
@@ -105,7 +106,7 @@ def _compared_as_json(comparison: Comparison) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print_comparison(comparison: Comparison, there: Certificate, path: Path | None) -> None:
+def _print_comparison(comparison: CertificateComparison, there: Certificate, path: Path | None) -> None:
     made_by = there.made_by
     maker = " ".join(str(made_by[key]) for key in ("program", "csc") if made_by.get(key))
     layout = f", {there.layout['mesh']}" if there.layout.get("mesh") else ""

@@ -24,7 +24,7 @@ from csc.capture.batch import device_of
 from csc.capture.trace.meta_init import with_weights
 from csc.check.certificate import (
     Certificate,
-    Comparison,
+    CertificateComparison,
     Gradient,
     batch_digests,
     compare,
@@ -111,7 +111,7 @@ def same_step(there: Certificate, compiled: CompiledModel, batch: Any = None, wh
         )
 
 
-def against(there: Certificate, here: Certificate, tolerance: float | None = None) -> Comparison:
+def against(there: Certificate, here: Certificate, tolerance: float | None = None) -> CertificateComparison:
     """A certificate beside what this layout, machine and version make of the same step.
 
     Args:

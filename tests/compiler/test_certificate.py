@@ -20,7 +20,15 @@ from typer.testing import CliRunner
 
 import csc
 from csc.check import certificate as format_
-from csc.check.certificate import Certificate, Comparison, Gradient, batch_digests, compare, fingerprint, unlike
+from csc.check.certificate import (
+    Certificate,
+    CertificateComparison,
+    Gradient,
+    batch_digests,
+    compare,
+    fingerprint,
+    unlike,
+)
 from csc.commands.main import app
 from csc.errors import InputError
 from csc.reports.certifying import against, certificate, same_step
@@ -129,7 +137,7 @@ SAME_NORM = {
 OTHERS = SAME_NORM | {"twice": 2 * MATRIX, "one entry": ONE_ENTRY, "zero": 0 * MATRIX, "a part": MATRIX * (MATRIX > -2)}
 
 
-def compared(there: torch.Tensor, here: torch.Tensor) -> Comparison:
+def compared(there: torch.Tensor, here: torch.Tensor) -> CertificateComparison:
     return compare(hand_made({"a.weight": there}), hand_made({"a.weight": here}))
 
 
@@ -408,7 +416,8 @@ def test_the_command(tmp_path: Path) -> None:
     checked = run("text", "--mesh", "pp=2", "--microbatches", "2", "--against", str(file))
     assert checked.exit_code == 0 and "the same step: 9 gradients as certified" in checked.stdout, checked.output
     assert re.search(r"certificate of csc 0\.\S+, \S+, torch", checked.stdout)
-    frozen = run("text", "--freeze", "lm_head", "--against", str(file), "--json")
+    frozen = run("text", "--freeze", "lm_head", "--against", str(file), "--certificate", str(file), "--json")
+    assert Certificate.read(file).without_gradient == ()  # as it was
     told = json.loads(frozen.stdout)
     assert frozen.exit_code == 1 and told["ok"] and not told["against"]["ok"], frozen.output
     assert told["against"]["missing"] == ["lm_head.weight"] and told["against"]["differing"] == []
