@@ -421,6 +421,9 @@ def test_the_command(tmp_path: Path) -> None:
     told = json.loads(frozen.stdout)
     assert frozen.exit_code == 1 and told["ok"] and not told["against"]["ok"], frozen.output
     assert told["against"]["missing"] == ["lm_head.weight"] and told["against"]["differing"] == []
+    none = tmp_path / "none.json"
+    strict = run("text", "--mesh", "pp=2", "--microbatches", "2", "--tolerance", "0", "--certificate", str(none))
+    assert strict.exit_code == 1 and f"there is no certificate in {none}" in strict.stdout and not none.exists()
     for name, batch, said in (("other", "batch", "other values have 'norm.weight'"), ("text", "wrong", "'labels'")):
         refused = run(name, "--against", str(file), batch=batch)
         assert isinstance(refused.exception, InputError) and said in str(refused.exception)
