@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +13,10 @@ from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 
 if TYPE_CHECKING:
+    from csc.check.certificate import Certificate, CertificateComparison
     from csc.reports.verification import Verification
+
+WORST = 8  # rows of a table
 
 
 @on_target
@@ -35,25 +40,93 @@ def verify(
     steps: Annotated[
         int, typer.Option("--steps", min=0, help="also compare parameters after so many optimizer steps")
     ] = 0,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            "--certificate",
+            help="if all is equal, write a JSON file by which another layout, machine or framework can check itself: "
+            "versions, digests of weights and batch, norm and fingerprint of every gradient",
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            help="also compare with the certificate that another layout, machine or framework wrote, for the same "
+            "weights and batch; --tolerance then holds for both comparisons, default 1e-5 for this one, in bf16 0.1",
+        ),
+    ] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Compare with eager PyTorch on the example batch: loss and every gradient. Exit code 1 if they differ."""
+    from csc.check.certificate import Certificate
+    from csc.reports import certifying
     from csc.reports.verification import default_tolerance, parting
     from csc.reports.verification import verify as compare
 
+    there = None if against is None else Certificate.read(against)
     with opening as compiled:
-        result = compare(compiled, float64=float64, steps=steps, rounding=tolerance is None)
-        tolerance = default_tolerance(compiled.options) if tolerance is None else tolerance
+        if there is not None:
+            certifying.same_step(there, compiled, where=str(against))
+        certify = certificate is not None or there is not None
+        result = compare(compiled, float64=float64, steps=steps, rounding=tolerance is None, certify=certify)
+        here = certifying.certificate(compiled, result) if certify else None
+        comparison = None if there is None or here is None else certifying.against(there, here, tolerance)
+        if tolerance is None:
+            tolerance = default_tolerance(compiled.options)
+        else:
+            result = replace(result, rounding={})  # what the certificate has asked for lets nothing pass
         good = result.good(tolerance)
         place = None if good else parting(compiled, tolerance)
+        same = comparison is None or comparison.good
+        if certificate is not None and here is not None and good and same:
+            here.write(certificate)
     if json_output:
-        print_json(_as_json(result, good, place, float64, steps))
+        content = _as_json(result, good, place, float64, steps)
+        print_json(content | ({} if comparison is None else {"against": _compared_as_json(comparison)}))
     else:
         _print(result, tolerance, place, float64, steps)
         console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {tolerance:g})")
-    if not good:
+        if certificate is not None:
+            said = "wrote" if good and same else "something differs, so there is no certificate in"
+            console.print(f"{said} {escape(str(certificate))}", soft_wrap=True)
+        if comparison is not None and there is not None:
+            _print_comparison(comparison, there, against)
+    if not good or not same:
         raise typer.Exit(1)
+
+
+def _compared_as_json(comparison: CertificateComparison) -> dict[str, Any]:
+    return {
+        "ok": comparison.good, "loss": comparison.loss, "loss_there": comparison.loss_there,
+        "loss_rel": comparison.loss_rel, "differences": dict(comparison.differences),
+        "differing": list(comparison.differing), "missing": list(comparison.missing),
+        "unexpected": list(comparison.unexpected),
+    }  # fmt: skip
+
+
+def _print_comparison(comparison: CertificateComparison, there: Certificate, path: Path | None) -> None:
+    made_by = there.made_by
+    maker = " ".join(str(made_by[key]) for key in ("program", "csc") if made_by.get(key))
+    layout = f", {there.layout['mesh']}" if there.layout.get("mesh") else ""
+    rows = table("parameter", "difference", "passes", title=f"largest differences to {path}")
+    for name, value in sorted(comparison.differences.items(), key=lambda item: -item[1])[:WORST]:
+        rows.add_row(escape(name), f"{value:.3g}", f"{comparison.allowed[name]:.3g}")
+    if comparison.differences:
+        console.print(rows)
+    console.print(
+        f"certificate of {maker}{layout}, torch {made_by.get('torch')}: loss {comparison.loss_there:.7g}, here "
+        f"{comparison.loss:.7g}, relative difference {comparison.loss_rel:.3g}", highlight=False,
+    )  # fmt: skip
+    for title, names in (("no gradient here", comparison.missing), ("no gradient there", comparison.unexpected)):
+        for name in names:
+            console.print(f"[red]{title}[/] {escape(name)}")
+    differing = len(comparison.differing)
+    if comparison.good:
+        console.print(f"[green]the same step[/]: {len(comparison.differences)} gradients as certified")
+    else:
+        console.print(f"[red]another step[/]: {differing} of {len(comparison.differences)} gradients differ")
 
 
 def _as_json(result: Verification, good: bool, place: str | None, float64: bool, steps: int) -> dict[str, Any]:
@@ -73,7 +146,7 @@ def _print(result: Verification, tolerance: float, place: str | None, float64: b
     further = ["bf16 rounding alone"] if result.in_half else []
     further += ["eager from float64", "compiled from float64"] if float64 else []
     differences = table("parameter", "relative difference", *further, title="largest differences to eager PyTorch")
-    for name, value in sorted(result.grad_rel.items(), key=lambda item: -item[1])[:8]:
+    for name, value in sorted(result.grad_rel.items(), key=lambda item: -item[1])[:WORST]:
         rounded = [result.in_half[name]] if name in result.in_half else []
         figures = (value, *rounded, *result.from_float64.get(name, ()))
         differences.add_row(escape(name), *(f"{figure:.3g}" for figure in figures))

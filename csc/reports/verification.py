@@ -12,6 +12,7 @@ import torch
 
 from csc.analysis.operators.randomness import draws
 from csc.capture.trace.meta_init import with_weights
+from csc.check.certificate import Fingerprint, fingerprint
 from csc.check.differences import relative
 from csc.check.eager import eager_step
 from csc.check.judge import ROUNDING
@@ -39,6 +40,7 @@ class Verification:
     parameters are from eager's after several steps of an optimizer, as a share of how far these have moved. rounding:
     if asked for, how far a changed last bit of every weight moves eager's own gradients, and under LOSS its loss.
     in_half: the same of a last bit of bfloat16, in which the program computes; it is shown, and lets nothing pass.
+    fingerprints: if asked for, of the program's gradients (csc.check.certificate).
     """
 
     loss: float
@@ -54,6 +56,7 @@ class Verification:
     trained_rel: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, float] = field(default_factory=dict)
     in_half: Mapping[str, float] = field(default_factory=dict)
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     def good(self, tolerance: float) -> bool:
         """Whether the program trains what eager PyTorch trains, to this relative difference."""
@@ -105,7 +108,12 @@ def default_tolerance(options: Options) -> float:
 
 
 def verify(
-    compiled: CompiledModel, batch: Any = None, float64: bool = False, steps: int = 0, rounding: bool = False
+    compiled: CompiledModel,
+    batch: Any = None,
+    float64: bool = False,
+    steps: int = 0,
+    rounding: bool = False,
+    certify: bool = False,
 ) -> Verification:
     """Run eager and compiled on the example (or a given) batch, in this process. Parameters and `.grad` stay.
 
@@ -114,7 +122,8 @@ def verify(
     float64: also eager in float64, on a copy of the model: it tells what is rounding. steps: also train both for so
     many steps of SGD with momentum, and compare the parameters. rounding: where they differ by more than
     `default_tolerance`, ask eager PyTorch how far rounding alone moves it, and let that pass. With a precision of its
-    own the program is shown beside what a last bit of that makes of eager PyTorch.
+    own the program is shown beside what a last bit of that makes of eager PyTorch. certify: make what a certificate
+    holds, fingerprints and how far rounding moves eager PyTorch (csc.reports.certifying).
     """
     batch = compiled.example if batch is None else batch
     model = with_weights(compiled.model, "verify")
@@ -133,7 +142,9 @@ def verify(
             moved, trained_by_program(compiled.trainer(batch, check=False), compiled.inspected.complete(batch), steps)
         )
     result = replace(result, unknown=tuple(sorted(right.unknown | found.unknown)), trained_rel=trained)
-    if rounding and not result.good(default_tolerance(compiled.options)):
+    if certify:
+        result = replace(result, fingerprints={name: fingerprint(name, g) for name, g in found.gradients.items()})
+    if certify or (rounding and not result.good(default_tolerance(compiled.options))):
         epsilon = torch.finfo(torch.float32).eps / 2
         result = replace(result, rounding=moved_by_rounding(model, batch, trainable, "auto", right, epsilon))
     if compiled.options.precision != "model":
