@@ -61,11 +61,14 @@ Pair = frozenset[str]
 
 @dataclass(frozen=True)
 class NewProgram:
-    """A program for microbatches like the one matched. packed: of all ranks."""
+    """A program for microbatches like the one matched. packed: of all ranks. variants: equal for programs of which a
+    step may hold microbatches.
+    """
 
     match: Match
     options: Options
     packed: Packed
+    variants: object = None
 
 
 @dataclass(frozen=True)
@@ -343,8 +346,8 @@ class Checking:
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
             programs = []
             made = self._made[asked.options.microbatches]
-            answers = made[asked.names[0]].match.answers
-            for number, one in enumerate(one for one in made.values() if one.match.answers == answers):
+            variants = made[asked.names[0]].variants
+            for number, one in enumerate(one for one in made.values() if one.variants == variants):
                 directory = Path(folder) / str(number)
                 install(one.packed.files, directory, one.match.batch)
                 programs.append(load(directory))
