@@ -31,6 +31,7 @@ from csc import devices
 from csc.cache.packed import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
+from csc.capture.trace.training_mode import caching
 from csc.check.eager import EagerStep
 from csc.check.first import Checked, check, too_much
 from csc.check.one_of_each import check_by_layer
@@ -101,7 +102,7 @@ class Checking:
         self._made: dict[int, dict[Name, NewProgram]] = {}  # by the number of microbatches
         self._due: dict[int, set[Name]] = {}
         self._met: set[Pair] = set()
-        self._warned = False
+        self._warned = self._told_of_caches = False
         self._different: DifferenceError | None = None
         self._steady = False  # the model's forward did the same twice
         self._kept: list[ComparedStep] | None = None
@@ -157,6 +158,8 @@ class Checking:
         """
 
         def make() -> tuple[Said, None]:
+            if group is None or dist.get_rank() == 0:
+                self._warn_of_caches(asked)
             if group is None:
                 self._alone(asked)
             else:
@@ -170,6 +173,18 @@ class Checking:
             raise
         self.due(asked.options.microbatches).difference_update(asked.names)
         self.met(asked.pairs)
+
+    def _warn_of_caches(self, asked: Comparison) -> None:
+        """Where the eager step that programs are compared with is not the one of the model's own default."""
+        caches = any(one.use_cache for one in caching(self._compiler.model.modules()))
+        if caches and not self._told_of_caches and any(map(_starts_again, asked.ready)):
+            self._told_of_caches = True
+            log.warning(
+                "position_ids start again within a row: csc trains such documents apart, and compares with eager "
+                "PyTorch that does (config.use_cache = False). With use_cache=True, as the model's config has it, "
+                "a plain training loop may take each row for one document, and has another loss; set "
+                "model.config.use_cache = False there"
+            )
 
     def _alone(self, asked: Comparison) -> None:
         """On this rank, whose trainer runs all ranks of the program."""
@@ -383,3 +398,11 @@ def _difference(matches: Sequence[Match]) -> str:
     how = [f"what Python reads of {', '.join(map(repr, read))}"] * bool(read)
     how += [f"whether they have {', '.join(map(repr, lacked))}"] * bool(lacked)
     return " and ".join(how) or "their sizes"
+
+
+def _starts_again(microbatch: Mapping[str, Any]) -> bool:
+    """Whether positions say that a row holds several documents: Hugging Face reads them so where there is no mask."""
+    positions = microbatch.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.is_meta:
+        return False
+    return microbatch.get("attention_mask") is None and bool((positions.diff(dim=1) < 0).any())
