@@ -18,6 +18,7 @@ from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 # a linear map of torch's gives a view of what it has made within itself, which is such a tensor.
 CONSTANT = r"fake tensor in the exported program constant's list.*model attribute: model((?:\.\w+)*?)\.lifted_tensor"
 
+STALE = "attempting to assign a gradient"
 UNHASHABLE = "unhashable type: non-nested SymInt"
 WRAPPED = ("storage of TensorWrapper", "functorch tensor")  # tensors within a function that torch.func transforms
 TURNS = "which is traced turn by turn"
@@ -92,6 +93,12 @@ def untraceable(
             "ask torch.autograd.grad for that gradient, write it with tensor operations, or keep the module out of the "
             "trace with csc.opaque(module)",
         )
+    if STALE in str(root):
+        return InputError(
+            f"a parameter's .grad is not of the parameter's size or dtype any more ({first})", "model",
+            "it was left by a step before the parameter changed (resize_token_embeddings, .to): call "
+            "model.zero_grad(set_to_none=True) behind the change",
+        )  # fmt: skip
     if UNHASHABLE in str(root):
         return InputError(
             "the model looks up a size of its batch by its hash (functools.lru_cache, a key of a dict), and in a trace "

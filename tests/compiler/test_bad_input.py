@@ -138,6 +138,22 @@ def test_a_buffer_that_forward_writes_is_named_with_its_line() -> None:
     refused(make, "writes to 'average'", "test_bad_input.py:", "csc.opaque")
 
 
+class Plain(Base):
+    """The classifier as it is."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(x, labels)
+
+
+def test_a_gradient_from_before_a_change_of_size() -> None:
+    model = Plain()
+    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4) % 5}
+    model.second.weight.grad = torch.zeros(5, 8)
+    model.second.weight.data, model.second.bias.data = torch.randn(7, 8), torch.randn(7)
+    make = partial(csc.compile, model, example=batch, cache=False)
+    refused(make, "a parameter's .grad is not of the parameter's size", "model", "zero_grad")
+
+
 class Counted(Base):
     """The loss is divided by a number that the loop counts."""
 
