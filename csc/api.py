@@ -119,8 +119,9 @@ def compile(
             or False with CSC_CHECK=0.
         timeout: Seconds without an answer until another process counts as lost.
         divide: Whose rows are whose where the batch does not show it: maps entries to "samples" (a row each), "whole"
-            (for every microbatch) or a function from the batch to each sample's number of rows; or one function from
-            the batch and a number to so many microbatches; see docs/guide.md.
+            (for every microbatch), the dimension along which samples lie ({"position_ids": 1}), or a function from the
+            batch to each sample's number of rows; or one function from the batch and a number to so many microbatches;
+            see docs/guide.md.
         cache_features: A directory. What a frozen encoder makes of images or sounds is kept there and taken from there
             in later epochs and runs, and the program is planned without the encoder. csc.FeatureCache(directory,
             limit=bytes) holds more or less than 100 GB; see docs/features.md.

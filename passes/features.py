@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from csc.passes.partition import stage_of
 from csc.passes.split import divided
 from torch import fx
@@ -16,6 +17,7 @@ from csc.ir.naming import identifier, unique
 from csc.ir.program import Features, Input, Options, Program, Region, Stage, Template, Variant
 from csc.ir.rank_entries import LOSS_WEIGHTS, OF_RANKS
 
+PICTURE = 3  # dimensions of one at least
 ENTRY = "features."  # what the batch's names of features begin with
 SPREAD = "is spread over ranks"
 NAME = "features_"  # and those of tables, and of layer files
@@ -26,13 +28,13 @@ def features(program: Program, options: Options) -> Program:
     above them.
 
     Requires  pass `prune`.
-    Ensures   what is left out depends on entries of floating point, on no token ids, no random number and nothing that
-              trains; each of its values that a step reads is an entry of the batch, handed on by a region of its own;
-              `features` has what was left out.
+    Ensures   what is left out depends on entries of floating point or pictures of bytes, on no token ids, no random
+              number and nothing that trains; each of its values that a step reads is an entry of the batch, handed on
+              by a region of its own; `features` has what was left out.
     Before    regions: vision.0, vision.1, projector;  inputs: pixel_values, input_ids
     After     regions: features.vision.1, projector;   inputs: input_ids, features.vision.1
     """
-    inexact = {item.name for item in program.inputs if item.dtype.is_floating_point}
+    inexact = {item.name for item in program.inputs if _is_feature(item)}
     if not options.features or not inexact:
         return program
     reasons = _reasons(program)
@@ -58,6 +60,11 @@ def features(program: Program, options: Options) -> Program:
     behind = next(region.name for region in rest if values[0] in region.activations)
     note = f"{len(left_out)} regions are no part of a step, up to {', '.join(values)}: behind, {reasons[behind]}"
     return replace(_without(program, left_out, rest, values), notes=(*program.notes, note))
+
+
+def _is_feature(entry: Input) -> bool:
+    """Whether an entry holds pictures or sounds: floating point, or bytes by rows, columns and channels."""
+    return entry.dtype.is_floating_point or (entry.dtype is torch.uint8 and len(entry.shape) >= PICTURE)
 
 
 def _reasons(program: Program) -> dict[str, str]:
@@ -119,7 +126,7 @@ def _left_out(program: Program, inexact: set[str], free: set[str]) -> list[Regio
 
 
 def _reading(program: Program, inexact: set[str]) -> list[str]:
-    """The regions that depend on an entry of floating point, in order."""
+    """The regions that depend on one of these entries, in order."""
     roles, found, values = _roles(program), list[str](), set[str]()
     for region in program.regions:
         entries = {name for table in region.shared for kind, name in roles[table] if kind == "input"}

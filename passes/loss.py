@@ -115,7 +115,7 @@ def _is_mean_of_one_sample(program: Program, found: Combination, result: fx.Node
     Then nothing in the graph tells what would be done to several; but microbatches have one sample each, so that none
     meets another in them. What the model does to a whole batch the check compares (csc.check).
     """
-    rows = next((one.shape for one in program.inputs if one.name == found.rows), ())
+    rows = next((one.shape[one.samples :] for one in program.inputs if one.name == found.rows), ())
     return rows[:1] == (1,) and labels_of(result) is not None
 
 

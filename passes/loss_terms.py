@@ -112,7 +112,7 @@ def _weigh(writer: Writer, call: fx.Node, operand: int, weight: fx.Node) -> None
 
 def counts(program: Program, graph: fx.Graph, divisors: Sequence[Divisor]) -> fx.Node | None:
     """One tensor before the graph's output; None if a call that is counted is no longer there."""
-    named, rows = _named(graph), {one.name: one.shape[0] for one in program.inputs if one.shape}
+    named, rows = _named(graph), {one.name: one.shape[one.samples] for one in program.inputs if one.shape}
     if any(one.counted and one.counted not in named for one in divisors):
         return None
     with graph.inserting_before(graph.output_node()):

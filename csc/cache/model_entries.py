@@ -41,7 +41,7 @@ from csc.cache.packed import (
     traced_from,
 )
 from csc.cache.store import Store
-from csc.capture.batch import split_batch
+from csc.capture.batch import NOTHING_TOLD, split_batch
 from csc.capture.guards import Guards, Match
 from csc.ir.program import Options
 from csc.ir.unstorable import Unstorable
@@ -54,10 +54,12 @@ Found = TypeVar("Found")
 
 
 class ModelEntries:
-    """The entries of one model. store: None keeps and finds nothing."""
+    """The entries of one model. store: None keeps and finds nothing. axes: along which dimension samples of an entry
+    lie, where it is told.
+    """
 
-    def __init__(self, model: nn.Module, store: Store | None) -> None:
-        self._model, self._store = model, store
+    def __init__(self, model: nn.Module, store: Store | None, axes: Mapping[str, int] = NOTHING_TOLD) -> None:
+        self._model, self._store, self._axes = model, store, axes
         self._keys: dict[str, str] = {}  # of the model with plain batch entries
         self._left: dict[str, set[str]] = {}  # what captures left of it: keys of the same model
         self._said = False
@@ -284,7 +286,7 @@ class ModelEntries:
 
     def _key_with(self, extra: Mapping[str, Any]) -> str | None:
         try:
-            return model_key(self._model, extra)
+            return model_key(self._model, {**extra, "axes of samples": dict(self._axes)} if self._axes else extra)
         except Exception as reason:  # attributes are the user's objects: they may raise whatever they like
             self._say(str(reason) if isinstance(reason, Opaque) else f"{type(reason).__name__}: {reason}")
             return None

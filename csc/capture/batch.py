@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from csc import devices
 from csc.errors import InputError
 from csc.ir.rank_entries import OWN
 
+TOKENS = ("input_ids", "labels", "decoder_input_ids", "attention_mask")  # what has a row for each sample
+NOTHING_TOLD: Mapping[str, int] = MappingProxyType({})
 LARGEST = 2**26  # bytes of a batch that is made of a microbatch
 
 
@@ -73,41 +76,65 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.default()
 
 
-def dynamic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions that are lengths: those of token-like tensors after the first (the batch)."""
+def sample_axis(name: str, batch: Mapping[str, torch.Tensor], told: Mapping[str, int] = NOTHING_TOLD) -> int:
+    """The dimension of an entry along which its samples lie: what is told, else the first; the second of whole numbers
+    for each token several times over, such as the position ids of M-RoPE, (3, samples, length).
+
+    Where both could be (three samples) the name decides: of positions it is the second.
+    """
+    if name in told:
+        return told[name]
+    tensor = batch[name]
+    text = next((batch[one] for one in TOKENS if one in batch and batch[one].dim() == 2), None)
+    exact = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    if text is None or not exact or tensor.dim() != 3 or tensor.shape[1:] != text.shape:
+        return 0
+    return int(len(tensor) != len(text) or "position" in name)
+
+
+def dynamic_dimensions(tensor: torch.Tensor, samples: int = 0) -> tuple[int, ...]:
+    """The dimensions that are lengths: those of token-like tensors after the one of the samples."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return ()
-    return tuple(dim for dim in range(1, tensor.dim()) if tensor.shape[dim] > 1)
+    return tuple(dim for dim in range(samples + 1, tensor.dim()) if tensor.shape[dim] > 1)
 
 
-def symbolic_dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions captured symbolically: lengths, and the first one (samples, images, patches). Of pixels all before
+def symbolic_dimensions(tensor: torch.Tensor, samples: int = 0) -> tuple[int, ...]:
+    """The dimensions captured symbolically: lengths, and that of samples (images, patches). Of pixels all before
     channels, height and width: samples, images, tiles, frames.
 
     A size of 0 or 1 says nothing about others, and one that the model counts with in Python cannot be symbolic.
     """
-    counted = range(max(1, tensor.dim() - 3) if tensor.is_floating_point() else min(1, tensor.dim()))
-    return (*(dim for dim in counted if tensor.shape[dim] > 1), *dynamic_dimensions(tensor))
+    counted: Collection[int] = range(max(1, tensor.dim() - 3) if tensor.is_floating_point() else min(1, tensor.dim()))
+    counted = [samples] if samples else counted
+    return (*(dim for dim in counted if tensor.shape[dim] > 1), *dynamic_dimensions(tensor, samples))
 
 
-def twice(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+def twice(
+    tensors: Mapping[str, torch.Tensor], told: Mapping[str, int] = NOTHING_TOLD
+) -> dict[str, torch.Tensor] | None:
     """A batch with all rows twice, if some entry has only one: from one alone nobody can tell what is done for each.
-    None if no entry has.
+    None if no entry has. told: see `sample_axis`.
     """
-    if not any(tensor.dim() and tensor.shape[0] == 1 for tensor in tensors.values()):
+    axes = {name: sample_axis(name, tensors, told) for name, tensor in tensors.items() if tensor.dim()}
+    if not any(tensors[name].shape[axis] == 1 for name, axis in axes.items()):
         return None
-    return {name: torch.cat([tensor, tensor]) if tensor.dim() else tensor for name, tensor in tensors.items()}
+    return {**tensors, **{name: torch.cat([tensors[name]] * 2, axis) for name, axis in axes.items()}}
 
 
-def repeated(batch: Mapping[str, Any], parts: int, whole: Collection[str]) -> tuple[dict[str, Any], int]:
+def repeated(
+    batch: Mapping[str, Any], parts: int, whole: Collection[str], told: Mapping[str, int] = NOTHING_TOLD
+) -> tuple[dict[str, Any], int]:
     """(a batch with all rows so many times, how many): `parts` times, unless that takes more than LARGEST bytes; then
-    as often as fits, and twice at least. whole: entries that stay as they are.
+    as often as fits, and twice at least. whole: entries that stay as they are; told: see `sample_axis`.
     """
     tensors, others = split_batch(batch)
     own = sum(tensor.nbytes for tensor in tensors.values())
     times = max(2, min(parts, LARGEST // max(own, 1)))
     rows = {
-        name: tensor if name in whole or not tensor.dim() else tensor.repeat(times, *[1] * (tensor.dim() - 1))
+        name: tensor
+        if name in whole or not tensor.dim()
+        else torch.cat([tensor] * times, sample_axis(name, tensors, told))
         for name, tensor in tensors.items()
     }
     return {**rows, **others}, times

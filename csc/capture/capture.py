@@ -19,6 +19,7 @@ from csc.capture.batch import (
     device_of,
     dynamic_dimensions,
     placed,
+    sample_axis,
     split_batch,
     twice,
 )
@@ -75,7 +76,7 @@ def capture(model: nn.Module, example: Any, guards: Guards | None = None, whole:
     guards = Guards() if guards is None else guards
     with process_state_kept(), devices.forked(device_of(model)), one_is_no_special_size():
         tensors, extra = split_batch(example)
-        doubled = twice(tensors)
+        doubled = twice(tensors, guards.axes)
         if doubled is not None:
             before = guards.captures, guards.replayed, guards.moves
             try:
@@ -144,7 +145,7 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
     hoisted = {name for name in tensors if any(name.startswith(f"{one.prefix}_") for one in _hoisted(guards))}
     program = Program(
         name=type(model).__name__,
-        inputs=_inputs(graph, tensors),
+        inputs=_inputs(graph, tensors, guards.axes),
         parameters=parameters,
         constants=flat.constants,
         modules=describe(model),
@@ -164,15 +165,19 @@ def _hoisted(guards: Guards) -> list[Hoisted]:
     return [one for one in guards.host.calls if isinstance(one, Hoisted)]
 
 
-def _inputs(graph: fx.Graph, tensors: Mapping[str, torch.Tensor]) -> tuple[Input, ...]:
+def _inputs(graph: fx.Graph, tensors: Mapping[str, torch.Tensor], axes: Mapping[str, int]) -> tuple[Input, ...]:
     """The entries that a graph has, as they are in a microbatch."""
     used = {node.meta["role"] for node in g.placeholders(graph)}
     tables, classes = table_limits(graph), class_limits(graph)
+    samples = {name: sample_axis(name, tensors, axes) for name in tensors}
     return tuple(
-        Input(name, tuple(tensor.shape), tensor.dtype, dynamic_dimensions(tensor), tables.get(name), classes.get(name))
+        Input(
+            name, tuple(tensor.shape), tensor.dtype, dynamic_dimensions(tensor, samples[name]), tables.get(name),
+            classes.get(name), samples[name],
+        )
         for name, tensor in tensors.items()
         if ("input", name) in used
-    )
+    )  # fmt: skip
 
 
 def _assumed(
@@ -223,7 +228,9 @@ def _traced(
         tensors, extra, run = guards.with_rows(model, example)
         rows = run is not None and guards.moves
         try:
-            exported = export(model, placed(tensors, device), extra, guards.host, layers, rows, guards.decides)
+            exported = export(
+                model, placed(tensors, device), extra, guards.host, layers, rows, guards.decides, guards.axes
+            )
             guards.host = replace(exported.host, asking=())
             guards.deciding |= exported.deciding
             guards.written |= exported.written_beside

@@ -18,8 +18,25 @@ from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 # a linear map of torch's gives a view of what it has made within itself, which is such a tensor.
 CONSTANT = r"fake tensor in the exported program constant's list.*model attribute: model((?:\.\w+)*?)\.lifted_tensor"
 
+STALE = "attempting to assign a gradient"
 UNHASHABLE = "unhashable type: non-nested SymInt"
 WRAPPED = ("storage of TensorWrapper", "functorch tensor")  # tensors within a function that torch.func transforms
+TURNS = "which is traced turn by turn"
+# Operators that take functions, by their files in torch: what models call them, and what to write in their place.
+HIGHER_ORDER = {
+    "cond": (
+        "torch.cond",
+        "compute both sides and choose with torch.where; or write `if` where the batch alone decides, which is a "
+        "capture for each answer",
+    ),
+    "while_loop": (
+        "while_loop",
+        f"write a loop in Python whose number of turns the batch's sizes or plain values give, {TURNS}",
+    ),
+    "scan": ("scan", "write the loop in Python, or with torch.cumsum and its like"),
+    "associative_scan": ("associative_scan", f"write the loop in Python, {TURNS}"),
+    "map": ("map", f"call the function on the whole tensor, or write the loop in Python, {TURNS}"),
+}
 TRANSFORMS = os.path.join("_functorch", "eager_transforms.py")
 TRACED_TRANSFORMS = os.path.join("_functorch", "predispatch.py")  # of vmap too, which can be traced
 
@@ -61,6 +78,12 @@ def untraceable(
             "(weight.clamp(...), not weight.data.clamp_(...)), or change it after the optimizer's step; write to a "
             "copy of the linear map's result (y = linear(x).clone())",
         )
+    of_higher_order = _higher_order(error)
+    if of_higher_order is not None:
+        return InputError(
+            f"the model calls {of_higher_order[0]}, an operator on functions, which csc does not take apart",
+            where, of_higher_order[1],
+        )  # fmt: skip
     within = traceback.extract_tb(root.__traceback__)
     if any(words in str(root) for words in WRAPPED) or any(map(_differentiates, within)):
         return InputError(
@@ -70,6 +93,12 @@ def untraceable(
             "ask torch.autograd.grad for that gradient, write it with tensor operations, or keep the module out of the "
             "trace with csc.opaque(module)",
         )
+    if STALE in str(root):
+        return InputError(
+            f"a parameter's .grad is not of the parameter's size or dtype any more ({first})", "model",
+            "it was left by a step before the parameter changed (resize_token_embeddings, .to): call "
+            "model.zero_grad(set_to_none=True) behind the change",
+        )  # fmt: skip
     if UNHASHABLE in str(root):
         return InputError(
             "the model looks up a size of its batch by its hash (functools.lru_cache, a key of a dict), and in a trace "
@@ -83,6 +112,19 @@ def untraceable(
         where,
         "run model(**batch) in eager mode first; if that works, make the named line traceable by torch.export",
     )
+
+
+def _higher_order(error: BaseException) -> tuple[str, str] | None:
+    """What a call of an operator on functions, such as torch.cond, is called, and what to write in its place."""
+    last: BaseException | None = error
+    while last is not None:
+        for frame in traceback.extract_tb(last.__traceback__):
+            folder, file = os.path.split(frame.filename)
+            known = HIGHER_ORDER.get(file.removesuffix(".py"))
+            if known is not None and os.path.basename(folder) == "_higher_order_ops":
+                return known
+        last = last.__cause__ or last.__context__
+    return None
 
 
 def _differentiates(frame: traceback.FrameSummary) -> bool:

@@ -76,8 +76,9 @@ class Guards:
     the graph is. captures: what each assumed, those that hold for most first met. replayed: whether the model's code
     runs without data, which shows what it does for other values; None if nobody has tried. moves: whether it moves rows
     of tensors by numbers. decides: whether it takes decisions by its batch alone. written: attributes and buffers that
-    its forward writes, and does not compute with. opaque_reads: attributes of opaque modules that it reads. model: the
-    model as it was. runs: of its code, the latest ones.
+    its forward writes, and does not compute with. opaque_reads: attributes of opaque modules that it reads. axes: the
+    dimension along which samples of an entry lie, where it is told. model: the model as it was. runs: of its code, the
+    latest ones.
     """
 
     host: HoistedCalls = field(default_factory=HoistedCalls)
@@ -88,6 +89,7 @@ class Guards:
     decides: bool = False
     written: set[Slot] = field(default_factory=set)
     opaque_reads: set[Slot] = field(default_factory=set)
+    axes: Mapping[str, int] = field(default_factory=dict)
     model: ModelGuards | None = None
     runs: LatestReplays = field(default_factory=LatestReplays, compare=False)
 
@@ -180,6 +182,7 @@ class Guards:
             decides=self.decides or more.decides,
             written=self.written | more.written,
             opaque_reads=self.opaque_reads | more.opaque_reads,
+            axes=self.axes,
             model=self.model,
             runs=self.runs,
         )

@@ -34,7 +34,8 @@ DRAWING = frozenset(
         F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
         F.scaled_dot_product_attention, F.multi_head_attention_forward, F.gumbel_softmax, torch.dropout,
         torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.rand, torch.rand_like, torch.randn,
-        torch.randn_like, torch.native_dropout,
+        torch.randn_like, torch.native_dropout, torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_,
+        torch.Tensor.cauchy_, torch.Tensor.log_normal_,
     }
 )  # fmt: skip
 DROPOUT, ATTENTION = F.dropout, F.scaled_dot_product_attention  # by which nearly all dropout is made

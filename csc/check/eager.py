@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from csc import devices
-from csc.capture.batch import device_of
+from csc.capture.batch import device_of, sample_axis
 from csc.check.chance import Chance
 from csc.check.numbers import WithoutChance
 from csc.check.undisturbed import Snapshot
@@ -162,14 +162,17 @@ def joined(microbatches: Sequence[Batch]) -> dict[str, Any] | None:
     whole: dict[str, Any] = {}
     if any(microbatch.keys() != microbatches[0].keys() for microbatch in microbatches):
         return None
+    tensors = {name: value for name, value in microbatches[0].items() if isinstance(value, torch.Tensor)}
     for name, first in microbatches[0].items():
         values: list[Any] = [microbatch.get(name) for microbatch in microbatches]
         if isinstance(first, torch.Tensor):
+            axis = sample_axis(name, tensors) if name in tensors else 0
             if first.dim() == 0 or not all(
-                isinstance(v, torch.Tensor) and v.shape[1:] == first.shape[1:] for v in values
+                isinstance(v, torch.Tensor) and v.movedim(axis, 0).shape[1:] == first.movedim(axis, 0).shape[1:]
+                for v in values
             ):
                 return None
-            whole[name] = torch.cat(values)
+            whole[name] = torch.cat(values, axis)
         elif any(repr(value) != repr(first) for value in values):
             return None
         else:

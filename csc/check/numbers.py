@@ -10,6 +10,7 @@ the masks of a step of a program.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class WithoutChance(TorchDispatchMode):
             return args[0].copy_((args[1] > UNIFORM).to(args[0].dtype))
         if packet is aten.native_dropout:
             return _dropped(*args)
+        if packet in _FILLED and kwargs.get("generator") is None:
+            return args[0].copy_(_FILLED[packet](torch.full_like(args[0], UNIFORM), *args[1:]))
         if kwargs.get("generator") is None:
             named = {name: value for name, value in kwargs.items() if name != "generator"}
             if packet in (aten.rand, aten.randn):
@@ -79,6 +82,16 @@ class WithoutChance(TorchDispatchMode):
             mask = masks.take(x.shape, p, x.device)
             return x * mask / (1 - p), mask
         return None
+
+
+# What operations that fill a tensor make of a uniform number, by their distribution.
+_FILLED: dict[Any, Any] = {
+    aten.uniform_: lambda u, low=0.0, high=1.0: u * (high - low) + low,
+    aten.normal_: lambda u, mean=0.0, std=1.0: torch.full_like(u, NORMAL) * std + mean,
+    aten.exponential_: lambda u, rate=1.0: -torch.log1p(-u) / rate,
+    aten.cauchy_: lambda u, median=0.0, sigma=1.0: torch.tan((u - 0.5) * math.pi) * sigma + median,
+    aten.log_normal_: lambda u, mean=1.0, std=2.0: torch.exp(torch.full_like(u, NORMAL) * std + mean),
+}
 
 
 def _dropped(x: torch.Tensor, p: float, train: bool | None = True) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,12 +64,12 @@ def equal_cut(entries: Mapping[str, Sequence[int]], results: Mapping[str, Sequen
 
 @torch.no_grad()
 def are_apart(encode: Encode, entries: Entries, cut: Cut) -> bool:
-    """Whether no part's results depend on the rows of others. Whole numbers stay as they are: False if parts differ in
-    them.
+    """Whether no part's results depend on the rows of others. Whole numbers but bytes stay as they are: False if parts
+    differ in them.
     """
     for name, rows in cut.entries.items():
         parts = entries[name].split(rows)
-        if not entries[name].is_floating_point() and any(not torch.equal(part, parts[0]) for part in parts):
+        if not _is_noisy(entries[name]) and any(not torch.equal(part, parts[0]) for part in parts):
             return False
     generator = torch.Generator().manual_seed(0)
     first, other = _noise(entries, cut, generator), _noise(entries, cut, generator)
@@ -87,11 +87,11 @@ def probes(encode: Encode, entries: Entries, cut: Cut) -> list[dict[str, torch.T
     """Of each part."""
 
     def noise(rows: int, like: torch.Tensor) -> torch.Tensor:
-        return torch.randn((rows, *like.shape[1:]), generator=torch.Generator().manual_seed(0)).to(like)
+        return _random((rows, *like.shape[1:]), like, torch.Generator().manual_seed(0))
 
     given = {
         name: torch.cat([noise(each, entries[name]) for each in rows])
-        for name, rows in cut.entries.items() if entries[name].is_floating_point()
+        for name, rows in cut.entries.items() if _is_noisy(entries[name])
     }  # fmt: skip
     return cut.parts(encode({**entries, **given}))
 
@@ -114,7 +114,17 @@ def _mixed(one: Entries, other: Entries, cut: Cut, kept: int) -> dict[str, torch
 
 def _noise(entries: Entries, cut: Cut, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {
-        name: torch.randn(one.shape, generator=generator).to(one)
-        if name in cut.entries and one.is_floating_point() else one
+        name: _random(one.shape, one, generator) if name in cut.entries and _is_noisy(one) else one
         for name, one in entries.items()
-    }  # fmt: skip
+    }
+
+
+def _is_noisy(entry: torch.Tensor) -> bool:
+    """Whether noise may stand for an entry: pixels, also those that are bytes, and sounds."""
+    return entry.is_floating_point() or entry.dtype is torch.uint8
+
+
+def _random(shape: Sequence[int], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if like.is_floating_point():
+        return torch.randn(tuple(shape), generator=generator).to(like)
+    return torch.randint(256, tuple(shape), generator=generator).to(like)

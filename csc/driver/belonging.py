@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-TOKENS = ("input_ids", "labels", "decoder_input_ids", "attention_mask")
+from csc.capture.batch import TOKENS, sample_axis
+
 KINDS = {"video": ("video",), "audio": ("audio", "input_features", "feature_attention"), "image": ("image", "pixel")}
 TYPES = {"image": 1, "video": 2, "audio": 3}  # of tokens, in Hugging Face's mm_token_type_ids
 GRIDS = ("grid_thw", "grid_hws")  # of patches, whose rows the features are
@@ -71,9 +72,11 @@ def belongings(tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -
             found |= _ofkind_of(of_kind, samples, _places(kind, tensors, tokens))
     for name, tensor in tensors.items():
         if name not in found and kind_of(name) is None and tensor.dim():
-            if len(tensor) == samples and tensor.dim() > 1:
+            if sample_axis(name, tensors) == 1:  # position ids of several axes
+                found[name] = Belonging((1,) * samples, dim=1)
+            elif len(tensor) == samples and tensor.dim() > 1:
                 found[name] = Belonging((1,) * samples)
-            elif tensor.shape[1:3] == text.shape:  # position ids of several axes
+            elif tensor.shape[1:3] == text.shape:
                 found[name] = Belonging((1,) * samples, dim=1)
     return found
 

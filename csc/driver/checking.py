@@ -33,6 +33,7 @@ from csc import devices
 from csc.cache.packed import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
+from csc.capture.trace.training_mode import caching
 from csc.check.eager import EagerStep
 from csc.check.first import Checked, check, too_much
 from csc.check.one_of_each import check_by_layer
@@ -63,11 +64,14 @@ Pair = frozenset[str]
 
 @dataclass(frozen=True)
 class NewProgram:
-    """A program for microbatches like the one matched. packed: of all ranks."""
+    """A program for microbatches like the one matched. packed: of all ranks. variants: equal for programs of which a
+    step may hold microbatches.
+    """
 
     match: Match
     options: Options
     packed: Packed
+    variants: object = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Checking:
         self._made: dict[int, dict[Name, NewProgram]] = {}  # by the number of microbatches
         self._due: dict[int, set[Name]] = {}
         self._met: set[Pair] = set()
-        self._warned = False
+        self._warned = self._told_of_caches = False
         self._idle, self._compared = False, ""  # of the latest comparison, on the ranks that know
         self._different: DifferenceError | None = None
         self._steady = False  # the model's forward did the same twice
@@ -159,6 +163,8 @@ class Checking:
 
         def make() -> tuple[Said, None]:
             self._idle, self._compared = False, ""
+            if group is None or dist.get_rank() == 0:
+                self._warn_of_caches(asked)
             if group is None:
                 self._alone(asked)
             else:
@@ -183,6 +189,18 @@ class Checking:
             kept.keep_checked(str(self.latest), made[name].match, made[name].options)
         for pair in asked.pairs if self._compared == WHOLE else ():
             kept.keep_met(pair, asked.ready[0], asked.options)
+
+    def _warn_of_caches(self, asked: Comparison) -> None:
+        """Where the eager step that programs are compared with is not the one of the model's own default."""
+        caches = any(one.use_cache for one in caching(self._compiler.model.modules()))
+        if caches and not self._told_of_caches and any(map(_starts_again, asked.ready)):
+            self._told_of_caches = True
+            log.warning(
+                "position_ids start again within a row: csc trains such documents apart, and compares with eager "
+                "PyTorch that does (config.use_cache = False). With use_cache=True, as the model's config has it, "
+                "a plain training loop may take each row for one document, and has another loss; set "
+                "model.config.use_cache = False there"
+            )
 
     def _alone(self, asked: Comparison) -> None:
         """On this rank, whose trainer runs all ranks of the program."""
@@ -356,8 +374,8 @@ class Checking:
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
             programs = []
             made = self._made[asked.options.microbatches]
-            answers = made[asked.names[0]].match.answers
-            for number, one in enumerate(one for one in made.values() if one.match.answers == answers):
+            variants = made[asked.names[0]].variants
+            for number, one in enumerate(one for one in made.values() if one.variants == variants):
                 directory = Path(folder) / str(number)
                 install(one.packed.files, directory, one.match.batch)
                 programs.append(load(directory))
@@ -395,3 +413,11 @@ def _difference(matches: Sequence[Match]) -> str:
     how = [f"what Python reads of {', '.join(map(repr, read))}"] * bool(read)
     how += [f"whether they have {', '.join(map(repr, lacked))}"] * bool(lacked)
     return " and ".join(how) or "their sizes"
+
+
+def _starts_again(microbatch: Mapping[str, Any]) -> bool:
+    """Whether positions say that a row holds several documents: Hugging Face reads them so where there is no mask."""
+    positions = microbatch.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.is_meta:
+        return False
+    return microbatch.get("attention_mask") is None and bool((positions.diff(dim=1) < 0).any())

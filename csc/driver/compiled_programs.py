@@ -49,6 +49,12 @@ class Decided:
     placement: tuple[int, ...]
     entries: frozenset[str]
     schedules: dict[int, Schedule | None] = field(default_factory=dict)
+    captures: set[str] = field(default_factory=set)  # names of those whose programs are cut so
+
+    def serves(self, regions: Set[str], entries: Set[str]) -> bool:
+        """Whether a program of these regions is cut so: it has the same, or fewer for want of entries."""
+        own = {name for names in self.stages for name in names}
+        return regions == own or (regions <= own and not entries >= self.entries)
 
     def settled(self, options: Options, entries: Set[str]) -> Options:
         """The options for another program, of microbatches with these entries."""
@@ -85,7 +91,8 @@ class CompiledPrograms:
     ) -> None:  # fmt: skip
         self._compiler, self._settling, self._beginning, self._alike = compiler, settling, beginning, alike
         self._compared = compared
-        self._decided: dict[Answers, Decided] = {}  # the first answers' is where others start
+        # The first answers' first is where others start; one of the same answers is of values that decide more.
+        self._decided: dict[Answers, list[Decided]] = {}
         self._settled: dict[Key, Options] = {}
         self._histories: dict[Key, list[Program]] = {}
         self._finished: dict[Key, Program] = {}
@@ -165,18 +172,22 @@ class CompiledPrograms:
         self, microbatch: Microbatch, options: Options, progress: Progress, whole: bool
     ) -> tuple[Key, list[Program]]:
         """The Programs after each pass, their key known since the trace. Where a microbatch decides what none before it
-        did, or where the model is in eval mode, its program may have other regions than the first: then each stays in
-        its stage as far as that goes.
+        did (or by values, other regions), or where the model is in eval mode, its program may have other regions than
+        the first: then each stays in its stage as far as that goes.
         """
         with uncollected():
             match, traced = self._compiler.trace(microbatch, options, progress, whole)
             settled = self.options(match, options)
             traced = self._compiler.checked(microbatch, traced, settled, self._compared)
+            regions = [region.name for region in traced.program.regions]
             known = self._decided or (self._alike._decided if self._alike is not None else {})
-            anew = bool(known) and match.answers not in self._decided
+            own = self._cut_as(match, frozenset(regions))
+            anew = bool(known) and own is None
             if anew:
-                first = next(iter(known.values()))
-                settled = first.settled_anew(options, [region.name for region in traced.program.regions])
+                first = next(iter(known.values()))[0]
+                settled = first.settled_anew(options, regions)
+            elif own is not None and _key(match, options) not in self._settled:
+                settled = own.settled(options, match.entries)
             try:
                 programs = self._compiler.planned(traced, settled, progress)
             except InputError as reason:
@@ -195,8 +206,16 @@ class CompiledPrograms:
         key = _key(match, options)
         if key in self._settled:
             return self._settled[key]
-        known = self._decided.get(match.answers) or next(iter(self._decided.values()), None)
+        first = next(iter(self._decided.values()), [None])[0]
+        known = self._cut_as(match) or self._decided.get(match.answers, [first])[0]
         return known.settled(options, match.entries) if known is not None else options
+
+    def _cut_as(self, match: Match, regions: Set[str] = frozenset()) -> Decided | None:
+        """What was decided for programs of its capture, or for one of these regions after the same answers."""
+        own = self._decided.get(match.answers, [])
+        name = match.capture.name if match.capture is not None else ""
+        of_capture = next((one for one in own if name in one.captures), None)
+        return of_capture or next((one for one in own if one.serves(regions, match.entries)), None)
 
     def _settle(
         self,
@@ -208,7 +227,12 @@ class CompiledPrograms:
     ) -> None:
         self._settling()
         self._settled.setdefault(_key(match, settled), settled)
-        own = self._decided.setdefault(match.answers, Decided(stages, placement, match.entries))
+        own = self._cut_as(match, {name for names in stages for name in names})
+        if own is None:
+            own = Decided(stages, placement, match.entries)
+            self._decided.setdefault(match.answers, []).append(own)
+        if match.capture is not None:
+            own.captures.add(match.capture.name)
         if not settled.part:
             own.schedules.setdefault(settled.microbatches, schedule)
 

@@ -68,13 +68,15 @@ class Compiler:
     traced: dict[Any, TracedProgram] = field(default_factory=dict)
     shared: SharedTraces = field(default_factory=SharedTraces)
     guards: Guards = field(default_factory=Guards)
+    axes: Mapping[str, int] = field(default_factory=dict)  # of samples in an entry, where that is told
     whole: dict[Any, frozenset[str]] = field(default_factory=dict)  # by the entries of batches, and which were doubtful
 
     def __post_init__(self) -> None:
         refuse_hooks(self.model)
         refuse_tensors(self.model)
-        self.kept = ModelEntries(self.model, self.store)
-        self.more = MoreSamples(self._in_size)
+        self.guards.axes = self.axes
+        self.kept = ModelEntries(self.model, self.store, self.axes)
+        self.more = MoreSamples(self._in_size, self.axes)
 
     def of(self, model: nn.Module) -> Compiler:
         """The compiler of another model, which keeps nothing."""

@@ -2,8 +2,8 @@
 
 Terms
   divide    what a user says: for entries by name "samples" (a row for each sample), "whole" (every microbatch has all
-            of it) or a function from the batch to the numbers of rows of each sample; or one function from the batch
-            and the number of microbatches to these
+            of it), the number of the dimension that has a place for each sample, or a function from the batch to the
+            numbers of rows of each sample; or one function from the batch and the number of microbatches to these
 
     Dividing(divide).cut(batch, parts, compiler) -> [microbatch]
     samples_of(tensors) -> int
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture.batch import check_lists, slices, split_batch
-from csc.driver.belonging import TOKENS, Belonging, belongings, miscounted, token_ids
+from csc.capture.batch import NOTHING_TOLD, TOKENS, check_lists, sample_axis, slices, split_batch
+from csc.driver.belonging import Belonging, belongings, miscounted, token_ids
 from csc.driver.compiler import Compiler
 from csc.errors import InputError
 
 Batch = Mapping[str, Any]
 Rows = Callable[[Batch], Any]
-Divide = Mapping[str, str | Rows] | Callable[[Batch, int], Sequence[Batch]]
+Divide = Mapping[str, str | int | Rows] | Callable[[Batch, int], Sequence[Batch]]
 SAMPLES, WHOLE = "samples", "whole"
 
 
@@ -81,7 +81,13 @@ class Dividing:
             )  # fmt: skip
 
     @property
-    def _said(self) -> Mapping[str, str | Rows]:
+    def axes(self) -> Mapping[str, int]:
+        """Along which dimension samples of an entry lie, where it is said."""
+        first = {name: 0 for name, how in self._said.items() if how == SAMPLES or callable(how)}
+        return first | {name: how for name, how in self._said.items() if isinstance(how, int)}
+
+    @property
+    def _said(self) -> Mapping[str, str | int | Rows]:
         return self._divide if isinstance(self._divide, Mapping) else {}
 
     @property
@@ -114,20 +120,31 @@ def _check(divide: Any) -> None:
             "microbatches",
         )  # fmt: skip
     for name, how in divide.items():
-        if not callable(how) and how not in (SAMPLES, WHOLE):
+        axis = isinstance(how, int) and not isinstance(how, bool) and how >= 0
+        if not callable(how) and not axis and how not in (SAMPLES, WHOLE):
             raise InputError(
                 f"divide has {how!r} for {name!r}", "compile",
-                f"use {SAMPLES!r}, {WHOLE!r}, or a function from the batch to each sample's number of rows",
+                f"use {SAMPLES!r}, {WHOLE!r}, the number of the dimension along which samples lie (0, 1, ...), or a "
+                "function from the batch to each sample's number of rows",
             )  # fmt: skip
 
 
-def _told(divide: Mapping[str, str | Rows], tensors: Mapping[str, torch.Tensor]) -> dict[str, Belonging]:
+def _told(divide: Mapping[str, str | int | Rows], tensors: Mapping[str, torch.Tensor]) -> dict[str, Belonging]:
     """What a user's mapping says of a batch."""
     found: dict[str, Belonging] = {}
     for name, how in divide.items():
         if how == WHOLE or name not in tensors:
             continue
-        samples = samples_of(tensors)
+        samples = samples_of(tensors, {one: axis for one, axis in divide.items() if isinstance(axis, int)})
+        if isinstance(how, int):
+            if tensors[name].shape[how : how + 1] != (samples,):
+                raise InputError(
+                    f"divide says that samples of {name!r} lie along its dimension {how}, and it is "
+                    f"{list(tensors[name].shape)}, for {samples} samples", "batch",
+                    "name the dimension that has as many places as the batch has samples",
+                )  # fmt: skip
+            found[name] = Belonging((1,) * samples, how)
+            continue
         given = [1] * samples if isinstance(how, str) else how(tensors)
         rows = given.tolist() if isinstance(given, torch.Tensor) else given
         good = isinstance(rows, (list, tuple)) and all(isinstance(one, int) and one >= 0 for one in rows)
@@ -140,10 +157,11 @@ def _told(divide: Mapping[str, str | Rows], tensors: Mapping[str, torch.Tensor])
     return found
 
 
-def samples_of(tensors: Mapping[str, torch.Tensor]) -> int:
+def samples_of(tensors: Mapping[str, torch.Tensor], axes: Mapping[str, int] = NOTHING_TOLD) -> int:
     """How many a batch has: rows of the token ids, else of the first entry that has any."""
-    named = [tensors[name] for name in TOKENS if name in tensors]
-    return len((named or [tensor for tensor in tensors.values() if tensor.dim()])[0])
+    named = [name for name in TOKENS if name in tensors]
+    name = (named or [name for name, tensor in tensors.items() if tensor.dim()])[0]
+    return tensors[name].shape[sample_axis(name, tensors, axes)]
 
 
 def _by_function(divide: Callable[[Batch, int], Any], batch: Batch, parts: int) -> list[Batch]:
@@ -174,6 +192,6 @@ def _divided(
         each = len(belonging.rows) // parts
         rows = [sum(belonging.rows[i * each : (i + 1) * each]) for i in range(parts)]
         for microbatch, tensor in zip(found, tensors[name].split(rows, belonging.dim), strict=True):
-            if len(tensor) or not len(tensors[name]):
+            if tensor.shape[belonging.dim] or not len(tensors[name]):
                 microbatch[name] = tensor.contiguous()
     return [{name: microbatch[name] for name in tensors if name in microbatch} for microbatch in found]

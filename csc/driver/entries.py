@@ -37,9 +37,15 @@ def check_entries(example: Batch, batch: Batch, model: nn.Module) -> None:
                     "batch", f"convert it with .to({expected[name].dtype}), or compile with such an example",
                 )  # fmt: skip
         if other.keys() != extra.keys() or any(repr(other[name]) != repr(extra[name]) for name in extra):
+            changed = [name for name in extra if name in other and _is_number(other[name]) and _is_number(extra[name])]
+            changed = [name for name in changed if repr(other[name]) != repr(extra[name])]
+            as_tensors = ", ".join(f"{name!r}: torch.tensor({other[name]!r})" for name in changed)
             raise InputError(
                 f"the batch's plain values are {other!r}, the example's were {extra!r}", "batch",
-                "values that are no tensors are compiled in: compile again with an example that has these",
+                "values that are no tensors are compiled in: "
+                + (f"give a number that changes from batch to batch as a tensor, {{{as_tensors}}}, in the example too "
+                   "(one program serves all its values); or " if changed else "")
+                + "compile again with an example that has these",
             )  # fmt: skip
         _check_lacking(expected.keys() - found.keys(), found, model)
         own = getattr(model, "check_batch", None)
@@ -55,6 +61,10 @@ def fullest_first(microbatches: Sequence[Mapping[str, Any]]) -> list[Mapping[str
 def fullest(microbatches: Sequence[Any]) -> Any:
     """The first one with the most entries."""
     return max(microbatches, key=len)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _may_lack(found: Mapping[str, Any], expected: Mapping[str, Any], name: str) -> bool:

@@ -91,7 +91,8 @@ class FrozenEncoders:
         spec = program.manifest.features
         if spec is None and not self._of:
             raise InputError(
-                "the example has no entry of floating point, so nothing is encoded", self.source.option,
+                "the example has no entry of floating point and no pictures of bytes, so nothing is encoded",
+                self.source.option,
                 f"compile with an example that has images or sounds, or leave {self.source.option} out",
             )  # fmt: skip
         if spec is None:

@@ -10,8 +10,8 @@ programs.after(directory, check), .evaluating()      those of the same model wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
@@ -35,13 +35,14 @@ Factory = Callable[[], nn.Module]
 class Settings:
     """cache: whether programs are kept on disk. check: whether new ones are compared with eager PyTorch; a number: and
     at steps of which it is a divisor. timeout: seconds without an answer until a process counts as lost. features:
-    how those of frozen encoders come before a step.
+    how those of frozen encoders come before a step. axes: along which dimension samples of an entry lie, as is told.
     """
 
     cache: bool
     check: bool | int
     timeout: float = 600.0
     features: MadeFeatures | None = None
+    axes: Mapping[str, int] = field(default_factory=dict)
 
 
 class ModelPrograms:
@@ -88,7 +89,7 @@ class ModelPrograms:
         return self._compiler
 
     def _compiler_of(self, model: nn.Module, gradients: bool) -> Compiler:
-        return Compiler(model, store() if self.settings.cache else None, gradients)
+        return Compiler(model, store() if self.settings.cache else None, gradients, axes=self.settings.axes)
 
     @property
     def set(self) -> ProgramSet:
@@ -150,7 +151,8 @@ class ModelPrograms:
 
     def anew(self) -> ModelPrograms:
         """As if nothing had been compiled or trained."""
-        return ModelPrograms(self._model, Settings(self.settings.cache, checks(None)), self._directory)
+        settings = Settings(self.settings.cache, checks(None), axes=self.settings.axes)
+        return ModelPrograms(self._model, settings, self._directory)
 
     def evaluating(self) -> ModelPrograms:
         """Those that evaluate what these train, captured in eval mode."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -41,6 +42,7 @@ class MoreSamples:
     """Of one model."""
 
     captured: Callable[[Mapping[str, Any]], InItsSizes]
+    axes: Mapping[str, int] = field(default_factory=dict)  # see csc.capture.batch.sample_axis
     known: dict[Hashable, str] = field(default_factory=dict)  # what is wrong, by traced graphs and number of parts
 
     def checked(
@@ -58,7 +60,8 @@ class MoreSamples:
         if ONE_SAMPLE in traced.program.notes:
             return self._of_two(microbatch, key, traced, compared)
         whole = traced.program.combination.whole
-        found = self._once((key, parts), lambda: self._unlike(microbatch, *repeated(microbatch, parts, whole)), "")
+        more = partial(repeated, microbatch, parts, whole, self.axes)
+        found = self._once((key, parts), lambda: self._unlike(microbatch, *more()), "")
         if found:
             raise InputError(
                 "the model computes with the number of samples in Python, and of a batch with more of them "
@@ -107,7 +110,7 @@ class MoreSamples:
         """
         found = ""
         for number in TRIED:
-            batch, times = repeated(microbatch, number, ())
+            batch, times = repeated(microbatch, number, (), self.axes)
             differs = self._unlike(microbatch, batch, times)
             if differs:
                 return f"of a batch of {times} {differs}"
@@ -122,9 +125,9 @@ class MoreSamples:
         """joints with how losses combine, where a capture that is for one sample alone, which tells nothing of that, is
         that of two in all but sizes, and those prove it for all; None elsewhere.
         """
-        if joints is None or not any(entry.shape[:1] == (1,) for entry in one.inputs):
+        if joints is None or not any(entry.shape[entry.samples : entry.samples + 1] == (1,) for entry in one.inputs):
             return None
-        batch, times = repeated(microbatch, 2, ())
+        batch, times = repeated(microbatch, 2, (), self.axes)
         try:
             if self._unlike(microbatch, batch, times):
                 return None

@@ -45,8 +45,10 @@ def compiled_model(
 ) -> CompiledModel:
     """As `csc.compile` takes them. compiler: of the model, if there is one already. InputError for what it does not."""
     _refuse(model, cache, timeout)
-    programs = ModelPrograms(model, Settings(cache, checks(check), timeout, features), directory, compiler)
-    given = GivenBatches(example, Dividing(divide), programs, Widths.of(widths))
+    dividing = Dividing(divide)
+    settings = Settings(cache, checks(check), timeout, features, dividing.axes)
+    programs = ModelPrograms(model, settings, directory, compiler)
+    given = GivenBatches(example, dividing, programs, Widths.of(widths))
     if options.mesh.is_open:
         options = with_chosen_mesh(programs, given, options)
     return CompiledModel(programs, given, options)

@@ -44,12 +44,15 @@ from csc.driver.fusing_ahead import FusingAhead
 from csc.driver.program_broadcast import ProgramBroadcast, own_rank
 from csc.driver.widths import SAME, Trials, filling, pad, tried
 from csc.errors import InputError
+from csc.ir.capture_guards import short
 from csc.ir.program import Options
 from csc.runtime.data_shards import DataShards
 from csc.runtime.launch import join_group
 from csc.runtime.loaded_program import LoadedProgram, load
 from csc.runtime.meeting import Meeting
+from csc.runtime.shape_variants import is_part
 from csc.runtime.shards import Kept
+from csc.runtime.specs import Manifest
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import NOTHING, Said
 from csc.torch_private.autograd import below_autograd
@@ -59,7 +62,7 @@ log = logging.getLogger("csc")
 
 Microbatch = Mapping[str, Any]
 Answers = tuple[str, ...]  # what a microbatch decides
-Variants = tuple[int, Answers]  # number of microbatches
+Variants = tuple[int, Answers, int]  # number of microbatches; of those that answer the same, which regions
 MadeFeatures = Callable[[Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]], FeatureSource]
 
 
@@ -96,7 +99,7 @@ class ProgramSet:
         self.compiled: CompiledPrograms = CompiledPrograms(compiler, self._look_first, beginning, alike, checks)
         self._broadcast = ProgramBroadcast(compiler, self.compiled, directory)
         self._trainers: dict[Variants, Trainer] = {}  # the first of a number of microbatches knows all parameters
-        self._served: dict[int, set[Any]] = {}
+        self._served: dict[int, dict[Any, Variants]] = {}  # by number of microbatches and key
         self._places: dict[Any, Places] = {}
         self.guards = Guards(model=model)  # what the programs assumed: the same on every rank
         self._before = before
@@ -240,15 +243,16 @@ class ProgramSet:
 
     def _variants(self, matches: Sequence[Match], options: Options) -> Variants:
         """InputError if the microbatches of a step decide differently."""
-        answers = list(dict.fromkeys(match.answers for match in matches))
-        if len(answers) > 1:
-            differing = [text for one in answers[:2] for text in one if text not in set(answers[0]) & set(answers[1])]
+        served = self._served[options.microbatches]
+        of_variants = {served[match.key]: match for match in matches}
+        if len(of_variants) > 1:
+            differing = _differing(*list(of_variants.values())[:2])
             raise InputError(
                 f"the microbatches of one step decide differently: {', '.join(differing[:4])}", "batch",
                 "give each step microbatches that decide alike (sort the data by what it has, text alone or with "
                 "pictures), or use one microbatch and dp=1",
             )  # fmt: skip
-        return options.microbatches, answers[0]
+        return next(iter(of_variants))
 
     def unmet(self, meets: Set[str]) -> set[Pair]:
         """Every two of what meets in a step that no step was compared with, if steps are compared."""
@@ -256,7 +260,8 @@ class ProgramSet:
 
     def decides(self, matches: Sequence[Match], options: Options) -> Answers:
         """What microbatches that are served decide. InputError if they decide differently."""
-        return self._variants(matches, options)[1]
+        _, answers, regions = self._variants(matches, options)
+        return (*answers, *([f"regions {regions}"] if regions else ()))
 
     def _serves(self, match: Match, options: Options) -> bool:
         return match.key in self._served.get(options.microbatches, ())
@@ -331,7 +336,7 @@ class ProgramSet:
             )  # fmt: skip
         if self.features is not None:
             self.features.add(match, loaded)
-        variants = (count, match.answers)
+        variants = self._variants_of(loaded.manifest, count, match.answers)
         if variants in self._trainers:
             self._trainers[variants].add(loaded)
         else:
@@ -349,16 +354,27 @@ class ProgramSet:
             if self._data is not None and made.own.data is not self._data:
                 self._data.replaced = True
             self._shards, self._data = {**made.own.shards, **self._shards}, made.own.data
-            first = next((one for (number, _), one in self._trainers.items() if number == count), None)
+            first = next((one for (number, *_), one in self._trainers.items() if number == count), None)
             if first is not None:
                 first.own.know(made.own)
             self._trainers[variants] = made
-        self._served.setdefault(count, set()).add(match.key)
+        self._served.setdefault(count, {})[match.key] = variants
         self._places[match.key] = packed.places
         sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
         log.info("a program for microbatches of %s, %s in %.1f s", sizes, how, time.perf_counter() - start)
         compiled = self._compiler.match(microbatch)
-        self.checking.made(match.key, NewProgram(compiled, self.compiled.options(compiled, options), packed))
+        self.checking.made(match.key, NewProgram(compiled, self.compiled.options(compiled, options), packed, variants))
+
+    def _variants_of(self, manifest: Manifest, count: int, answers: Answers) -> Variants:
+        """Those of a new program: values may decide, beside the answers, which regions it has."""
+        regions = _regions(manifest)
+        same = [one for one in self._trainers if one[:2] == (count, answers)]
+        for one in same:
+            first = self._trainers[one].program.manifest
+            own = _regions(first)
+            if regions == own or (regions <= own and is_part(first, manifest)):
+                return one
+        return count, answers, len(same)
 
     def of_first(self, make: Callable[[], dict[str, bytes]], options: Options) -> dict[str, bytes]:
         """What `make` returns on the first rank, on every rank. All ranks call it."""
@@ -418,3 +434,19 @@ class ProgramSet:
         self._shards |= self._before.own.shards
         self._data = self._before.own.data
         self._before = None
+
+
+def _regions(manifest: Manifest) -> set[str]:
+    return {name for stage in manifest.stages for name in stage.regions}
+
+
+def _differing(first: Match, second: Match) -> list[str]:
+    """What two microbatches decide differently: answers, else values."""
+    texts = [text for one in (first, second) for text in one.answers]
+    if first.answers != second.answers:
+        return [text for text in texts if text not in set(first.answers) & set(second.answers)]
+    assert first.capture is not None and second.capture is not None
+    deciding = [name for name in first.capture.values if name in second.capture.values]
+    given = [[one.given.get(name, one.batch[name]) for name in deciding] for one in (first, second)]
+    others = [name for name, own, other in zip(deciding, *given) if not torch.equal(own, other)]
+    return [f"{name} is {short(one.given.get(name, one.batch[name]))}" for name in others for one in (first, second)]

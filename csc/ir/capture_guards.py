@@ -95,7 +95,7 @@ class CaptureGuards:
             return symbols
         for name, values in self.values.items():
             if not torch.equal(values, tensors[name].to(values.device)):
-                return Miss(name, _short(values), _short(tensors[name]))
+                return Miss(name, short(values), short(tensors[name]))
         return next(filter(None, (decision.miss(tensors) for decision in self.decisions)), None)
 
 
@@ -145,6 +145,7 @@ def _values_tree(values: Tensors) -> dict[str, Any]:
     return {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in values.items()}
 
 
-def _short(tensor: torch.Tensor) -> str:
+def short(tensor: torch.Tensor) -> str:
+    """Its values, in a sentence."""
     text = str(tensor.tolist())
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

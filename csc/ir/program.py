@@ -32,7 +32,9 @@ Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, ele
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of the batch. dynamic: dimensions captured symbolically. table, classes: csc.analysis.table_limits."""
+    """One tensor of the batch. dynamic: dimensions captured symbolically; table, classes: csc.analysis.table_limits;
+    samples: the dimension along which samples lie.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,6 +42,7 @@ class Input:
     dynamic: tuple[int, ...] = ()
     table: tuple[str, int] | None = None
     classes: tuple[int, int, int] | None = None
+    samples: int = 0
 
 
 Box = tuple[tuple[tuple[int, int], ...], ...]  # of a tensor, for each dimension stretches from start to stop

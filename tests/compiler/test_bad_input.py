@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,6 +94,85 @@ def test_a_model_that_cannot_be_traced(model: type[Base]) -> None:
         csc.compile(model(), example=batch())
     assert line_of(model.forward, code) in str(caught.value) or line_of(model.forward, ".item()") in str(caught.value)
     assert caught.value.remedy
+
+
+class OnFunctions(Base):
+    """Calls an operator that takes functions."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.name == "torch.cond":
+            return self.loss(torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x + 1, (x,)), labels)
+        from torch._higher_order_ops.while_loop import while_loop
+
+        halved = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 0.5), (torch.tensor(0), x))[1]
+        return self.loss(halved, labels)
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("torch.cond", "torch.where"), ("while_loop", "loop in Python")])
+def test_an_operator_on_functions_is_named(name: str, remedy: str) -> None:
+    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4) % 5}
+    make = partial(csc.compile, OnFunctions(name), example=batch, cache=False)
+    refused(make, f"the model calls {name}, an operator on functions", "test_bad_input.py", remedy)
+
+
+class Averaging(Base):
+    """A codebook's exponential average, which forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Buffer(torch.ones(8))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.loss(x * self.average, labels)
+
+
+def test_a_buffer_that_forward_writes_is_named_with_its_line() -> None:
+    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4) % 5}
+    make = partial(csc.compile, Averaging(), example=batch, cache=False)
+    refused(make, "writes to 'average'", "test_bad_input.py:", "csc.opaque")
+
+
+class Plain(Base):
+    """The classifier as it is."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(x, labels)
+
+
+def test_a_gradient_from_before_a_change_of_size() -> None:
+    model = Plain()
+    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4) % 5}
+    model.second.weight.grad = torch.zeros(5, 8)
+    model.second.weight.data, model.second.bias.data = torch.randn(7, 8), torch.randn(7)
+    make = partial(csc.compile, model, example=batch, cache=False)
+    refused(make, "a parameter's .grad is not of the parameter's size", "model", "zero_grad")
+
+
+class Counted(Base):
+    """The loss is divided by a number that the loop counts."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self.second(self.first(x)), labels, reduction="sum") / num_items_in_batch
+
+
+def test_a_number_that_changes_wants_to_be_a_tensor() -> None:
+    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4) % 5}
+    compiled = csc.compile(Counted(), example={**batch, "num_items_in_batch": 4}, microbatches=2, cache=False)
+    compiled.train_step({**batch, "num_items_in_batch": 4})
+    other = {**batch, "num_items_in_batch": 7}
+    refused(lambda: compiled.train_step(other), "plain values", "batch", "{'num_items_in_batch': torch.tensor(7)}")
+    first = {**batch, "num_items_in_batch": torch.tensor(4)}
+    compiled = csc.compile(Counted(), example=first, microbatches=2, cache=False)
+    for number in (4, 7):
+        given = {**batch, "num_items_in_batch": torch.tensor(number)}
+        torch.testing.assert_close(compiled.train_step(given), compiled.model(**given).detach())
+    assert len(compiled.compiler.captures) == 1
 
 
 class Fails(Base):

@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,30 @@ def tampered(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def compiled(**options: Any) -> csc.CompiledModel:
     return csc.compile(small.text(2), example=small.text_batch(4), cache=False, **options)
+
+
+class Cached(nn.Module):
+    """A model whose configuration fills a key/value cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids) * torch.cos(position_ids)[..., None]
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_documents_that_a_cache_would_join_are_told(restarts: bool, caplog: pytest.LogCaptureFixture) -> None:
+    ids = torch.arange(12).view(2, 6)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2] if restarts else [0, 1, 2, 3, 4, 5]).expand(2, 6)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions.contiguous()}
+    compiled = csc.compile(Cached(), example=batch, cache=False, check=True)
+    compiled.train_step(batch)
+    assert ("position_ids start again" in caplog.text) is restarts
+    assert compiled.model.config.use_cache
 
 
 def test_a_right_program_is_checked_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -244,6 +244,41 @@ def test_microbatches_of_one_step_that_decide_differently_are_refused() -> None:
     trained(compiled, batch((1, 2)))
 
 
+class Flagged(nn.Module):
+    """Flags, an entry of their own, say whether a layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.optional = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        if flags.any():
+            hidden = hidden + self.optional(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def flagged(*flags: int, first: int = 0) -> Batch:
+    return {**batch((0,) * len(flags), (0,) * len(flags), first=first), "flags": torch.tensor(flags)}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_values_of_an_entry_that_leave_a_layer_out(first: int) -> None:
+    """Values are no answers, and a capture of others may have other regions: with the layer first, and without it."""
+    compiled = csc.compile(Flagged(), mesh="pp=2", example=flagged(first, first), microbatches=2, cache=False)
+    for given in (flagged(first, first), flagged(1 - first, 1 - first), flagged(first, first, first=3)):
+        trained(compiled, given)
+    assert captures(compiled) == 2
+    with pytest.raises(InputError, match=r"decide differently: flags is \[[01]\], flags is \[[01]\]"):
+        compiled.train_step(flagged(1, 0))
+    trained(compiled, flagged(1, 1, first=2))
+
+
 @pytest.mark.parametrize("first", [0, long(1)])
 def test_a_fresh_start_traces_neither_answer_again(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSC_CACHE", "1")

@@ -266,6 +266,45 @@ def test_entries_can_be_said_to_be_whole_or_samples() -> None:
     same(Chunks(), batch, FLOAT64, microbatches=2, divide={"chunks": "samples", "scale": "whole"})
 
 
+class Places(nn.Module):
+    """Positions of three axes, (3, samples, length), as M-RoPE has them, and tables of (2, samples, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mix, self.head = nn.Embedding(30, 8), nn.Linear(8, 8), nn.Linear(8, 30)
+        self.double()
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor,
+        tables: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        angles = (position_ids[..., None].double() * torch.arange(1, 9)).cos()
+        hidden = self.mix(self.embed(input_ids)) * angles[0] + angles[1] * angles[2]
+        if tables is not None:
+            hidden = hidden * tables[0][:, None] + tables[1][:, None]
+        return nn.functional.cross_entropy(self.head(hidden.tanh()).flatten(0, 1), labels.flatten())
+
+
+def places_batch(samples: int, length: int = 5) -> Batch:
+    ids = torch.arange(samples * length).view(samples, length) % 29
+    positions = (torch.arange(3 * samples * length) * 7 % 11).view(3, samples, length)
+    return {"input_ids": ids, "labels": ids.roll(1, 1), "position_ids": positions}
+
+
+@pytest.mark.parametrize(("samples", "microbatches"), [(3, 3), (3, 1), (4, 2), (6, 2)])
+def test_positions_of_several_axes(samples: int, microbatches: int) -> None:
+    """The samples of one of them lie along its second dimension, also where there are as many as axes."""
+    compiled = same(Places(), places_batch(samples), FLOAT64, microbatches=microbatches, mesh="pp=2")
+    step_is_eager(compiled, places_batch(samples, 7), FLOAT64)
+
+
+@pytest.mark.parametrize(("samples", "microbatches"), [(2, 2), (4, 2)])
+def test_the_dimension_of_samples_can_be_said(samples: int, microbatches: int) -> None:
+    batch = {**places_batch(samples), "tables": torch.sin(torch.arange(samples * 16.0)).view(2, samples, 8).double()}
+    same(Places(), batch, FLOAT64, microbatches=microbatches, mesh="pp=2", divide={"tables": 1, "position_ids": 1})
+
+
 def test_a_function_divides() -> None:
     batch = chunks_batch([1, 2, 1, 3])
 
@@ -291,6 +330,7 @@ def test_a_function_divides() -> None:
         ({"chunks": "samples"}, r"divide says \[1, 1, 1, 1\] of the batch entry 'chunks'"),
         (lambda batch, parts: [batch], "divide was asked for 2 microbatches and gave 1"),
         (lambda batch, parts: None, "gave a NoneType"),
+        ({"chunks": 1}, r"samples of 'chunks' lie along its dimension 1, and it is \[7, 3\], for 4 samples"),
         ({"chunk": "samples"}, "how 'chunk' is divided, which is no entry of the batch.*did you mean 'chunks'"),
         (3, "divide is 3"),
     ],

@@ -21,6 +21,7 @@ from csc.runtime import seeds
 from tests.compiler import small
 from tests.exactness import FLOAT32
 from tests.models import hf
+from tests.tiers import long
 
 Step = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -147,6 +148,67 @@ SPLITS = [
 
 
 @pytest.mark.slow
+class Noisy(nn.Module):
+    """Noise that a call in place draws, added to what an embedding gives."""
+
+    def __init__(self, fill: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fill, self.embed, self.head = fill, nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.embed(input_ids))
+        hidden = hidden + 0.1 * self.fill(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+FILLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 3),
+    "normal_": lambda x: torch.empty_like(x).normal_(1, 2),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(0, 0.5),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(1, 0.1),
+    "gumbel_softmax": lambda x: nn.functional.gumbel_softmax(x, hard=True),
+}
+
+
+@pytest.mark.parametrize("name", ["uniform_", "exponential_", "gumbel_softmax", long("normal_"), long("cauchy_")])
+def test_calls_in_place_draw_by_place(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Their microbatches are compared with eager PyTorch, and a seed gives one step, on whatever ranks."""
+    ids = torch.arange(24).view(4, 6) % 20
+    steps = []
+    for mesh in ("pp=1", "pp=2"):
+        compiled = csc.compile(
+            Noisy(FILLS[name]), example={"input_ids": ids, "labels": ids}, mesh=mesh, microbatches=2, cache=False
+        )
+        compiled.train_step(compiled.example)
+        steps.append(step(compiled))
+    same(*steps)
+    assert not torch.equal(step(compiled, seed=1)[0], steps[0][0])
+    assert "not checked" not in caplog.text
+
+
+class Drawn(nn.Module):
+    """The mean and the mean square of what is drawn, so that a loss shows the distribution."""
+
+    def __init__(self, fill: Callable[[torch.Tensor], torch.Tensor], power: int) -> None:
+        super().__init__()
+        self.fill, self.power, self.weight = fill, power, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * self.fill(x) ** self.power).mean()
+
+
+@pytest.mark.parametrize("name", ["uniform_", "normal_", "exponential_", "log_normal_"])
+def test_they_have_torchs_distribution(name: str) -> None:
+    x = torch.zeros(400, 500)
+    for power in (1, 2):
+        compiled = csc.compile(Drawn(FILLS[name], power), example={"x": x}, cache=False)
+        torch.manual_seed(0)
+        expected = (FILLS[name](x) ** power).mean()
+        torch.testing.assert_close(compiled.train_step({"x": x}), expected, rtol=0.02, atol=0.0)
+
+
 def test_the_same_seed_gives_the_same_step_whatever_the_split(base: CompiledModel) -> None:
     loss, expected = step(base)
     same(step(base), (loss, expected))

@@ -282,6 +282,32 @@ def test_images_that_meet_are_kept_together(tmp_path: Path) -> None:
         assert counts(kept) == found
 
 
+class Bytes(nn.Module):
+    """Pictures of bytes, which forward makes numbers of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Tanh(), nn.Flatten(), nn.Linear(32, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.encoder(pixel_values / 255)), labels)
+
+
+def test_pictures_of_bytes(tmp_path: Path) -> None:
+    """Each is a unit, as those of floating point are."""
+    pixels = (torch.arange(4 * 3 * 64) * 37 % 256).view(4, 3, 8, 8).to(torch.uint8)
+    batch = {"pixel_values": pixels, "labels": torch.arange(4)}
+    kept = csc.compile(Bytes(), example=batch, freeze=["encoder"], cache_features=tmp_path)
+    whole = csc.compile(Bytes(), example=batch, freeze=["encoder"])
+    same(step(kept, batch), step(whole, batch))
+    assert counts(kept)[0] == 4
+    other = reversed_samples(batch)
+    close(step(kept, other), step(whole, other))
+    assert counts(kept) == (0, 4)
+
+
 def first() -> nn.Module:
     model = Blend()
     model.first = True

@@ -66,7 +66,10 @@ def proven(program: Program, graph: fx.Graph) -> tuple[Combination, bool]:
 def assumed(program: Program) -> tuple[Any, ...]:
     """Of entries, beside the capture's own sizes."""
     primary = _primary(program)
-    alike = tuple((one.name, len(one.shape), primary is not None and _is_alike(one, primary)) for one in program.inputs)
+    alike = tuple(
+        (one.name, len(one.shape), one.samples, primary is not None and _is_alike(one, primary))
+        for one in program.inputs
+    )
     return primary.name if primary is not None else "", alike
 
 
@@ -97,8 +100,9 @@ def _are_unlike(program: Program, primary: Input, graph: fx.Graph, shapes: Mappi
     read = {node.meta["role"][1] for node in g.placeholders(graph) if node.meta["role"][0] == "input" and node.users}
     for one in (one for one in program.inputs if one.name in read):
         tokens = one.name != primary.name and _is_alike(one, primary)
-        for expression, size in list(zip(_expressions(program, one), shapes[one.name]))[2 if tokens else 0 :]:
-            if not isinstance(expression, int):
+        of_tokens = (one.samples, one.samples + 1) if tokens else ()
+        for dim, (expression, size) in enumerate(zip(_expressions(program, one), shapes[one.name])):
+            if dim not in of_tokens and not isinstance(expression, int):
                 free[str(expression)] = size
     return len(set(free.values())) == len(free) and 1 not in free.values()
 
@@ -139,7 +143,7 @@ def _divisor(count: Count) -> Divisor:
 def _primary(program: Program) -> Input | None:
     """The entry whose first dimension is taken to count samples: token ids or labels, if there are any."""
     given = [one for one in _given(program) if one.shape]
-    tokens = [one for one in given if len(one.shape) > 1 and not one.dtype.is_floating_point]
+    tokens = [one for one in given if len(one.shape) > 1 and not one.dtype.is_floating_point and not one.samples]
     return next(iter([one for one in tokens if one.name in ("input_ids", "labels")] or tokens or given), None)
 
 
@@ -150,15 +154,16 @@ def _given(program: Program, whole: Collection[str] = ()) -> list[Input]:
 
 def _own_rows(program: Program, entry: Input, primary: Input) -> bool:
     """Whether nothing says that an entry has as many rows as there are samples."""
-    symbol = _symbol(program, entry, 0)
-    return entry is not primary and not (symbol is not None and symbol == _symbol(program, primary, 0))
+    symbol = _symbol(program, entry, entry.samples)
+    return entry is not primary and not (symbol is not None and symbol == _symbol(program, primary, primary.samples))
 
 
 def _fixed(program: Program, whole: Collection[str]) -> bool:
     """Whether some entry's number of rows is a plain number of the trace."""
     if program.guards is None:
         return True
-    return any(one.shape and isinstance(_expressions(program, one)[0], int) for one in _given(program, whole))
+    given = [one for one in _given(program, whole) if one.shape]
+    return any(isinstance(_expressions(program, one)[one.samples], int) for one in given)
 
 
 def _expressions(program: Program, entry: Input) -> tuple[Any, ...]:
@@ -176,7 +181,7 @@ def _sizes(program: Program, whole: Collection[str]) -> Iterator[tuple[Mapping[s
             for size, found in zip(_expressions(program, one), one.shape)
             if not isinstance(size, int) and size.is_Symbol
         }
-        first = {str(_expressions(program, one)[0]) for one in _given(program, whole) if one.shape}
+        first = {str(_expressions(program, one)[one.samples]) for one in _given(program, whole) if one.shape}
         made = {str(_expressions(program, one)[0]) for one in program.inputs if one.name in program.made and one.shape}
         for factor in FACTORS:
             for more in (first | made, first):
@@ -200,16 +205,17 @@ def _entries(
     symbols: dict[
         Any, tuple[int, str]
     ] = {}  # of what counts samples, or images: how many there are, and of which entry
-    count = shapes[primary.name][0]
+    count = shapes[primary.name][primary.samples]
     for one in sorted(_given(program, whole), key=lambda entry: entry is not primary):
         if not one.shape:
             continue
-        size, symbol = shapes[one.name][0], _symbol(program, one, 0)
-        alike = one.name == primary.name or _is_alike(one, primary) or symbol == _symbol(program, primary, 0)
+        size, symbol = shapes[one.name][one.samples], _symbol(program, one, one.samples)
+        as_many = symbol == _symbol(program, primary, primary.samples)
+        alike = one.name == primary.name or _is_alike(one, primary) or as_many
         many, name = (count, primary.name) if alike else symbols.get(symbol, (size, one.name))
         if size % many:
             many, name = size, one.name
-        found[one.name] = SampleRows((0, size // many), many, name)
+        found[one.name] = SampleRows((one.samples, size // many), many, name)
         if symbol is not None:
             symbols.setdefault(symbol, (many, name))
     for one in program.inputs:
@@ -238,4 +244,5 @@ def _symbol(program: Program, entry: Input, dim: int) -> Any:
 def _is_alike(entry: Input, primary: Input) -> bool:
     """Whether an entry has a number for each token, as the primary one has."""
     whole = not entry.dtype.is_floating_point and entry.dtype is not torch.complex64
-    return whole and len(entry.shape) > 1 and entry.shape[:2] == primary.shape[:2]
+    sizes = entry.shape[entry.samples : entry.samples + 2]
+    return whole and len(sizes) > 1 and sizes == primary.shape[primary.samples : primary.samples + 2]

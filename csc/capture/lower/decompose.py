@@ -10,6 +10,7 @@ themselves. All others stay as they are. Where a model writes in place, views ar
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from typing import Any
@@ -132,7 +133,36 @@ def _strided(
     return written.reshape(-1).scatter(0, numbers.reshape(-1), values.reshape(-1)).view(written.shape)
 
 
+# Numbers of other distributions are made of those that a program draws by place.
+
+
+def _uniform(like: torch.Tensor, low: float = 0.0, high: float = 1.0, generator: Any = None) -> torch.Tensor:
+    return torch.rand_like(like) * (high - low) + low
+
+
+def _normal(like: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> torch.Tensor:
+    return torch.randn_like(like) * std + mean
+
+
+def _exponential(like: torch.Tensor, rate: float = 1.0, generator: Any = None) -> torch.Tensor:
+    """Never 0, as torch's: Gumbel noise is its logarithm."""
+    return (-torch.log1p(-torch.rand_like(like))).clamp(min=torch.finfo(like.dtype).eps / 2) / rate
+
+
+def _cauchy(like: torch.Tensor, median: float = 0.0, sigma: float = 1.0, generator: Any = None) -> torch.Tensor:
+    return torch.tan((torch.rand_like(like) - 0.5) * math.pi) * sigma + median
+
+
+def _log_normal(like: torch.Tensor, mean: float = 1.0, std: float = 2.0, generator: Any = None) -> torch.Tensor:
+    return _normal(like, mean, std).exp()
+
+
 _OTHER_OPERATIONS: dict[Any, Any] = {
+    torch.ops.aten.uniform.default: _uniform,
+    torch.ops.aten.normal_functional.default: _normal,
+    torch.ops.aten.exponential.default: _exponential,
+    torch.ops.aten.cauchy.default: _cauchy,
+    torch.ops.aten.log_normal.default: _log_normal,
     torch.ops.aten.copy.default: _written,
     torch.ops.aten.concat.default: torch.cat,
     torch.ops.aten.as_strided_scatter.default: _strided,

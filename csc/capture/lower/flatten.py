@@ -143,7 +143,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
     inline_regions(exported.graph_module)
     own_memory(exported.graph_module.graph)
     graph, signature = functional(exported)
-    for written in _writes(graph, signature):
+    for written, where in _writes(graph, signature):
         if _plain(written) in dict(model.named_parameters(remove_duplicate=False)):
             raise CscError(
                 "the model changes a parameter while it runs",
@@ -160,7 +160,7 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
             )
         raise CscError(
             f"the model's forward writes to {_plain(written)!r}",
-            "model",
+            where or "model",
             "put that module in eval mode (running statistics stay as they are), or give it to csc.opaque (with one "
             "microbatch and dp=1 it then does as in eager PyTorch), or move the update out of forward",
         )
@@ -208,17 +208,17 @@ def _each_size_once(graph: fx.Graph) -> None:
     g.erase_dead(graph)
 
 
-def _writes(graph: fx.Graph, signature: ExportGraphSignature) -> Iterator[str]:
-    """What the graph writes to; one operation says neither that it writes nor to what."""
-    for output in signature.output_specs:
+def _writes(graph: fx.Graph, signature: ExportGraphSignature) -> Iterator[tuple[str, str]]:
+    """What the graph writes to, and the line; one operation says neither that it writes nor to what."""
+    for output, value in zip(signature.output_specs, graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
         if output.kind is not OutputKind.USER_OUTPUT and output.kind is not OutputKind.LOSS_OUTPUT:
-            yield str(output.target)
+            yield str(output.target), source_of(value) if isinstance(value, fx.Node) else ""
     inputs = dict(zip(g.placeholders(graph), signature.input_specs, strict=True))
     for node in graph.nodes:
         if g.op_name(node) == "aten::instance_norm":
             statistics, of_input = node.args[3], node.args[5]
             if statistics in inputs and of_input:
-                yield str(inputs[statistics].target)
+                yield str(inputs[statistics].target), source_of(node)
 
 
 class _Flat:

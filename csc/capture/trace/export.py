@@ -13,13 +13,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from csc.capture.batch import dynamic_dimensions, symbolic_dimensions
+from csc.capture.batch import NOTHING_TOLD, dynamic_dimensions, sample_axis, symbolic_dimensions
 from csc.capture.dedup.bodies import CannotRepeat
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.diagnostics import untraceable
@@ -84,11 +85,12 @@ def export(
     layers: Layers | None = None,
     rows: bool = False,
     decides: bool = False,
+    axes: Mapping[str, int] = NOTHING_TOLD,
 ) -> Exported:
     """Export the training step of the model on an example microbatch, with these functions run on the host, and equal
     ones of these layers traced once (see csc.capture.dedup.layers). rows: the microbatch has numbers of rows (see
     csc.capture.values.row_index). decides: what is asked of the batch alone is answered, and the program is for these
-    answers.
+    answers. axes: along which dimension samples lie, where it is told.
 
     Raises CscError with the user's source line; HostFunctionFound, NotHidden, CannotRepeat or Undecided if it
     has to be done again.
@@ -103,19 +105,21 @@ def export(
 
     with symbolic_lengths(model) as asked:
         try:
-            return _attempts(tensors, wrap, layers)
+            return _attempts(tensors, wrap, layers, axes)
         except CscError:
             if not asked():
                 raise
-    return _attempts(tensors, wrap, layers)  # the model's code may need a plain number
+    return _attempts(tensors, wrap, layers, axes)  # the model's code may need a plain number
 
 
-def _attempts(tensors: Mapping[str, torch.Tensor], wrap: Callable[[], LossOnly], layers: Layers) -> Exported:
+def _attempts(
+    tensors: Mapping[str, torch.Tensor], wrap: Callable[[], LossOnly], layers: Layers, axes: Mapping[str, int]
+) -> Exported:
     """With numbers of samples symbolic; else with those at hand."""
     for symbolic, ones in ((symbolic_dimensions, True), (symbolic_dimensions, False), (dynamic_dimensions, True)):
         wrapped = wrap()
         try:
-            exported = _exported(wrapped, tensors, symbolic, layers, ones)
+            exported = _exported(wrapped, tensors, partial(_along, symbolic, tensors, axes), layers, ones)
             wrapped.refuse_changing()
             return exported
         except (HostFunctionFound, NotHidden, CannotRepeat):
@@ -135,16 +139,25 @@ def _attempts(tensors: Mapping[str, torch.Tensor], wrap: Callable[[], LossOnly],
     raise failed
 
 
+def _along(
+    symbolic: Callable[[torch.Tensor, int], tuple[int, ...]],
+    tensors: Mapping[str, torch.Tensor],
+    axes: Mapping[str, int],
+    name: str,
+) -> tuple[int, ...]:
+    return symbolic(tensors[name], sample_axis(name, tensors, axes))
+
+
 def _exported(
     wrapped: LossOnly,
     tensors: Mapping[str, torch.Tensor],
-    symbolic: Callable[[torch.Tensor], tuple[int, ...]],
+    symbolic: Callable[[str], tuple[int, ...]],
     layers: Layers,
     ones: bool,
 ) -> Exported:
     """ones: whether sizes may turn out to be 1, which not every operation takes without values."""
     automatic = torch.export.Dim.AUTO
-    shapes = {name: dict.fromkeys(symbolic(tensor), automatic) or None for name, tensor in tensors.items()}
+    shapes = {name: dict.fromkeys(symbolic(name), automatic) or None for name in tensors}
     model = wrapped.model
     said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
     asked: list[Any] = []
