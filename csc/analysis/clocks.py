@@ -124,6 +124,11 @@ def curve_of(profile: ClockProfile, kind: str, seconds: float) -> ClockCurve:
     return (profile.forward if kind == "F" else profile.backward).scaled(seconds)
 
 
+def of_devices(curve: ClockCurve, devices: int) -> ClockCurve:
+    """The curve of an action that so many devices run at the same time."""
+    return ClockCurve(tuple(Setting(c, s, devices * j) for c, s, j in curve.settings), curve.where)
+
+
 def relative(clocks: Sequence[int], seconds: Sequence[float], watts: Sequence[float], where: str) -> ClockCurve:
     """The curve of an action of one second at the highest clock. seconds: by clock, in any unit; watts: by clock.
 

@@ -1,33 +1,36 @@
 """The energy frontier of a planned step: for every step time the clocks of the least joules, beside a proven bound.
 
 Terms: see csc.planning.energy.program. The *usual* step runs every compute at its highest clock, the *fastest* at the
-clock of the fewest seconds. *Slack* is by what share a step may be longer than the fastest. A *change* is a clock that
-differs from that of the rank's compute before it; steps follow each other, so the first compute comes after the last.
+clock of the fewest seconds. *Slack* is by what share a step may be longer than the usual one. A *change* is a clock
+that differs from that of the rank's compute before it; steps follow each other, so the first comes after the last.
 
     EnergyProblem(pipeline, schedule, curves, watts, change_seconds)
-    point(problem, seconds, changes, until) -> Point of the least joules found among steps of at most so many seconds
-    frontier(problem, slacks, changes, straggler) -> Frontier
+    of_profiles(pipeline, schedule, profiles, devices) -> EnergyProblem of a plan on such devices
+    point(problem, seconds, changes, until) -> EnergyPoint of the least joules found for so many seconds
+    frontier(problem, slacks, changes, straggler) -> EnergyFrontier
 
 Every point is run through csc's simulator with the measured seconds of its clocks, and its seconds are what that says.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from csc.analysis.clocks import ClockCurve, Setting
+from csc.analysis.clocks import ClockCurve, ClockProfile, Setting, curve_of, of_devices
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
-from csc.planning.energy.program import Block, Options, relaxed
+from csc.planning.energy.clock_runs import in_runs
+from csc.planning.energy.program import ClockBlock, ClockOptions, relaxed
 from csc.planning.energy.rounding import assigned
-from csc.planning.energy.runs import in_runs
-from csc.planning.energy.waits import Waits, waits
+from csc.planning.energy.step_graph import Waits, waits
 from csc.simulation.pipeline import Pipeline
-from csc.simulation.simulate import makespan
+from csc.simulation.simulate import compute_seconds, makespan
 
 SLACKS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
+FASTER = 1e-6  # of the step, by which the fastest step has to be shorter than the usual one to be a point of its own
 MARGIN = 1e-9  # of the step, by which plans are shorter than promised, for sums of floats
 
 Clocks = tuple[tuple[int, ...], ...]  # MHz by rank, of every compute in its order
@@ -77,53 +80,57 @@ class EnergyProblem:
         return [curve for listed in self.curves for curve in listed]
 
     @cached_property
-    def free(self) -> list[Block]:
+    def free(self) -> list[ClockBlock]:
         """Every compute at a clock of its own."""
         ranks = self.waits.rank_of
-        known: dict[tuple[int, float], Options] = {}
+        known: dict[tuple[int, float], ClockOptions] = {}
         found = []
         for compute, (rank, curve) in enumerate(zip(ranks, self.flat)):
             key = (id(curve), self.watts[rank])
             if key not in known:
-                known[key] = Options.useful([(setting,) for setting in curve.settings], self.watts[rank])
-            found.append(Block((compute,), known[key]))
+                known[key] = ClockOptions.useful([(setting,) for setting in curve.settings], self.watts[rank])
+            found.append(ClockBlock((compute,), known[key]))
         return found
 
-    def point(self, settings: Sequence[Setting], bound: float, promised: float, until: float | None) -> Point:
+    def point(self, settings: Sequence[Setting], bound: float, promised: float, until: float | None) -> EnergyPoint:
         """Of one setting for each compute, changes not yet charged."""
         by_rank: list[list[Setting]] = [[] for _ in self.curves]
         for rank, setting in zip(self.waits.rank_of, settings):
             by_rank[rank].append(setting)
         clocks = tuple(tuple(setting.clock for setting in listed) for listed in by_rank)
-        changed = [[clock != listed[i - 1] for i, clock in enumerate(listed)] for listed in clocks]
-        seconds = [
-            [setting.seconds + self.change_seconds * change for setting, change in zip(listed, changes)]
-            for listed, changes in zip(by_rank, changed)
-        ]
-        step = makespan(self.pipeline, self.schedule, seconds=seconds)
+        step = makespan(self.pipeline, self.schedule, seconds=self.seconds_at(clocks))
         until = step if until is None else max(step, until)
         computed = sum(setting.joules for setting in settings)
         busy = [sum(setting.seconds for setting in listed) for listed in by_rank]
         waited = sum(watts * (until - own) for watts, own in zip(self.watts, busy))
-        return Point(step, promised, computed + waited, bound, clocks, tuple(map(sum, changed)), until)
+        changes = tuple(sum(changed) for changed in map(changes_of, clocks))
+        return EnergyPoint(step, promised, computed + waited, bound, clocks, changes, until)
+
+    def seconds_at(self, clocks: Clocks) -> list[list[float]]:
+        """By rank of every compute in its order, with the changes of clock ahead of it."""
+        return [
+            [
+                curve.at(clock).seconds + self.change_seconds * changed
+                for curve, clock, changed in zip(curves, listed, changes_of(listed))
+            ]
+            for curves, listed in zip(self.curves, clocks)
+        ]
 
     @cached_property
-    def usual(self) -> Point:
+    def usual(self) -> EnergyPoint:
         """Every compute at its highest clock."""
         settings = [curve.highest for curve in self.flat]
-        return self.point(settings, 0.0, float("inf"), None)
+        return self.point(settings, 0.0, math.inf, None)
 
     @cached_property
-    def fastest(self) -> Point:
+    def fastest(self) -> EnergyPoint:
         """Every compute at the clock of the fewest seconds, changes not charged."""
         settings = [curve.fastest for curve in self.flat]
-        return EnergyProblem(self.pipeline, self.schedule, self.curves, self.watts).point(
-            settings, 0.0, float("inf"), None
-        )
+        return EnergyProblem(self.pipeline, self.schedule, self.curves, self.watts).point(settings, 0.0, math.inf, None)
 
 
 @dataclass(frozen=True)
-class Point:
+class EnergyPoint:
     """One choice of clocks. seconds: of the step, as simulated. promised: what it may take at most. joules: of all
     devices in `until` seconds, those in which they wait included; until: the step, or that of a straggler they wait
     for. bound: joules below which no choice of clocks of this order comes in as many seconds as are promised. clocks:
@@ -145,21 +152,32 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Frontier:
-    """points: the shortest step first, each with fewer joules than those before it. usual, fastest: see the module."""
+class EnergyFrontier:
+    """points: the shortest step first, each with fewer joules than those before it. usual, fastest: see the module;
+    where a straggler is waited for, the usual step waits for it, too.
+    """
 
-    usual: Point
-    fastest: Point
-    points: tuple[Point, ...]
+    usual: EnergyPoint
+    fastest: EnergyPoint
+    points: tuple[EnergyPoint, ...]
 
-    def saved(self, point: Point) -> float:
+    def saved(self, point: EnergyPoint) -> float:
         """Joules that a point saves, as a share of the usual step's."""
         return 1 - point.joules / self.usual.joules
+
+    def possible(self, point: EnergyPoint) -> float:
+        """The share that no choice of clocks saves in as many seconds, with the order as it is."""
+        return 1 - point.bound / self.usual.joules
+
+
+def changes_of(clocks: Sequence[int]) -> list[bool]:
+    """For each compute of a rank whether its clock is another than that of the compute before it."""
+    return [clock != clocks[i - 1] for i, clock in enumerate(clocks)]
 
 
 def point(
     problem: EnergyProblem, seconds: float, changes: int | None = None, until: float | None = None
-) -> Point:  # fmt: skip
+) -> EnergyPoint:  # fmt: skip
     """The least joules found in a step of at most so many seconds. changes: clocks that a rank may change in a step;
     None: any number. until: seconds that the ranks wait for in any case.
 
@@ -185,28 +203,61 @@ def point(
 
 def frontier(
     problem: EnergyProblem, slacks: Sequence[float] = SLACKS, changes: int | None = None, straggler: float | None = None
-) -> Frontier:  # fmt: skip
-    """Points at these slacks, up to the step of the least joules, which is the last one. straggler: how many times the
-    fastest step another pipeline takes, for which this one waits.
+) -> EnergyFrontier:  # fmt: skip
+    """Points at these slacks, from the fastest step to that of the least joules. changes: as of `point`. straggler: how
+    many times the usual step another pipeline takes, for which this one waits.
 
-    InputError for a slack below 0, and a straggler that is faster than the fastest step.
+    InputError for a slack below 0, and a straggler that is faster than the usual step.
     """
     for slack in slacks:
-        if not slack >= 0:
-            raise InputError(f"the slack is {slack:g}", "slack", "it is a share of the fastest step, 0 or more")
-    if straggler is not None and not straggler >= 1:
+        check_slack(slack)
+    if straggler is not None and not 1 <= straggler < math.inf:
         raise InputError(
-            f"a straggler takes {straggler:g} times the fastest step", "straggler", "it is 1 or more: 1.1 is 10% longer"
+            f"a straggler takes {straggler:g} times the usual step", "straggler", "it is 1 or more: 1.1 is 10% longer"
         )  # fmt: skip
-    fastest = problem.fastest.seconds
-    until = None if straggler is None else straggler * fastest
-    slowest = problem.waits.step([max(each.seconds for each in curve.settings) for curve in problem.flat])
-    longest = slowest if until is None else min(slowest, until)
-    last = relaxed(problem.waits, problem.free, sum(problem.watts), longest, until).step
-    wanted = sorted({fastest * (1 + slack) for slack in slacks if fastest * (1 + slack) < last} | {max(last, fastest)})
-    points: list[Point] = []
-    for seconds in wanted:
+    usual, fastest = problem.usual.seconds, problem.fastest.seconds
+    until = None if straggler is None else straggler * usual
+    last = longest(problem, until)
+    wanted = {usual * (1 + slack) for slack in slacks} | {last}
+    wanted |= {fastest} if fastest < usual * (1 - FASTER) else set()
+    points: list[EnergyPoint] = []
+    for seconds in sorted(each for each in wanted if fastest <= each <= last):
         found = point(problem, seconds, changes, until)
         if not points or found.joules < points[-1].joules:
             points.append(found)
-    return Frontier(problem.usual, problem.fastest, tuple(points))
+    settings = [curve.highest for curve in problem.flat]
+    return EnergyFrontier(problem.point(settings, 0.0, math.inf, until), problem.fastest, tuple(points))
+
+
+def longest(problem: EnergyProblem, until: float | None = None) -> float:
+    """Seconds of the step beyond which no choice of clocks saves more, or of the straggler if that is shorter."""
+    slowest = problem.waits.step([max(each.seconds for each in curve.settings) for curve in problem.flat])
+    most = slowest if until is None else min(slowest, until)
+    step = relaxed(problem.waits, problem.free, sum(problem.watts), most, until).step
+    return max(step, problem.fastest.seconds)
+
+
+def check_slack(slack: float) -> None:
+    """InputError for one below 0."""
+    if not 0 <= slack < math.inf:
+        raise InputError(f"the slack is {slack:g}", "slack", "it is a share of the step, 0 or more: 5% or 0.05")
+
+
+def of_profiles(
+    pipeline: Pipeline, schedule: Schedule, profiles: Sequence[ClockProfile], devices: Sequence[int]
+) -> EnergyProblem:  # fmt: skip
+    """Of a plan whose rank r has so many devices of profile r, all of which do the same."""
+    known: dict[tuple[int, bool, float, int], ClockCurve] = {}
+    curves = []
+    for rank, (actions, seconds) in enumerate(zip(schedule.ranks, compute_seconds(pipeline, schedule))):
+        listed = []
+        for action, each in zip((action for action in actions if action.computes), seconds):
+            key = (id(profiles[rank]), action.kind == "F", each, devices[rank])
+            if key not in known:
+                known[key] = of_devices(curve_of(profiles[rank], action.kind, each), devices[rank])
+            listed.append(known[key])
+        curves.append(tuple(listed))
+    watts = tuple(count * profile.waiting for count, profile in zip(devices, profiles))
+    return EnergyProblem(
+        pipeline, schedule, tuple(curves), watts, max(profile.change_seconds for profile in profiles)
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """The least joules of a step that no choice of clocks can beat: a linear program, and its proven bound.
 
-Terms: see csc.planning.energy.waits and csc.analysis.clocks. The *worth* of a setting is its joules without what the
-device would draw while it waits for as long; a step's joules are the worth of all computes and, for every rank, the
+Terms: see csc.planning.energy.step_graph and csc.analysis.clocks. The *worth* of a setting is its joules without what
+the device would draw while it waits for as long; a step's joules are the worth of all computes and, for every rank, the
 waiting watts times the step. A *block* is computes of one rank that run at one clock; alone, a compute may also lie
 between two neighbours of the lower convex hull of its (seconds, worth), which makes the program linear.
 
@@ -28,13 +28,13 @@ from scipy.optimize import linprog
 
 from csc.analysis.clocks import Setting
 from csc.errors import CscError
-from csc.planning.energy.waits import Waits
+from csc.planning.energy.step_graph import Waits
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Options:
+class ClockOptions:
     """What computes that share a clock may be set to: of each choice their settings, in one order. watts: what their
     rank draws while it waits.
     """
@@ -43,7 +43,7 @@ class Options:
     watts: float
 
     @classmethod
-    def useful(cls, choices: Sequence[tuple[Setting, ...]], watts: float) -> Options:
+    def useful(cls, choices: Sequence[tuple[Setting, ...]], watts: float) -> ClockOptions:
         """Without the choices that another one beats in both seconds and worth; the fastest first."""
         every = cls(tuple(choices), watts)
         kept: list[tuple[Setting, ...]] = []
@@ -78,11 +78,11 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Block:
+class ClockBlock:
     """Computes at one clock, of one rank, in their order."""
 
     computes: tuple[int, ...]
-    options: Options
+    options: ClockOptions
 
     @property
     def choices(self) -> tuple[tuple[Setting, ...], ...]:
@@ -121,7 +121,7 @@ class _Columns:
     shares: list[tuple[int, int]]  # columns (from, to) of which no more than 1 is taken together
 
 
-def _columns(blocks: Sequence[Block]) -> _Columns:
+def _columns(blocks: Sequence[ClockBlock]) -> _Columns:
     cost: list[float] = []
     most: list[float] = []
     entries: list[tuple[int, int, float]] = []
@@ -148,7 +148,9 @@ def _columns(blocks: Sequence[Block]) -> _Columns:
     )
 
 
-def relaxed(waits: Waits, blocks: Sequence[Block], watts: float, limit: float, until: float | None = None) -> Relaxed:
+def relaxed(
+    waits: Waits, blocks: Sequence[ClockBlock], watts: float, limit: float, until: float | None = None
+) -> Relaxed:
     """The program's optimum for steps of at most `limit` seconds. blocks: of useful options, which hold every
     compute once. watts: what all ranks draw while they wait, together. until: seconds for which they wait in any case,
     as other pipelines take that long; None: as long as the step takes.

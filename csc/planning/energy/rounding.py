@@ -18,15 +18,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from csc.planning.energy.program import Block, Relaxed
-from csc.planning.energy.waits import Waits
+from csc.planning.energy.program import ClockBlock, Relaxed
+from csc.planning.energy.step_graph import Waits
 
 SLIGHT = 1e-10  # of the seconds, that count as none
 CORNER = 1e-7  # of the seconds: a compute that is so near a corner of its hull is there
 Picks = list[int]
 
 
-def seconds_of(blocks: Sequence[Block], picks: Sequence[int], computes: int) -> list[float]:
+def seconds_of(blocks: Sequence[ClockBlock], picks: Sequence[int], computes: int) -> list[float]:
     """Of each compute."""
     found = [0.0] * computes
     for block, pick in zip(blocks, picks):
@@ -35,7 +35,7 @@ def seconds_of(blocks: Sequence[Block], picks: Sequence[int], computes: int) -> 
     return found
 
 
-def rounded(blocks: Sequence[Block], seconds: Sequence[float]) -> Picks:
+def rounded(blocks: Sequence[ClockBlock], seconds: Sequence[float]) -> Picks:
     """The choice of least worth at which no compute of a block takes longer than so many seconds."""
     picks = []
     for block in blocks:
@@ -49,7 +49,7 @@ def rounded(blocks: Sequence[Block], seconds: Sequence[float]) -> Picks:
     return picks
 
 
-def assigned(waits: Waits, blocks: Sequence[Block], answer: Relaxed) -> Picks:
+def assigned(waits: Waits, blocks: Sequence[ClockBlock], answer: Relaxed) -> Picks:
     """The picks of the least worth found that take no longer than the program's step."""
     down = rounded(blocks, answer.seconds)
     starts = waits.starts(answer.seconds)
@@ -65,7 +65,7 @@ def assigned(waits: Waits, blocks: Sequence[Block], answer: Relaxed) -> Picks:
     return min(full, key=lambda picks: sum(block.worth(pick) for block, pick in zip(blocks, picks)))
 
 
-def raised(waits: Waits, blocks: Sequence[Block], answer: Relaxed, key: Callable[[int], float]) -> Picks:
+def raised(waits: Waits, blocks: Sequence[ClockBlock], answer: Relaxed, key: Callable[[int], float]) -> Picks:
     """Each lone compute at the corner of its hull below the program's seconds, or, in the order of `key`, at the one
     above where the step stays as short. Other blocks are rounded down.
     """
@@ -134,7 +134,7 @@ class _Slack:
                         heapq.heappush(behind, -place[before])
 
 
-def filled(waits: Waits, blocks: Sequence[Block], picks: Sequence[int], limit: float) -> Picks:
+def filled(waits: Waits, blocks: Sequence[ClockBlock], picks: Sequence[int], limit: float) -> Picks:
     """Slower choices where they fit, those first that save most joules for a second; until none fits."""
     found = list(picks)
     slack = _Slack(waits, seconds_of(blocks, found, len(waits.computes)), limit)
@@ -173,7 +173,7 @@ def filled(waits: Waits, blocks: Sequence[Block], picks: Sequence[int], limit: f
     return found
 
 
-def _fits(slack: _Slack, block: Block, choice: int, spare: float) -> bool:
+def _fits(slack: _Slack, block: ClockBlock, choice: int, spare: float) -> bool:
     """Whether all computes of a block may take as long as with a choice, one after the other on a rank."""
     more = 0.0
     for compute, setting in zip(block.computes, block.choices[choice]):

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from csc.analysis.clocks import ClockCurve, Setting
 from csc.errors import InputError
-from csc.planning.energy.program import Block, Options, Relaxed, relaxed
+from csc.planning.energy.program import ClockBlock, ClockOptions, Relaxed, relaxed
 from csc.planning.energy.rounding import assigned, seconds_of
-from csc.planning.energy.waits import Waits
+from csc.planning.energy.step_graph import Waits
 
 Floats = npt.NDArray[np.float64]
 Run = tuple[int, int]  # positions of a rank's computes, from and to
@@ -50,7 +50,7 @@ def in_runs(
             blocks = []
             for computes, shared, own in zip(ranks, clocks, watts):
                 if computes:
-                    tables = _Tables([curves[compute] for compute in computes], shared, own)
+                    tables = _RankTables([curves[compute] for compute in computes], shared, own)
                     blocks += _blocks(computes, tables, *_runs(tables, prices[computes], charge * dearer, most), charge)
             least = [0.0] * len(curves)
             for block in blocks:
@@ -77,7 +77,7 @@ def in_runs(
     return _alone(waits, curves, ranks, clocks, limit)
 
 
-def _together(blocks: Sequence[Block], least: list[float]) -> list[float]:
+def _together(blocks: Sequence[ClockBlock], least: list[float]) -> list[float]:
     """Seconds of each compute at the choice of its block in which all take the least time together."""
     found = list(least)
     for block in blocks:
@@ -118,7 +118,7 @@ def _shared(curves: Sequence[ClockCurve]) -> list[int]:
     return sorted(found, reverse=True)
 
 
-class _Tables:
+class _RankTables:
     """Seconds and worth of a rank's computes [compute, clock]."""
 
     def __init__(self, curves: Sequence[ClockCurve], clocks: Sequence[int], watts: float) -> None:
@@ -129,7 +129,7 @@ class _Tables:
         self.worth = np.array([[s.joules - watts * s.seconds for s in row] for row in self.settings])
 
 
-def _runs(tables: _Tables, prices: Floats, charge: float, most: int | None) -> tuple[list[Run], bool]:
+def _runs(tables: _RankTables, prices: Floats, charge: float, most: int | None) -> tuple[list[Run], bool]:
     """The runs of the least worth and priced seconds; and whether the last one has the clock of the first, so that the
     next step begins without a change. Made for each first clock, since the last one counts with it.
     """
@@ -167,8 +167,8 @@ def _runs(tables: _Tables, prices: Floats, charge: float, most: int | None) -> t
 
 
 def _blocks(
-    computes: Sequence[int], tables: _Tables, runs: Sequence[Run], closed: bool, charge: float
-) -> list[Block]:  # fmt: skip
+    computes: Sequence[int], tables: _RankTables, runs: Sequence[Run], closed: bool, charge: float
+) -> list[ClockBlock]:  # fmt: skip
     """A block for each run, which begins with a change; with `closed` one for the last and the first run together."""
     parts = [list(range(first, last)) for first, last in runs]
     starts = {part[0] for part in parts} if len(parts) > 1 else set()
@@ -181,7 +181,7 @@ def _blocks(
             tuple(_charged(tables.settings[i][k], charge * (i in starts), tables.watts) for i in part)
             for k in range(len(tables.clocks))
         ]
-        found.append(Block(tuple(computes[i] for i in part), Options.useful(choices, tables.watts)))
+        found.append(ClockBlock(tuple(computes[i] for i in part), ClockOptions.useful(choices, tables.watts)))
     return found
 
 
