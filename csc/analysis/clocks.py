@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -45,7 +45,7 @@ class ClockCurve:
     """What one action takes at each clock, the highest first. where: the file or the field that it is from."""
 
     settings: tuple[Setting, ...]
-    where: str = "clocks"
+    where: str = field(default="clocks", compare=False)
 
     @property
     def highest(self) -> Setting:
