@@ -1,9 +1,9 @@
 """`lowtime` (PyPI), Perseus' own solver, beside csc on one cell: its plans replayed with measured clocks.
 
-Terms: lowtime counts durations in whole units, rounded down, and fits a curve to the joules of each kind of action. What
-it chooses is a clock for every action; csc's simulator runs those with their measured seconds, as it does csc's own.
+Terms: lowtime counts durations in whole units, rounded down, and fits a curve to the joules of each kind of action.
+What it chooses is a clock for every action; csc's simulator runs those with their measured seconds, as it does its own.
 
-    run(cell, limit) -> RivalRow | None            None: lowtime is not installed, or does not end within `limit` seconds
+    run(cell, limit) -> RivalRow | None        None: lowtime is not installed, or does not end within `limit` seconds
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ KEPT = 8  # of its plans that are replayed, evenly over its frontier
 
 @dataclass(frozen=True)
 class RivalRow:
-    """Of one cell. seconds: CPU of lowtime's frontier and of csc's. ahead, tied: of the replayed plans, how many csc has
-    fewer joules than, at the replayed plan's own simulated seconds. gained: percentage points, on average. over_claimed:
-    the most that a replayed step takes of what lowtime said.
+    """Of one cell. lowtime_seconds, csc_seconds: CPU of the whole frontier. ahead: of how many replayed plans csc has
+    fewer joules, in the seconds that the replayed plan takes. gained: percentage points of the usual step's joules, on
+    average. over_claimed: the most that a replayed step takes, as a multiple of what lowtime said.
     """
 
     cell: Cell

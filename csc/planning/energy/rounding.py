@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from csc.planning.energy.program import ClockBlock, Relaxed
 from csc.planning.energy.step_graph import Waits
@@ -24,6 +25,7 @@ from csc.planning.energy.step_graph import Waits
 SLIGHT = 1e-10  # of the seconds, that count as none
 CORNER = 1e-7  # of the seconds: a compute that is so near a corner of its hull is there
 Picks = list[int]
+Order = Callable[[int], Any]  # of a compute, what it is sorted by
 
 
 def seconds_of(blocks: Sequence[ClockBlock], picks: Sequence[int], computes: int) -> list[float]:
@@ -53,19 +55,22 @@ def assigned(waits: Waits, blocks: Sequence[ClockBlock], answer: Relaxed) -> Pic
     """The picks of the least worth found that take no longer than the program's step."""
     down = rounded(blocks, answer.seconds)
     starts = waits.starts(answer.seconds)
-    keys: list[Callable[[int], float]] = [
+    keys: list[Order] = [
         lambda compute: starts[compute],
         lambda compute: -starts[compute],
-        lambda compute: float(compute),
+        lambda compute: compute,
         lambda compute: -float(answer.prices[compute]),
         lambda compute: abs(starts[compute] - answer.step / 2),
+        lambda compute: (-waits.computes[compute].microbatch, starts[compute]),
+        lambda compute: (-waits.rank_of[compute], compute),
+        lambda compute: (waits.rank_of[compute], -starts[compute]),
     ]
     ways = [down, *(raised(waits, blocks, answer, key) for key in keys)]
     full = [filled(waits, blocks, picks, answer.step) for picks in ways]
     return min(full, key=lambda picks: sum(block.worth(pick) for block, pick in zip(blocks, picks)))
 
 
-def raised(waits: Waits, blocks: Sequence[ClockBlock], answer: Relaxed, key: Callable[[int], float]) -> Picks:
+def raised(waits: Waits, blocks: Sequence[ClockBlock], answer: Relaxed, key: Order) -> Picks:
     """Each lone compute at the corner of its hull below the program's seconds, or, in the order of `key`, at the one
     above where the step stays as short. Other blocks are rounded down.
     """
