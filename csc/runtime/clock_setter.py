@@ -3,6 +3,7 @@
 Terms: NVML is the library through which a driver takes such wishes; pynvml is its Python binding. To *lock* a clock is
 to tell the device to keep to it; a device is given back as it was found, without a lock, when training ends.
 
+    NvmlDevice(device)                                        supported, clock, joules, lock, unlock, wait
     clock_setter(clocks, device) -> ClockSetter | str         str: why clocks cannot be set here, as a sentence
     ClockSetter.ahead_of(action)                              sets the action's clock, if it is another one
     ClockSetter.close()                                       the device chooses its clocks again
@@ -16,12 +17,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from csc import devices
-from csc.errors import installing
+from csc.errors import MissingPackage
 from csc.ir.schedule import Action
 
 
@@ -66,6 +66,55 @@ class ClockSetter:
                 self.tell(f"the clock could not be given back: {error}. nvidia-smi -rgc does it.")
 
 
+class NvmlDevice:
+    """One GPU as NVML sees it.
+
+    Raises MissingPackage without pynvml, and whatever NVML raises: its binding alone knows its errors by type.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            self._nvml = importlib.import_module("pynvml")
+        except ModuleNotFoundError as error:
+            missing = MissingPackage.of(error, "NVML")
+            raise missing or error from error
+        self._nvml.nvmlInit()
+        # Not by its number, which is another one there when CUDA_VISIBLE_DEVICES hides some.
+        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        self._device = device
+
+    @property
+    def supported(self) -> list[int]:
+        """Clocks in MHz at the highest memory clock, the highest first."""
+        memory = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
+        return sorted(self._nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory), reverse=True)
+
+    @property
+    def clock(self) -> int:
+        """What it runs at now, in MHz."""
+        return int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+
+    @property
+    def joules(self) -> float:
+        """Since the driver was loaded."""
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
+
+    def lock(self, clock: int) -> None:
+        """Keep to this clock."""
+        self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, clock, clock)
+
+    def unlock(self) -> None:
+        """Choose its clocks itself again."""
+        self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
+
+    def wait(self) -> None:
+        """Until it has done all that it was given."""
+        devices.synchronize(self._device)
+
+
+RIGHTS = "Setting clocks takes root, or a container with the capability SYS_ADMIN"
+
+
 def clock_setter(
     clocks: Mapping[Action, int], device: torch.device, tell: Callable[[str], None]
 ) -> ClockSetter | str:  # fmt: skip
@@ -73,35 +122,14 @@ def clock_setter(
     if device.type != "cuda":
         return f"clocks are those of NVIDIA GPUs, and this rank runs on a {device.type}"
     try:
-        nvml = importlib.import_module("pynvml")
-    except ModuleNotFoundError:
-        return f"pynvml is not installed: {installing('pynvml')}"
-    try:
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(_uuid(device))
-        known = _supported(nvml, handle)
-        missing = sorted(set(clocks.values()) - set(known))
+        gpu = NvmlDevice(device)
+        missing = sorted(set(clocks.values()) - set(gpu.supported))
         if missing:
             return f"the device has no clock of {', '.join(map(str, missing[:5]))} MHz: plan with its own profile"
         first = next(iter(clocks.values()))
-        nvml.nvmlDeviceSetGpuLockedClocks(handle, first, first)
-    except Exception as error:  # NVML's own errors, which only its binding knows by type
-        return f"NVML refuses: {error}. Setting clocks takes root, or a container with the capability SYS_ADMIN"
-    return ClockSetter(
-        clocks,
-        lambda clock: nvml.nvmlDeviceSetGpuLockedClocks(handle, clock, clock),
-        lambda: nvml.nvmlDeviceResetGpuLockedClocks(handle),
-        lambda: devices.synchronize(device),
-        tell,
-        now=first,
-    )
-
-
-def _uuid(device: torch.device) -> str:
-    """As NVML writes it: numbers of devices are not the same there when CUDA_VISIBLE_DEVICES hides some."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def _supported(nvml: Any, handle: Any) -> list[int]:
-    memory = max(nvml.nvmlDeviceGetSupportedMemoryClocks(handle))
-    return sorted(nvml.nvmlDeviceGetSupportedGraphicsClocks(handle, memory), reverse=True)
+        gpu.lock(first)
+    except MissingPackage as error:
+        return f"{error.what}: {error.remedy}"
+    except Exception as error:
+        return f"NVML refuses: {error}. {RIGHTS}"
+    return ClockSetter(clocks, gpu.lock, gpu.unlock, gpu.wait, tell, now=first)

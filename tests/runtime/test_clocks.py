@@ -12,6 +12,7 @@ import torch
 
 from csc.errors import InputError
 from csc.ir.schedule import Action, parse
+from csc.reports.clock_profile import clock_profile, spread
 from csc.runtime.clock_file import clocks_document, read_clocks
 from csc.runtime.clock_setter import ClockSetter, clock_setter
 
@@ -116,3 +117,58 @@ def test_asks_nvml_for_the_clocks_of_this_device(monkeypatch) -> None:
 
     nvml.nvmlDeviceSetGpuLockedClocks = refused
     assert "NVML refuses: Insufficient Permissions" in str(clock_setter({Action("F", 0, 0): 1410}, device, print))
+
+
+class FakeGpu:
+    """Its clock is also that of the test: time passes as it works, and power rises with the cube of its clock."""
+
+    def __init__(self, allowed: bool = True) -> None:
+        self.supported, self.clock, self.allowed = [1400, 1300, 1200, 1100, 1000, 500], 1400, allowed
+        self.joules, self.now, self.log = 0.0, 0.0, []
+
+    def pass_time(self, seconds: float, watts: float = 50.0) -> None:
+        self.now += seconds
+        self.joules += watts * seconds
+
+    def lock(self, clock: int) -> None:
+        if not self.allowed:
+            raise OSError("Insufficient Permissions")
+        self.clock = clock
+        self.log.append(clock)
+
+    def unlock(self) -> None:
+        self.log.append("unlock")
+
+    def wait(self) -> None:
+        self.pass_time(1e-6)
+
+    def work(self) -> None:
+        self.pass_time(0.002 * 1400 / self.clock, 100.0 + 300.0 * (self.clock / 1400) ** 3)
+
+
+def test_clocks_are_measured_and_given_back(monkeypatch) -> None:
+    gpu = FakeGpu()
+    time = SimpleNamespace(perf_counter=lambda: gpu.now, sleep=gpu.pass_time)
+    monkeypatch.setattr("csc.reports.clock_profile.time", time)
+
+    def run(measure) -> None:
+        measure("F", 3, gpu.work)
+        measure("B", 3, gpu.work)
+        measure("B", 3, gpu.work)
+
+    found = clock_profile(run, gpu, "a test", window=0.02)
+    assert [setting.clock for setting in found.forward.settings] == [1400, 1300, 1200, 1100, 1000]
+    assert found.forward.at(1000).seconds == pytest.approx(1.4, rel=1e-3)
+    assert found.forward.highest.watts == pytest.approx(400.0, rel=1e-2)
+    assert found.backward.at(1000).watts == pytest.approx(100 + 300 * (1000 / 1400) ** 3, rel=1e-2)
+    assert found.waiting == pytest.approx(50.0)
+    assert found.change_seconds == 0.0
+    assert gpu.log[-1] == "unlock"
+    with pytest.raises(InputError, match="the clock of the GPU cannot be set: Insufficient Permissions"):
+        clock_profile(run, FakeGpu(allowed=False), "a test")
+
+
+def test_measured_clocks_are_evenly_spaced() -> None:
+    assert spread(list(range(1410, 200, -15)), 20)[:3] == [1410, 1380, 1350]
+    with pytest.raises(InputError, match="1 clock that can be set"):
+        spread([1400], 20)
