@@ -152,6 +152,21 @@ def test_no_rank_changes_its_clock_more_often_than_it_may(most: int) -> None:
         assert each.bound <= each.joules
 
 
+def test_few_changes_fit_where_the_fastest_clocks_differ_by_kind() -> None:
+    """The highest clock is not the fastest of forwards: without changes, a step is no shorter than at the highest."""
+    numbers = problem([1.0, 1.0], 4)
+    odd = replace(
+        curve(1.0), settings=(Setting(1400, 1.0, 400.0), Setting(1300, 0.99, 390.0), Setting(1200, 1.1, 360.0))
+    )
+    curves = tuple(tuple(odd if each.highest.seconds == 1.0 else each for each in own) for own in numbers.curves)
+    numbers = replace(numbers, curves=curves)
+    assert numbers.fastest.seconds < numbers.usual.seconds
+    found = frontier(numbers, (0.0, 0.05), changes=0)
+    assert all(each.changes == (0, 0) for each in found.points)
+    with pytest.raises(InputError, match="with so few changes of clock the step takes"):
+        point(numbers, numbers.fastest.seconds, changes=0)
+
+
 def test_a_change_that_costs_seconds_is_charged_and_made_less_often() -> None:
     free, dear = problem([1.0, 0.7], 6), problem([1.0, 0.7], 6, change=0.05)
     limit = free.fastest.seconds * 1.04

@@ -219,7 +219,10 @@ def frontier(
     until = None if straggler is None else straggler * usual
     last = longest(problem, until)
     wanted = {usual * (1 + slack) for slack in slacks} | {last}
-    wanted |= {fastest} if fastest < usual * (1 - FASTER) else set()
+    free = (
+        changes is None and not problem.change_seconds
+    )  # else the fastest clocks may take more changes than there are
+    wanted |= {fastest} if free and fastest < usual * (1 - FASTER) else set()
     points: list[EnergyPoint] = []
     for seconds in sorted(each for each in wanted if fastest <= each <= last):
         found = point(problem, seconds, changes, until)
