@@ -15,7 +15,7 @@ from csc.commands.rows import Column
 from csc.simulation.look import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from csc.reports.energy import EnergyReport
+    from csc.reports.energy_report import EnergyReport
 
 
 @on_target
@@ -43,9 +43,9 @@ def energy(
     debug: DebugOption = False,
 ) -> None:
     """The joules of a step at every step time, with the clock of each action, beside a proven lower bound."""
-    from csc.reports.energy import energy as report_of
-    from csc.reports.energy import slack_of
     from csc.reports.energy_page import energy_page, energy_picture
+    from csc.reports.energy_report import energy as report_of
+    from csc.reports.energy_report import slack_of
 
     slack_of(slack)  # said before the model is traced
     with opening as compiled:

@@ -9,7 +9,7 @@ import html
 from collections.abc import Iterator
 
 from csc.planning.energy.frontier import EnergyPoint
-from csc.reports.energy import EnergyReport
+from csc.reports.energy_report import EnergyReport
 from csc.simulation.look import seconds_text
 from csc.simulation.simulate import simulate
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from csc.analysis.clocks import ClockCurve, ClockProfile, Setting, curve_of, measured, relative
 from csc.errors import InputError
 from csc.ir.schedule import parse
+from csc.planning.energy.clock_program import relaxed
 from csc.planning.energy.frontier import EnergyProblem, frontier, point
-from csc.planning.energy.program import relaxed
 from csc.planning.energy.step_graph import waits
 from csc.planning.schedules import SCHEDULES
 from csc.simulation.pipeline import Link, Network, Pipeline, StageWork

@@ -1,6 +1,6 @@
 """Few changes of clock: computes of a rank that follow each other share one, and a change costs seconds.
 
-Terms: see csc.planning.energy.program and csc.planning.energy.frontier. A *run* is computes of a rank between two
+Terms: see csc.planning.energy.clock_program and csc.planning.energy.frontier. A *run* is computes of a rank between two
 changes. The program's prices say what a second of each compute is worth in joules; with them the runs of a rank are its
 own business: a dynamic program over its computes takes the runs and clocks of the least joules and priced seconds.
 What follows from prices need not fit into the step, so with these runs the program is solved once more, and rounded.
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from csc.analysis.clocks import ClockCurve, Setting
 from csc.errors import InputError
-from csc.planning.energy.program import ClockBlock, ClockOptions, Relaxed, relaxed
-from csc.planning.energy.rounding import assigned, seconds_of
+from csc.planning.energy.clock_program import ClockBlock, ClockOptions, Relaxed, relaxed
+from csc.planning.energy.clock_rounding import assigned, seconds_of
 from csc.planning.energy.step_graph import Waits
 
 Floats = npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ def in_runs(
 ) -> list[Setting]:  # fmt: skip
     """The setting of each compute, changes not charged. curves: of each compute. watts: of each rank. answer: of the
     program in which every compute has a clock of its own. charge: seconds of a change. most: changes of a rank in a
-    step; None: any number. until: as of csc.planning.energy.program.
+    step; None: any number. until: as of csc.planning.energy.clock_program.
     """
     ranks: list[list[int]] = [[] for _ in watts]
     for compute, rank in enumerate(waits.rank_of):

@@ -1,7 +1,7 @@
 """The energy frontier of a planned step: for every step time the clocks of the least joules, beside a proven bound.
 
-Terms: see csc.planning.energy.program. The *usual* step runs every compute at its highest clock, the *fastest* at the
-clock of the fewest seconds. *Slack* is by what share a step may be longer than the usual one. A *change* is a clock
+Terms: see csc.planning.energy.clock_program. The *usual* step runs every compute at its highest clock, the *fastest* at
+the clock of the fewest seconds. *Slack* is by what share a step may be longer than the usual one. A *change* is a clock
 that differs from that of the rank's compute before it; steps follow each other, so the first comes after the last.
 
     EnergyProblem(pipeline, schedule, curves, watts, change_seconds)
@@ -22,9 +22,9 @@ from functools import cached_property
 from csc.analysis.clocks import ClockCurve, ClockProfile, Setting, curve_of, of_devices
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
+from csc.planning.energy.clock_program import ClockBlock, ClockOptions, relaxed
+from csc.planning.energy.clock_rounding import assigned
 from csc.planning.energy.clock_runs import in_runs
-from csc.planning.energy.program import ClockBlock, ClockOptions, relaxed
-from csc.planning.energy.rounding import assigned
 from csc.planning.energy.step_graph import Waits, waits
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.simulate import compute_seconds, makespan

@@ -1,6 +1,6 @@
 """From the program's seconds to measured clocks: rounded down, with what is left of the step given back.
 
-Terms: see csc.planning.energy.program. *Picks* are the choice of each block. The *slack* of a compute is how much
+Terms: see csc.planning.energy.clock_program. *Picks* are the choice of each block. The *slack* of a compute is how much
 longer it may take with the step as it is.
 
     assigned(waits, blocks, relaxed)     -> picks, the best of a few ways to round
@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from csc.planning.energy.program import ClockBlock, Relaxed
+from csc.planning.energy.clock_program import ClockBlock, Relaxed
 from csc.planning.energy.step_graph import Waits
 
 SLIGHT = 1e-10  # of the seconds, that count as none
