@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.energy.perseus import Cell, problem_of
+from csc import cores
 from csc.planning.energy.frontier import EnergyProblem, frontier, point
 
 UNIT = 0.001  # second: that of Perseus' artifact
@@ -48,7 +49,7 @@ def run(cell: Cell, limit: float) -> RivalRow | None:
         return None
     call = [sys.executable, "-m", "benchmarks.energy.rival", json.dumps(list(cell))]
     try:
-        done = subprocess.run(call, capture_output=True, text=True, timeout=limit, check=True)
+        done = subprocess.run(call, capture_output=True, text=True, timeout=limit, check=True, env=cores.environment())
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         return None
     answer = json.loads(done.stdout.splitlines()[-1])

@@ -139,7 +139,7 @@ def _with_wires(fitted: Hardware, host: wire_profile.WireTimes) -> Hardware:
 def _clocks(program: Program, compiled: CompiledModel, tensors: Mapping[str, torch.Tensor]) -> ClockProfile:
     """Of the GPU that the model is on. InputError for other devices, and where NVML does not let clocks be set."""
     device = device_of(compiled.model)
-    if device.type != "cuda":
+    if devices.uuid(device) is None:
         raise InputError(
             f"a {device.type} has no clocks that csc can set", "--clocks", "measure on an NVIDIA GPU"
         )  # fmt: skip

@@ -79,8 +79,7 @@ class NvmlDevice:
             missing = MissingPackage.of(error, "NVML")
             raise missing or error from error
         self._nvml.nvmlInit()
-        # Not by its number, which is another one there when CUDA_VISIBLE_DEVICES hides some.
-        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(devices.uuid(device))
         self._device = device
 
     @property
@@ -119,7 +118,7 @@ def clock_setter(
     clocks: Mapping[Action, int], device: torch.device, tell: Callable[[str], None]
 ) -> ClockSetter | str:  # fmt: skip
     """For the device of this rank. tell: called with a sentence if a clock cannot be set later on."""
-    if device.type != "cuda":
+    if devices.uuid(device) is None:
         return f"clocks are those of NVIDIA GPUs, and this rank runs on a {device.type}"
     try:
         gpu = NvmlDevice(device)

@@ -87,6 +87,7 @@ def test_says_why_clocks_cannot_be_set(monkeypatch) -> None:
     clocks = {Action("F", 0, 0): 1410}
     assert "this rank runs on a cpu" in str(clock_setter(clocks, torch.device("cpu"), print))
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     assert "pynvml is not installed: pip install" in str(clock_setter(clocks, torch.device("cuda"), print))
 
 

@@ -216,6 +216,6 @@ def test_each_compute_is_announced_before_it_runs(directory: Path) -> None:
     trainer = Trainer(load(directory))
     seen: list[Action] = []
     trainer.ahead = seen.append
-    trainer.train_step(handmade.batch(8))
+    trainer.train_step(handmade.batch(4))
     scheduled = [action for actions in load(directory).schedule.ranks for action in actions if action.computes]
     assert sorted(seen) == sorted(scheduled)
