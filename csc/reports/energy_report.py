@@ -166,7 +166,7 @@ def energy(
     return EnergyReport(
         program.name, program.schedule.name, program.plan.layout, problem, found, chosen, share,
         tuple(dict.fromkeys(f"{one.name}: {clock.source}" for one, clock in zip(own, clocks))), devices,
-        _orders(compiled, clocks, devices, chosen, problem, changes) if orders else (),
+        _orders(compiled, clocks, devices, chosen, found.usual, changes, straggler is not None) if orders else (),
     )  # fmt: skip
 
 
@@ -219,14 +219,16 @@ def clocks_of(own: Sequence[Hardware]) -> list[ClockProfile]:
 
 def _orders(
     compiled: CompiledModel, clocks: Sequence[ClockProfile], devices: Sequence[int], chosen: EnergyPoint,
-    problem: EnergyProblem, changes: int | None,
+    usual: EnergyPoint, changes: int | None, waited_for: bool,
 ) -> tuple[OrderRow, ...]:  # fmt: skip
-    """Other schedules and recomputations in as much memory and time as the plan may have, beside the plan itself."""
+    """Other schedules and recomputations in as much memory and time as the plan may have, beside the plan itself.
+    waited_for: a straggler is, in all of them.
+    """
     now = now_of(compiled.program, compiled.options)
     others = [as_compiled(compiled, each) for each in (*alternatives(now), *recomputations(compiled, now))]
     own = OrderRow(
         f"{now.whole.name}, this plan", now.makespan, max(now.peak_memory), chosen.joules,
-        1 - chosen.joules / problem.usual.joules,
+        1 - chosen.joules / usual.joules,
     )  # fmt: skip
     rows = [own]
     for outcome in tried(others, ORDER_SECONDS, compiled.inspected.progress):
@@ -245,9 +247,9 @@ def _orders(
             continue
         other = of_profiles(plan.pipeline, plan.schedule, clocks, devices)
         try:
-            found = point(other, chosen.promised, changes)
+            found = point(other, chosen.promised, changes, chosen.until if waited_for else None)
         except CscError as error:
             rows.append(OrderRow(named, plan.makespan, peak, why=error.what))
             continue
-        rows.append(OrderRow(named, plan.makespan, peak, found.joules, 1 - found.joules / problem.usual.joules))
+        rows.append(OrderRow(named, plan.makespan, peak, found.joules, 1 - found.joules / usual.joules))
     return tuple(sorted(rows, key=lambda row: math.inf if row.joules is None else row.joules))

@@ -38,7 +38,7 @@ def test_the_frontier_its_clocks_and_its_page(run: Run, tmp_path: Path) -> None:
     assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prints_a_table_and_bounds_changes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv("COLUMNS", "80")
     done = run("energy", TARGET, "--hardware", "a40", "--changes", "1", "--straggler", "1.1")
