@@ -27,6 +27,7 @@ __all__ = [
     "balanced",
     "compile",
     "compose",
+    "energy",
     "meta_init",
     "opaque",
 ]  # fmt: skip
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from csc.kernels.attention import attention
     from csc.kernels.mask import Mask
     from csc.kernels.opaque import opaque
+    from csc.reports.energy_report import energy
 
 __path__ += installation.top_folders(__path__[0])
 installation.warn_of_untried()
@@ -55,6 +57,7 @@ _HOMES = {
     "CheckpointManager": "csc.driver.checkpoint_manager",
     "CompiledModel": "csc.driver.compiled",
     "compose": "csc.composition",
+    "energy": "csc.reports.energy_report",
     "Mesh": "csc.ir.mesh",
     "attention": "csc.kernels.attention",
     "Mask": "csc.kernels.mask",

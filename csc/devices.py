@@ -222,6 +222,11 @@ def title(device: torch.device) -> str:
     return device.type if one is None else str(one.module.get_device_name(device))
 
 
+def uuid(device: torch.device) -> str | None:
+    """What NVML calls it, whatever number it has in this process; None: NVML does not know such devices."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+
+
 def memory(device: torch.device) -> int:
     """Bytes in all; of a device that is no accelerator those of the machine."""
     one = _accelerator(device)

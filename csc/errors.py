@@ -48,7 +48,8 @@ class InputError(CscError):
 EXTRAS = {  # what is imported: the extra of csc-compiler that has it, and what pip knows it by
     "transformers": ("hf", "transformers>=5.0"), "accelerate": ("hf", "accelerate>=1.1"), "peft": ("hf", "peft>=0.18"),
     "PIL": ("hf", "pillow>=10"), "sklearn": ("demo", "scikit-learn>=1.5"), "lightning": ("lightning", "lightning>=2.5"),
-    "matplotlib": ("plot", "matplotlib>=3.9"), "triton": ("gpu", "triton>=3.6"),
+    "pynvml": ("energy", "nvidia-ml-py>=12"), "matplotlib": ("plot", "matplotlib>=3.9"),
+    "triton": ("gpu", "triton>=3.6"),
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +33,7 @@ import typer
 from csc.errors import CscError, InputError, ProgramError, RankLost
 
 if TYPE_CHECKING:
+    from csc.runtime.clock_setter import ClockSetter
     from csc.runtime.function_folder import FunctionFolder
     from csc.runtime.positions import Positions
 
@@ -69,6 +71,7 @@ class Arguments:
     emulate: float | None = None
     fuse: bool = False
     cuda_graphs: bool = False
+    clocks: Path | None = None
 
 
 def command(
@@ -110,12 +113,16 @@ def command(
     ] = None,
     fuse: Annotated[bool, typer.Option(help="Compile the layers' functions with Inductor.")] = False,
     cuda_graphs: Annotated[bool, typer.Option(help="Record what stages launch on a GPU; launch it at once.")] = False,
+    clocks: Annotated[
+        Path | None,
+        typer.Option(help="What `csc energy -o` wrote: set each action's clock, where the driver allows it."),
+    ] = None,
     debug: Annotated[bool, typer.Option(help="Tracebacks.")] = False,
 ) -> None:
     """Train with a compiled program."""
     options = Arguments(
         directory, steps, batch, data, weights, save, lr, optimizer, clip, seed, log_every, as_json, timeout,
-        timeline, timeline_step, emulate, fuse, cuda_graphs,
+        timeline, timeline_step, emulate, fuse, cuda_graphs, clocks,
     )  # fmt: skip
     raise typer.Exit(run(options, debug))
 
@@ -230,6 +237,9 @@ def _train(options: Arguments, program: Any, launch: Any, ending: _Ending) -> No
         program, weights, transport, device, fused=options.fuse, artifacts=_artifacts(options),
         graphs=options.cuda_graphs,
     )  # fmt: skip
+    setter = _clocks(options, program, trainer.device, launch)
+    if setter is not None:
+        trainer.ahead = setter.ahead_of
     parameters = list(trainer.parameters())
     make = torch.optim.AdamW if options.optimizer is Optimizer.adamw else torch.optim.SGD
     optimizer = make_optimizer(trainer, make, parameters, lr=options.lr) if parameters else None  # frozen stages
@@ -239,7 +249,7 @@ def _train(options: Arguments, program: Any, launch: Any, ending: _Ending) -> No
     timed = _timed_steps(options, last)
     traces: list[Any] = []
     batch: Any = None
-    with log:
+    with log, nullcontext() if setter is None else closing(setter):
         for number in range(1, options.steps + 1):
             start = time.perf_counter()
             batch = _next(batches, number, options)
@@ -248,6 +258,9 @@ def _train(options: Arguments, program: Any, launch: Any, ending: _Ending) -> No
             if optimizer is not None:
                 optimizer.step()
             log.step(number, float(loss), None if norm is None else float(norm), time.perf_counter() - start)
+    if setter is not None:
+        trainer.ahead = None
+        _say(f"rank {launch.rank}: {setter.changes} changes of clock in {options.steps} steps.")
     if options.save is not None:
         trainer.save(options.save)
     if first and last > options.steps:
@@ -258,6 +271,27 @@ def _train(options: Arguments, program: Any, launch: Any, ending: _Ending) -> No
     _record(options, traces, program.manifest, "measured")
     if launch:
         torch.distributed.destroy_process_group()
+
+
+def _clocks(options: Arguments, program: Any, device: Any, launch: Any) -> ClockSetter | None:
+    """What sets this rank's clocks; None where none are asked for, or they cannot be set, which is said. InputError for
+    a file that is none, or of another plan.
+    """
+    if options.clocks is None:
+        return None
+    from csc.runtime.clock_file import read_clocks
+    from csc.runtime.clock_setter import clock_setter
+
+    by_position = read_clocks(options.clocks, program.schedule)
+    if launch is None:
+        _say("--clocks: all ranks share this process and its device. Training goes on at the device's own clocks.")
+        return None
+    own = by_position[program.manifest.mesh.coordinates(launch.rank).pp]
+    setter = clock_setter(own, device, _say)
+    if isinstance(setter, str):
+        _say(f"--clocks: rank {launch.rank}: {setter}. Training goes on at the device's own clocks.")
+        return None
+    return setter
 
 
 def _gradients(trainer: Any, batch: Any, timed: bool, traces: list[Any]) -> Any:

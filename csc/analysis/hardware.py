@@ -5,6 +5,7 @@ Terms
                `bandwidth_efficiency` the share of the memory bandwidth, that kernels reach
   wire         latency and bandwidth of a message between two devices, in one direction
   measured     seconds of F, B and W of template variants, by the variant's key (csc.analysis.costs.variant_key)
+  clocks       what forwards and backwards take at each clock (csc.analysis.clocks), for the energy of a step
 
     hardware("a100") -> Hardware        hardware("mine.toml") -> Hardware        names() -> ["a100", "a40", ...]
     toml_text(hardware) -> text of such a file
@@ -22,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from csc.analysis.clocks import ClockProfile, relative
 from csc.errors import InputError
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -30,7 +32,8 @@ PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"
 LARGEST_BANDWIDTH = 1e15  # bytes per second: a thousand times the fastest memory there is
 LARGEST_RATE = 1e18
 LARGEST_MEMORY = 1e15
-LONGEST = 1.0  # second, for a latency or a launch
+LONGEST = 1.0  # second, for a latency, a launch or a change of clock
+MOST_WATTS = 1e5  # of one device
 
 Seconds = tuple[float, float, float]
 
@@ -76,6 +79,7 @@ class Hardware:
     handling: float = 0.0
     measured_on: str = ""
     measured: Mapping[str, Seconds] = field(default_factory=dict)
+    clocks: ClockProfile | None = None
 
     def rate(self, dtype: str, op: str = "", flops: float = math.inf, compiled: bool = False) -> float:
         """FLOP/s that matmuls of a dtype reach, of so many FLOPs, in a compiled function or not, or an operator that is
@@ -159,6 +163,7 @@ def _hardware(top: _Table, stem: str) -> Hardware:
     attention = top.table("attention", optional=True)
     wires = {name: network.table(name, optional=name == "collective") for name in ("within", "between", "collective")}
     matmul, compiled = top.table("matmul", optional=True), top.table("compiled", optional=True)
+    clocks = top.table("clocks", optional=True)
     found = Hardware(
         name=top.text("name", stem),
         description=top.text("description", ""),
@@ -183,8 +188,9 @@ def _hardware(top: _Table, stem: str) -> Hardware:
         handling=top.number("handling", 0.0, LONGEST, zero=True, default=0.0),
         measured_on=measured.text("on", ""),
         measured={key: measured.seconds(key) for key in sorted(measured.content) if key != "on"},
+        clocks=_clocks(clocks) if clocks.content else None,
     )
-    for table in (top, peak, network, measured, attention, matmul, compiled, *wires.values()):
+    for table in (top, peak, network, measured, attention, matmul, compiled, clocks, *wires.values()):
         table.done()
     return found
 
@@ -192,6 +198,21 @@ def _hardware(top: _Table, stem: str) -> Hardware:
 def _wire(table: _Table) -> Wire:
     latency = table.number("latency", 0.0, LONGEST, zero=True)
     return Wire(latency, table.number("bandwidth", 0.0, LARGEST_BANDWIDTH))
+
+
+def _clocks(table: _Table) -> ClockProfile:
+    mhz = [round(clock) for clock in table.figures("mhz")]
+    curves = {
+        name: relative(mhz, table.figures(f"{name}_seconds"), table.figures(f"{name}_watts"), f"{table.file}, {name}")
+        for name in ("forward", "backward")
+    }
+    return ClockProfile(
+        source=table.text("source", "") or f"{table.file}",
+        waiting=table.number("waiting", 0.0, MOST_WATTS, zero=True),
+        forward=curves["forward"],
+        backward=curves["backward"],
+        change_seconds=table.number("clock_change_seconds", 0.0, LONGEST, zero=True),
+    )
 
 
 class _Table:
@@ -245,6 +266,14 @@ class _Table:
         if not good or not all(isinstance(v, (int, float)) and math.isfinite(v) and v >= 0 for v in value):
             raise self._wrong(name, f"is {value!r}", "write the seconds of F, B and W: [0.1, 0.1, 0.0]")
         return (float(value[0]), float(value[1]), float(value[2]))
+
+    def figures(self, name: str) -> list[float]:
+        """Numbers above 0."""
+        value = self._get(name, None, "a list of numbers")
+        good = isinstance(value, list) and all(type(v) in (int, float) and 0 < v < math.inf for v in value)
+        if not good:
+            raise self._wrong(name, f"is {value!r}", "write numbers above 0, one for each clock: [1410, 1395]")
+        return [float(v) for v in value]
 
     def sizes(self, sizes: str, shares: str) -> tuple[tuple[float, float], ...]:
         """Rising sizes, and for each a share in (0, 1]."""
@@ -309,11 +338,25 @@ def toml_text(hardware: Hardware) -> str:
         lines += ["", "[matmul]", f"flops = {list(sizes)!r}", f"share = {list(shares)!r}"]
     if hardware.compiled:
         lines += ["", "[compiled]", *(f"{dtype} = {rate!r}" for dtype, rate in hardware.compiled.items())]
+    if hardware.clocks is not None:
+        lines += _clocks_text(hardware.clocks)
     if hardware.measured:
         lines += ["", "[measured]  # seconds of F, B and W, by the key of the template variant"]
         lines.append(f"on = {_quoted(hardware.measured_on)}")
         lines += [f"{_quoted(key)} = [{f!r}, {b!r}, {w!r}]" for key, (f, b, w) in hardware.measured.items()]
     return "\n".join(lines) + "\n"
+
+
+def _clocks_text(clocks: ClockProfile) -> list[str]:
+    lines = ["", "[clocks]", f"source = {_quoted(clocks.source)}", f"waiting = {clocks.waiting!r}"]
+    lines += [
+        f"clock_change_seconds = {clocks.change_seconds!r}",
+        f"mhz = {[s.clock for s in clocks.forward.settings]}",
+    ]
+    for name, curve in (("forward", clocks.forward), ("backward", clocks.backward)):
+        lines.append(f"{name}_seconds = {[setting.seconds for setting in curve.settings]}")
+        lines.append(f"{name}_watts = {[setting.watts for setting in curve.settings]}")
+    return lines
 
 
 def _quoted(text: str) -> str:

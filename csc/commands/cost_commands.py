@@ -57,6 +57,9 @@ def profile(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write it, as a .toml for --hardware")] = None,
     budget: Annotated[float, typer.Option("--seconds", min=0.0, help="how long to measure, at most")] = 20.0,
     wires: Annotated[bool, typer.Option(help="measure messages between processes and the runtime, too")] = True,
+    clocks: Annotated[
+        bool, typer.Option("--clocks", help="measure seconds and joules at each clock of the GPU, for csc energy")
+    ] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -65,7 +68,7 @@ def profile(
     from csc.reports.profiling import profile as measured
 
     with opening as compiled:
-        found = measured(compiled, _one(compiled), budget, output, wires)
+        found = measured(compiled, _one(compiled), budget, output, wires, clocks)
     if json_output:
         print_json(found.as_dict())
         return

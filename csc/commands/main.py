@@ -20,6 +20,7 @@ from csc.commands.cache_commands import app as cache_app
 from csc.commands.checkpoint_commands import app as checkpoint_app
 from csc.commands.cost_commands import cost, profile
 from csc.commands.data_command import data
+from csc.commands.energy_command import energy
 from csc.commands.explain_command import explain
 from csc.commands.fused_table import NONE_YET, fused_functions, fused_table
 from csc.commands.mask_command import mask
@@ -181,7 +182,7 @@ def passes(json_output: JsonOption = False) -> None:
     console.print(listed)
 
 
-for command in (explain, verify, simulate, plan, timeline, cost, profile, data, mask):
+for command in (explain, verify, simulate, plan, energy, timeline, cost, profile, data, mask):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -8,6 +8,7 @@ freezing. Stages that the user gave stay as they are. Where the whole schedule w
     advice(compiled, seconds, tell) -> Advice
     now_of(program, options) -> Now
     alternatives(now) -> [Variation, ...]        changes(compiled, now) -> [Variation, ...]
+    recomputations(compiled, now) -> [Variation, ...]      as_compiled(compiled, variation) -> Variation
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None])
         compiled.program, compiled.options, now.problem, now.stages, now.placement, now.whole
     )  # fmt: skip
     others, changed = (
-        [_as_compiled(compiled, each) for each in rows] for rows in (alternatives(now), changes(compiled, now))
+        [as_compiled(compiled, each) for each in rows] for rows in (alternatives(now), changes(compiled, now))
     )
     first = tried(others, seconds * SHARE, tell)
     second = tried(changed, end - time.monotonic(), tell)
@@ -131,7 +132,7 @@ def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None])
     )
 
 
-def _as_compiled(compiled: CompiledModel, variation: Variation) -> Variation:
+def as_compiled(compiled: CompiledModel, variation: Variation) -> Variation:
     """Planned as compiling it would be: regions that csc keeps in one stage are one unit there, too."""
     if variation.stages is not None:
         return variation
@@ -218,7 +219,7 @@ def changes(compiled: CompiledModel, now: Now) -> list[Variation]:
     )  # fmt: skip
     if not compiled.options.fuse:
         found.append(_compiled("functions compiled (fuse)", compiled, now, fuse=True))
-    return [*found, *_recomputations(compiled, now), *_freezings(compiled, now)]
+    return [*found, *recomputations(compiled, now), *_freezings(compiled, now)]
 
 
 def _wider(compiled: CompiledModel, now: Now) -> Variation:
@@ -241,7 +242,7 @@ def _with_more_memory(compiled: CompiledModel, now: Now) -> Variation:
     return Variation(name, lambda: roomy, now.schedule, **now.kept, same=True)
 
 
-def _recomputations(compiled: CompiledModel, now: Now) -> list[Variation]:
+def recomputations(compiled: CompiledModel, now: Now) -> list[Variation]:
     """All regions under another choice, and single components run again that save much."""
     chosen = compiled.options.recompute
     plain = chosen or (("*", default_choice(compiled.options)),)

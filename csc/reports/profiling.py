@@ -14,17 +14,21 @@ from typing import Any
 import torch
 
 from csc import devices
+from csc.analysis.clocks import ClockProfile
 from csc.analysis.costs import seconds, variant_key, works_of
 from csc.analysis.hardware import Hardware, hardware, names, toml_text
 from csc.analysis.kernel_calls import Kernels
 from csc.capture.batch import device_of, placed, split_batch
 from csc.capture.trace.meta_init import with_weights
 from csc.driver.compiled import CompiledModel
-from csc.errors import InputError
+from csc.errors import CscError, InputError
+from csc.ir.program import Program
 from csc.reports import wire_profile
+from csc.reports.clock_profile import clock_profile, parts
 from csc.reports.part_times import Seconds, measure
 from csc.reports.roofline_fit import fit
 from csc.reports.varied_sizes import sampler
+from csc.runtime.clock_setter import NvmlDevice
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def profile(
     budget: float = 20.0,
     output: Path | None = None,
     wires: bool = True,
+    clocks: bool = False,
     microbatches: Sequence[Mapping[str, Any]] = (),
 ) -> Profile:
     """Measure the compiled model's variants on one microbatch of its example, where the model is, and fit `base` to it.
@@ -86,9 +91,10 @@ def profile(
     base: the profile whose peaks, memory and network are kept; None: the one named like the device. budget: seconds to
     measure for; a few steps run whatever they take. output: where to write the profile, as a .toml file for
     `--hardware`, which it is named like. wires: measure messages, collectives and the runtime, too
-    (csc.reports.wire_profile); what lies between nodes is kept from `base`. microbatches: to be measured too, each with
-    its part of the budget: sizes that steps will have. Raises InputError if the device has no
-    profile, or `output` another suffix.
+    (csc.reports.wire_profile); what lies between nodes is kept from `base`. clocks: measure seconds and joules at
+    each clock, too, which takes the right to set them (csc.reports.clock_profile). microbatches: to be measured too,
+    each with its part of the budget: sizes that steps will have. Raises InputError if the device has no profile,
+    `output` another suffix, or clocks cannot be set.
     """
     if output is not None and output.suffix != ".toml":
         raise InputError(
@@ -110,6 +116,11 @@ def profile(
     parts = [(work, took, row.regions) for works, row in zip(kernels, rows) for work, took in zip(works, row.measured)]
     fitted = fit(chosen, parts)
     rows = [replace(row, modelled=_modelled(works, fitted)) for works, row in zip(kernels, rows)]
+    if clocks:
+        source.progress("clocks")
+        fitted = replace(
+            fitted, clocks=_clocks(programs[0][0], compiled, placed(split_batch(source.microbatch)[0], device))
+        )
     if wires:
         fitted = _with_wires(fitted, wire_profile.measure(device))
     found = replace(fitted, measured_on=described(device), measured={row.key: row.measured for row in rows})
@@ -123,6 +134,23 @@ def _with_wires(fitted: Hardware, host: wire_profile.WireTimes) -> Hardware:
     if host.message is not None:
         fitted = replace(fitted, within=host.message, collective=host.collective)
     return replace(fitted, action=host.host.action, handling=host.host.handling) if host.host is not None else fitted
+
+
+def _clocks(program: Program, compiled: CompiledModel, tensors: Mapping[str, torch.Tensor]) -> ClockProfile:
+    """Of the GPU that the model is on. InputError for other devices, and where NVML does not let clocks be set."""
+    device = device_of(compiled.model)
+    if devices.uuid(device) is None:
+        raise InputError(
+            f"a {device.type} has no clocks that csc can set", "--clocks", "measure on an NVIDIA GPU"
+        )  # fmt: skip
+    run = parts(program, compiled.model, tensors, compiled.options.fuse)
+    try:
+        gpu = NvmlDevice(device)
+    except CscError:
+        raise
+    except Exception as error:  # NVML's own errors
+        raise InputError(f"NVML does not answer: {error}", "--clocks", "look at nvidia-smi") from None
+    return clock_profile(run, gpu, f"measured on {described(device)}, layers of {type(compiled.model).__name__}")
 
 
 def profile_of(device: torch.device) -> str:

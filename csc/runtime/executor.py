@@ -36,6 +36,7 @@ from csc.runtime.transport import laid_out
 
 Batch = Mapping[str, Any]
 Within = Callable[[], AbstractContextManager[Any]]
+Ahead = Callable[[Action], None]  # called with a compute of the schedule before it runs
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,7 @@ def step(
     profiled: bool = False,
     within: Within = nullcontext,
     encoding: RankEncoding | None = None,
+    ahead: Ahead | None = None,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replicas' microbatches. `weights` are detached tensors by
     name, with zero=3 this rank's shards; `drawn`: see csc.runtime.seeds.
@@ -252,7 +254,7 @@ def step(
     the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out. counts:
     of these microbatches. profiled: whether a profiler is on, which ranges are for. within: makes a context for what
     computes. encoding: what it does for the next step meanwhile; once its messages have left, since others wait for
-    these.
+    these. ahead: see Ahead.
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
     rank, manifest = whole, whole.program.manifest
@@ -276,7 +278,7 @@ def step(
                 encoding.run(done)
                 due = False
             start = time.perf_counter()
-            yield from _act(state, action, uneven)
+            yield from _act(state, action, uneven, ahead)
             if trace and state.doable(action) is not None:
                 timed.append(Timed(action, start, time.perf_counter()))
             if action.computes:
@@ -304,12 +306,14 @@ def _zeros(pairs: Iterator[Pair]) -> Generator[Pair, None, Any]:
         yield name, torch.zeros_like(gradient)
 
 
-def _act(state: _Step, action: Action, uneven: bool) -> Generator[str, None, None]:
+def _act(state: _Step, action: Action, uneven: bool, ahead: Ahead | None) -> Generator[str, None, None]:
     """Do one action, as far as its microbatch has something to do there."""
     rank = state.rank
     rank.endpoint.at(action)
     if action.computes:
         yield from state.gathered.ready(action.stage)
+        if ahead is not None:
+            ahead(action._replace(microbatch=rank.served(action.microbatch)[1]))
         state.compute(action)
         if state.gradients.scattered is not None:
             yield from state.gradients.scattered.finish()

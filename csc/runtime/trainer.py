@@ -41,7 +41,7 @@ from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
 from csc.runtime.data_shards import DataShards
 from csc.runtime.encoding import Encoding
-from csc.runtime.executor import StepResult, Timed, Within, interleave, step
+from csc.runtime.executor import Ahead, StepResult, Timed, Within, interleave, step
 from csc.runtime.graphed_programs import GraphedPrograms
 from csc.runtime.loaded_program import LoadedProgram, functions, visibility
 from csc.runtime.loss_terms import Losses
@@ -114,6 +114,7 @@ class Trainer:
         self._members: list[list[Rank]] = []
         self._members = [self._loaded(program)]
         self.trace = trace
+        self.ahead: Ahead | None = None  # see csc.runtime.executor
         self.timeline: dict[int, list[Timed]] = {}
         self.metrics: dict[str, float] = {}  # of the last step: see csc.runtime.metrics
         self._losses: Losses | None = None  # of the last step
@@ -296,8 +297,9 @@ class Trainer:
             counts = counted(self._manifests, given)
             coming = encoding.of(rank) if encoding is not None else None
             runs[rank.rank] = step(
-                rank, ranks, own, held, self.trace, drawn, bool(flags & UNEVEN), counts, profiled, self._within, coming
-            )
+                rank, ranks, own, held, self.trace, drawn, bool(flags & UNEVEN), counts, profiled, self._within, coming,
+                self.ahead,
+            )  # fmt: skip
         meeting = self.transport.meeting
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         with nullcontext() if self.fused is None else self.fused.step(calls, flags // FUSED, meeting):

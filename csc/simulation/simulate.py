@@ -6,8 +6,9 @@ the link is taken for size / bandwidth, and the message arrives one latency late
 transfers overlap with compute. GATHER takes none of its time either: a rank's gathers follow each other, and what a
 stage computes waits for its own. REDUCE takes no time here.
 
-    simulate(pipeline, schedule, jitter, name) -> Timeline
-    makespan(pipeline, schedule, jitter) -> seconds            the same without the timeline, for searches
+    simulate(pipeline, schedule, jitter, name, seconds) -> Timeline
+    makespan(pipeline, schedule, jitter, seconds) -> seconds   the same without the timeline, for searches
+    compute_seconds(pipeline, schedule) -> per rank the modelled seconds of every compute
 
 Who sends on a directed pair of ranks is one rank, in its own order. So every time follows from what is known when a
 rank reaches an action, and no queue of events sorted by time is needed: O(actions).
@@ -25,6 +26,8 @@ from csc.simulation.memory import changes, states
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.pipeline_figures import check_pipeline
 from csc.simulation.timeline import Curve, Event, Timeline, Transfer
+
+Lengths = Sequence[Sequence[float]]
 
 _REMEDY = "Check it with csc.ir.schedule_verifier against the program's stages and messages"
 
@@ -50,13 +53,17 @@ class _SimulatedRun(NamedTuple):
     held: list[list[tuple[float, float]]]
 
 
-def simulate(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = None, name: str | None = None) -> Timeline:
+def simulate(
+    pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = None, name: str | None = None,
+    seconds: Lengths | None = None,
+) -> Timeline:  # fmt: skip
     """The timeline of `schedule`, named after it unless `name` is given. The same arguments give the same timeline.
+    seconds: per rank of every compute in its order, where they are not the pipeline's.
 
     ScheduleError if it deadlocks (the circle of waits) or has an action that the pipeline does not know. InputError for
     times and sizes that are no finite numbers of at least 0.
     """
-    run = _run(pipeline, schedule, jitter)
+    run = _run(pipeline, schedule, jitter, seconds)
     placement = schedule.placement
     state = states(pipeline, schedule)
     ranks = tuple(
@@ -84,18 +91,20 @@ def simulate(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = Non
     return Timeline(schedule.name if name is None else name, ranks, transfers, memory, tuple(state), 0.0)
 
 
-def makespan(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = None) -> float:
+def makespan(
+    pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None = None, seconds: Lengths | None = None
+) -> float:  # fmt: skip
     """Seconds until the last compute ends: `simulate(...).makespan`, in a fraction of its time."""
-    run = _run(pipeline, schedule, jitter)
+    run = _run(pipeline, schedule, jitter, seconds)
     return max(
         (starts[-1] + seconds[-1] for starts, seconds in zip(run.starts, run.seconds) if starts),
         default=0.0,
     )
 
 
-def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None) -> _SimulatedRun:
+def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None, given: Lengths | None) -> _SimulatedRun:
     _check(pipeline, schedule)
-    seconds = _seconds(pipeline, schedule)
+    seconds = compute_seconds(pipeline, schedule) if given is None else [list(listed) for listed in given]
     if jitter is not None:
         seconds = disturbed(jitter, seconds)
     channels = _channels(pipeline, schedule)
@@ -172,7 +181,7 @@ class _Whole:
         self.held[rank].append((now, stage.gathered if action.kind == "GATHER" else -stage.gathered))
 
 
-def _seconds(pipeline: Pipeline, schedule: Schedule) -> list[list[float]]:
+def compute_seconds(pipeline: Pipeline, schedule: Schedule) -> list[list[float]]:
     """Per rank, the modelled length of every compute in its order."""
     per_kind = {kind: [stage.seconds(kind) for stage in pipeline.stages] for kind in PARTS}
     if pipeline.loads is None:

@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from csc.errors import InputError, RankLost
 from csc.ir.schedule import Action
 from csc.run import Arguments, Optimizer, run, stopped_sentence
+from csc.runtime.clock_file import clocks_document
 from csc.runtime.launch import setup_distributed
+from csc.runtime.loaded_program import load
 from csc.runtime.positions import Positions
 from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import from_json
@@ -191,3 +193,29 @@ def test_a_rank_that_is_stopped_says_what_it_knows() -> None:
     assert stopped_sentence(1, positions) == str(positions.failure)
     positions.failure = KeyError("mine")
     assert stopped_sentence(1, positions) == "rank 1: KeyError: 'mine'"
+
+
+def test_clocks_that_cannot_be_set_are_said_and_training_goes_on(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = load(directory).schedule
+    computes = [[action for action in actions if action.computes] for actions in schedule.ranks]
+    clocks = [[1410] * len(listed) for listed in computes]
+    file = tmp_path / "clocks.json"
+    file.write_text(json.dumps(clocks_document("p", schedule, clocks, 1.0, 1.0, [])))
+    assert run(options(directory, clocks=file)) == 0
+    said = capsys.readouterr()
+    assert len(losses(said.out)) == 2
+    assert "--clocks: all ranks share this process and its device. Training goes on" in said.err
+    file.write_text("{}")
+    assert run(options(directory, clocks=file)) == 2
+    assert "these are no clocks. Write it with" in capsys.readouterr().err.replace("write", "Write")
+
+
+def test_each_compute_is_announced_before_it_runs(directory: Path) -> None:
+    trainer = Trainer(load(directory))
+    seen: list[Action] = []
+    trainer.ahead = seen.append
+    trainer.train_step(handmade.batch(4))
+    scheduled = [action for actions in load(directory).schedule.ranks for action in actions if action.computes]
+    assert sorted(seen) == sorted(scheduled)
