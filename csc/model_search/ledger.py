@@ -9,21 +9,24 @@ Terms
     ledger = Ledger(directory / "ledger.jsonl", head)
     ledger.add({"kind": "trial", ...})              on the disk when it returns
     ledger.records("trial") -> [record]             of all processes, also those written meanwhile
+    with alone(path): ...                           one process at a time
 
 Several processes of one file system add to one file: a line is one write at its end.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from csc.errors import InputError
 
-HEAD = "search"
+HEAD, LOCK = "search", "lock"
 
 
 class Ledger:
@@ -74,3 +77,11 @@ def _read(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and "kind" in record else None
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """No other process is behind the same file meanwhile. One that is killed is not, either."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -37,8 +37,8 @@ ROUNDING = 1e-9  # a share of the budget that is the same budget
 
 @dataclass(frozen=True)
 class Space:
-    """What there is to choose from. least: samples that a rung has at least, one batch. encoder_distances: of every two
-    encoders, in order; None where no strategy asks. impossible: pairs that cannot be composed.
+    """What there is to choose from. least: samples of a batch; a rung has whole batches. encoder_distances: of every
+    two encoders, in order; None where no strategy asks. impossible: pairs that cannot be composed.
     """
 
     encoders: tuple[str, ...]
@@ -218,8 +218,7 @@ class Halving:
         """Samples of each rung, the last one `full`; as many rungs as the budget asks for."""
         cost, ladder = math.inf, [space.full]
         for rungs in range(1, 64):
-            ladder = [max(space.least, round(space.full * self.keep**up)) for up in reversed(range(rungs))]
-            ladder = sorted(set(ladder))
+            ladder = sorted({_whole(space.full * self.keep**up, space) for up in range(rungs)})
             cost = _ladder_cost(ladder, count, self.keep)
             if cost <= space.budget or len(ladder) < rungs:
                 break
@@ -315,9 +314,8 @@ class Mordal:
     def _first(self, space: Space, warm: int) -> int:
         """Samples of the warm-up: a quarter of the budget at most."""
         samples = space.full
-        while samples > space.least and warm * samples > space.budget / 4:
-            samples = math.ceil(samples / 2)
-        samples = max(samples, space.least)
+        while samples > _whole(samples / 2, space) and warm * samples > space.budget / 4:
+            samples = _whole(samples / 2, space)
         _fits(space, warm * samples + space.full - samples, self.name, "the warm-up and one training to the end")
         return samples
 
@@ -391,6 +389,11 @@ def _line(curve: Curve, perfect: float) -> _Line:
     slope = float(((x - centre) * (y - mean)).sum()) / across if len(curve) > 1 else 0.0
     left = y - mean - slope * (x - centre)
     return _Line(len(curve), centre, mean, slope, across, float((left**2).sum()), float(y[-1]))
+
+
+def _whole(samples: float, space: Space) -> int:
+    """The next number of samples that are whole batches."""
+    return min(space.full, space.least * max(1, math.ceil(samples / space.least - ROUNDING)))
 
 
 def _alive(pairs: Iterable[Pair], seen: Seen) -> tuple[Pair, ...]:
