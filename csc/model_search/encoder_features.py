@@ -44,7 +44,6 @@ class RememberedEncoder(nn.Module):
         super().__init__()
         self.encoder, self.config, self.layer = encoder, encoder.config, layer
         self._home = directory / _identity(encoder, layer)
-        self._home.mkdir(parents=True, exist_ok=True)
         self._packs: dict[str, Path] = {}  # by the key of an item
         self._known: set[str] = set()  # names of packs
         self._rows = 0  # of all packs
@@ -52,7 +51,7 @@ class RememberedEncoder(nn.Module):
         self._held = 0
 
     def forward(self, items: torch.Tensor, output_hidden_states: bool = False) -> Any:
-        """items: (items, *item shape). As the encoder's own output: last_hidden_state, or hidden_states of the layer."""
+        """items: (items, *item shape). As the encoder's own: last_hidden_state, or hidden_states of the layer."""
         states = self.of(items)
         if output_hidden_states:
             return SimpleNamespace(hidden_states={self.layer: states})

@@ -82,6 +82,7 @@ def _read(line: bytes) -> dict[str, Any] | None:
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
     """No other process is behind the same file meanwhile. One that is killed is not, either."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

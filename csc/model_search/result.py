@@ -59,10 +59,14 @@ class Counts:
     score_seconds: float
 
     @property
+    def seconds(self) -> float:
+        """Of all three."""
+        return self.compile_seconds + self.train_seconds + self.score_seconds
+
+    @property
     def compile_share(self) -> float:
         """Of all seconds."""
-        whole = self.compile_seconds + self.train_seconds + self.score_seconds
-        return self.compile_seconds / whole if whole else 0.0
+        return self.compile_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)

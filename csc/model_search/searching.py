@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from csc.driver.options import changed
+from csc.driver.options import changed, closed
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
@@ -32,6 +33,7 @@ from csc.runtime.launch import Team, divided_world
 
 log = logging.getLogger("csc")
 
+PLAN = "plan"  # the kind of a record
 SHARE = 1 / 12  # of the grid's samples, if no budget is named
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 
@@ -119,6 +121,9 @@ def search(
     full = _full(data, samples, batch_size)
     frozen = _frozen(freeze, modality)
     _check_probe(chosen, data, probe)
+    wanted = {"mesh": mesh, "microbatches": microbatches, "hardware": hardware, "memory": memory}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    planned_mesh = closed(changed(Options(), **wanted)).mesh  # what is wrong is said before anything is trained
     home = Path(directory)
     team = divided_world(trial.size)
     candidates = Candidates(
@@ -148,13 +153,18 @@ def search(
         train = partial(_rung, trials, team, say)
         choice, seen = drive(chosen, space, seed, train, trials.llm_distances)
         trials.restore()
+        if not choice.ranking:
+            first = ledger.records(FAILED)[0]
+            raise InputError(
+                f"every pair failed; {first['encoder']} x {first['llm']}: {first['why']}", "csc.search",
+                f"mend that, and remove the lines of kind {FAILED!r} from {ledger.path}: checkpoints are kept",
+            )  # fmt: skip
         plans: dict[Pair, PairPlan] = {}
-        if mesh is not None:
-            wanted = {"mesh": mesh, "microbatches": microbatches, "hardware": hardware, "memory": memory}
-            plans = _plans(trials, candidates, {name: one for name, one in wanted.items() if one is not None}, say)
+        if mesh is not None and speaks and team.number == 0:  # the result is whole in the first process
+            plans = _plans(trials, candidates, wanted, say)
     rows = _rows(candidates, ledger, choice, seen, plans)
     counts = _counts(ledger, candidates, grid)
-    text = "" if mesh is None else str(changed(Options(), mesh=mesh).mesh)
+    text = "" if mesh is None else str(planned_mesh)
     return SearchResult(rows, chosen.name, allowed, full, text, perfect, counts, trials.model)
 
 
@@ -237,9 +247,18 @@ def _plans(
     """Of every pair that fits; each encoder and each language model is captured once."""
     fronts: dict[str, tuple[Problem, float]] = {}
     rears: dict[str, Problem] = {}
+    asked = repr(sorted((name, str(value)) for name, value in options.items()))
+    known = {
+        (record["encoder"], record["llm"]): PairPlan(**record["plan"])
+        for record in trials.ledger.records(PLAN)
+        if record["options"] == asked
+    }
     found = {}
     for pair in candidates.pairs:
         encoder, llm = pair
+        if pair in known:
+            found[pair] = known[pair]
+            continue
         try:
             if encoder not in fronts:
                 fronts[encoder] = trials.front(encoder, options)
@@ -247,6 +266,9 @@ def _plans(
                 rears[llm] = problem_of(trials.reader(llm).compiled, options)
             ahead, size = fronts[encoder]
             found[pair] = planned(joined(ahead, rears[llm], size))
+            trials.ledger.add(
+                {"kind": PLAN, "encoder": encoder, "llm": llm, "options": asked, "plan": asdict(found[pair])}
+            )
         except CscError as error:
             say(f"no step is planned for {' x '.join(pair)}: {sentence(error)}")
     return found
