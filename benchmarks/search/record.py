@@ -1,6 +1,7 @@
 """Learning curves of all pairs of examples/search/digits.py, up to their ends, for strategies to be replayed on.
 
     python -m benchmarks.search.record DIRECTORY [--seeds 0 1 2] [--samples 2048]
+    python -m benchmarks.search.record DIRECTORY --seeds --join benchmarks/search/data/curves.json
 
 writes DIRECTORY/curves-SEED.json: for each pair its scores after 8, 16, 32, ... samples, and after each of the first
 ones the distances of encoders, and of language models behind each encoder. A seed decides projectors and the order of
@@ -86,7 +87,8 @@ def record(directory: Path, seed: int, samples: int) -> dict[str, Any]:
     trained = trials.ledger.records("trial")
     return {
         "seed": seed, "samples": samples, "batch": BATCH, "encoders": list(given["encoders"]),
-        "llms": list(given["llms"]), "seconds": sum(one["seconds"] for one in trained), "encoder_distances": trials.encoder_distances().tolist(),
+        "llms": list(given["llms"]), "seconds": sum(one["seconds"] for one in trained),
+        "encoder_distances": trials.encoder_distances().tolist(),
         "llm_distances": apart, "curves": {" x ".join(pair): curve for pair, curve in seen.curves.items()},
     }  # fmt: skip
 
@@ -94,7 +96,8 @@ def record(directory: Path, seed: int, samples: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--seeds", type=int, nargs="*", default=list(range(6)))
+    parser.add_argument("--join", type=Path, help="write what DIRECTORY has of all seeds to this file")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -103,6 +106,18 @@ def main() -> None:
         if not file.is_file():
             content = json.dumps(record(given.directory, seed, given.samples))
             file.write_text(content + "\n")
+    if given.join is not None:
+        seeds = [json.loads(file.read_text()) for file in sorted(given.directory.glob("curves-*.json"))]
+        given.join.write_text(json.dumps(rounded(seeds)) + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with five digits behind the point, which is a hundredth of their noise and less."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return round(value, 5) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ class Halving:
     them for 1 / keep times as many, until one is left, which is trained to the end.
     """
 
-    keep: float = 0.25
+    keep: float = 0.5
     name: ClassVar[str] = "halving"
     clusters: ClassVar[bool] = False
 

@@ -17,9 +17,11 @@ from csc.model_search.strategies import LEAST
 from csc.reports.data_page import POLICY, STYLE, table
 from csc.simulation.look import BASE, LIMIT, bytes_text, seconds_text
 
-WIDTH, HEIGHT, LEFT, RIGHT, FOOT = 720, 320, 60, 12, 34
+WIDTH, HEIGHT, LEFT, RIGHT, FOOT = 720, 320, 100, 12, 34
 OWN = """
-.curve { fill: none; stroke: currentColor; stroke-opacity: .35; } .first { stroke-opacity: 1; stroke-width: 2.5; }
+.curve { fill: none; stroke: currentColor; stroke-opacity: .35; }
+.first { stroke: #d55e00; stroke-opacity: 1; stroke-width: 2.5; }
+td:last-child, th:last-child { text-align: left; } td:first-child { white-space: nowrap; }
 """
 Axis = Callable[[float], float]
 
@@ -91,8 +93,7 @@ def _curves(result: SearchResult) -> str:
         first = row is result.best
         path = " ".join(f"{'M' if not n else 'L'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(line))
         tip = f"<title>{html.escape(' x '.join(row.pair))}: {row.score or 0.0:.4g}</title>"
-        look = f' stroke="{LIMIT}"' if first else ""
-        drawn.append(f'<path class="curve{" first" if first else ""}"{look} d="{path}">{tip}</path>')
+        drawn.append(f'<path class="curve{" first" if first else ""}" d="{path}">{tip}</path>')
         drawn += [_dot(x, y, 3.5 if first else 2.5, LIMIT if first else BASE["F"], tip) for x, y in line[-1:]]
     return (
         _picture(
@@ -119,12 +120,15 @@ def _front(result: SearchResult) -> str:
         tip = f"<title>{html.escape(said)}</title>"
         drawn.append(_dot(across(x), up(y), size, LIMIT if own else BASE["F"], tip))
         if own:
-            at = f'x="{across(x) + size + 3:.1f}" y="{up(y) + 4:.1f}"'
-            drawn.append(f"<text {at}>{html.escape(' x '.join(row.pair))}</text>")
+            far = across(x) > WIDTH / 2  # the name stands on the side that has room
+            at = f'x="{across(x) + (-size - 3 if far else size + 3):.1f}" y="{up(y) + 4:.1f}"'
+            anchor = "end" if far else "start"
+            drawn.append(f'<text {at} text-anchor="{anchor}">{html.escape(" x ".join(row.pair))}</text>')
     shown = [(x * 1000, y) for x, y in points]
     return _picture([*drawn, *_ends(shown, "{:.3g} ms a step", "score {:.3g}")], "score over seconds of a step") + (
         f"<p>On {html.escape(result.mesh)}; a dot's area shows bytes of the fullest rank. In colour: pairs that no "
-        "other beats in score, seconds and bytes at once. Scores are those after the samples that each was trained on.</p>"
+        "other beats in score, seconds and bytes at once. Scores are those after the samples that each was trained "
+        "on.</p>"
     )
 
 
