@@ -3,8 +3,9 @@
     python -m benchmarks.search [--json] [--quick]
 
 Replayed: draws of each strategy on benchmarks/search/data/curves.json, ten for the summary and a hundred for the table
-(24 pairs, six seeds; a draw takes each pair's curve from a seed at random). Trained: a search of examples/search/digits.py with an empty cache, once to its end and
-once killed and taken up, in processes of their own. --quick: replayed alone.
+(24 pairs, six seeds; a draw takes each pair's curve from a seed at random). Trained: a search of
+examples/search/digits.py with an empty cache, once to its end and once killed and taken up, in processes of their own.
+--quick: replayed alone.
 """
 
 from __future__ import annotations
