@@ -43,16 +43,16 @@ import torch
 torch.set_num_threads(1)
 import digits
 import csc
-from csc.model_search.trials import Trials
-step, left = Trials._step, int(sys.argv[4])
+from csc.model_search.trials import PairTrials
+step, left = PairTrials._step, int(sys.argv[4])
 def counted(*arguments):
     global left
     left -= 1
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(*arguments)
-Trials._step = counted
-result = csc.search(**digits.search(), directory=sys.argv[2], samples=int(sys.argv[3]), mesh="pp=2")
+PairTrials._step = counted
+result = csc.search(**digits.search(), directory=sys.argv[2], samples=int(sys.argv[3]), mesh=sys.argv[5] or None)
 print("RESULT", json.dumps(result.as_dict()))
 """
 
@@ -128,10 +128,10 @@ def of_training() -> dict[str, Any]:
     """A search from an empty cache, the same killed and taken up, and one whose programs the cache has."""
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary)
-        cold = searched(home, "cold", "cache")
-        searched(home, "killed", "cache", KILLED)
-        resumed = searched(home, "killed", "cache")
-        warm = searched(home, "warm", "cache")
+        cold = searched(home, "cold", mesh="pp=2")
+        searched(home, "killed", killed=KILLED)
+        resumed = searched(home, "killed")
+        warm = searched(home, "warm")
     counts = cold["counts"]
     return {
         "captures": counts["captures"],
@@ -146,10 +146,10 @@ def of_training() -> dict[str, Any]:
     }
 
 
-def searched(home: Path, name: str, cache: str, killed: int = 0) -> dict[str, Any]:
-    """A search in a process of its own. killed: the step that it does not live to see."""
-    environment = {**os.environ, "CSC_CACHE_DIR": str(home / cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SEARCH, str(EXAMPLE), str(home / name), str(SAMPLES), str(killed)]
+def searched(home: Path, name: str, killed: int = 0, mesh: str = "") -> dict[str, Any]:
+    """A search in a process of its own. killed: the step that it does not live to see; mesh: for which it plans."""
+    environment = {**os.environ, "CSC_CACHE_DIR": str(home / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SEARCH, str(EXAMPLE), str(home / name), str(SAMPLES), str(killed), mesh]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home)
     if killed:
         assert done.returncode == -signal.SIGKILL, done.stderr

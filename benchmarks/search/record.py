@@ -23,7 +23,7 @@ import torch
 from csc.model_search.candidates import Candidates, Parts
 from csc.model_search.ledger import Ledger
 from csc.model_search.strategies import Grid, Rung, Rungs, Seen, Space, drive
-from csc.model_search.trials import Settings, Task, Trials
+from csc.model_search.trials import PairTrials, Task, TrialSettings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search"
 SAMPLES, BATCH = 2048, 8
@@ -53,17 +53,17 @@ def example() -> dict[str, Any]:
     return digits.search()
 
 
-def trials_of(given: dict[str, Any], directory: Path, seed: int) -> Trials:
+def trials_of(given: dict[str, Any], directory: Path, seed: int) -> PairTrials:
     """Of the example, as csc.search makes them."""
     candidates = Candidates(
         given["encoders"], given["llms"], Parts("mlp", given["placeholders"]), directory / "features"
     )
-    settings = Settings(
+    settings = TrialSettings(
         BATCH, ("vision_encoder",), given["optimizer"], None, 1.0, seed, 1e9, {"mesh": "pp=1", "check": False}
     )
     ledger = Ledger(directory / f"ledger-{seed}.jsonl", {"seed": seed})
     task = Task(given["data"], given["batch"], given["score"])
-    return Trials(candidates, task, settings, ledger, directory / f"seed-{seed}")
+    return PairTrials(candidates, task, settings, ledger, directory / f"seed-{seed}")
 
 
 def record(directory: Path, seed: int, samples: int) -> dict[str, Any]:

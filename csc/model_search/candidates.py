@@ -10,7 +10,7 @@ Terms
 
     candidates = Candidates(encoders, llms, parts, features)       features: a directory
     candidates.impossible                                {pair: why}
-    candidates.candidate(pair) -> Candidate              .model: its encoder remembers what it has encoded
+    candidates.candidate(pair) -> SearchedPair              .model: its encoder remembers what it has encoded
     trial_model(candidate, width) -> TrialModel
     candidates.entries(candidate, batch, tokens, width) -> batch of the trial model
 """
@@ -51,7 +51,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SearchedPair:
     """A pair. model: of csc.compose; while the search runs it has the weights that the pair has been trained to."""
 
     encoder: str
@@ -133,9 +133,9 @@ class Candidates:
         """Those that can be composed."""
         return tuple(self._models)
 
-    def candidate(self, pair: Pair) -> Candidate:
+    def candidate(self, pair: Pair) -> SearchedPair:
         """A pair with its model."""
-        return Candidate(*pair, self._models[pair])
+        return SearchedPair(*pair, self._models[pair])
 
     def composed(self, pair: Pair, language_model: nn.Module) -> ComposedModel:
         """The pair's model with the encoder as it is, and a projector that has learnt nothing."""
@@ -149,7 +149,7 @@ class Candidates:
             feature_layer=self.parts.feature_layer, keep_prefix=self.parts.keep_prefix,
         )  # fmt: skip
 
-    def states(self, candidate: Candidate, batch: Mapping[str, Any]) -> torch.Tensor:
+    def states(self, candidate: SearchedPair, batch: Mapping[str, Any]) -> torch.Tensor:
         """(samples, tokens, width) of what a batch shows: what the projector's first matrix takes."""
         it = self._modality(candidate)
         items = batch.get(it.keyword)
@@ -168,7 +168,7 @@ class Candidates:
         return states.reshape(len(items), -1, states.shape[-1])
 
     def entries(
-        self, candidate: Candidate, batch: Mapping[str, Any], tokens: int = 0, width: int = 0
+        self, candidate: SearchedPair, batch: Mapping[str, Any], tokens: int = 0, width: int = 0
     ) -> dict[str, torch.Tensor]:
         """A pair's batch as the trial model takes it: at least so many features, and at least so wide."""
         candidate.model.check_batch(batch)
@@ -177,7 +177,7 @@ class Candidates:
         kept = {name: value for name, value in batch.items() if name != self._modality(candidate).keyword}
         return {**kept, FEATURES: F.pad(states, padding)}
 
-    def _modality(self, candidate: Candidate) -> Modality:
+    def _modality(self, candidate: SearchedPair) -> Modality:
         return candidate.model.modalities[self.parts.modality]
 
     def _check(self, encoders: Any, llms: Any) -> None:
@@ -191,7 +191,7 @@ class Candidates:
             )  # fmt: skip
 
 
-def trial_model(candidate: Candidate, modality: str, spec: ProjectorSpec, width: int) -> TrialModel:
+def trial_model(candidate: SearchedPair, modality: str, spec: ProjectorSpec, width: int) -> TrialModel:
     """Of the candidate's language model, for features of `width`."""
     language_model: Any = candidate.model.language_model
     weight = language_model.get_input_embeddings().weight

@@ -4,7 +4,7 @@ Terms
   planned   seconds and bytes of a step on the mesh that the user named
   front     the Pareto front: pairs that no other beats or equals in score, seconds and bytes at once
 
-    result.best -> Row      result.rows      result.model(encoder, llm) -> ComposedModel      result.winner()
+    result.best -> PairRow      result.rows      result.model(encoder, llm) -> ComposedModel      result.winner()
     pareto(rows) -> {pair}
 """
 
@@ -20,7 +20,7 @@ from csc.model_search.strategies import Curve, Pair
 
 
 @dataclass(frozen=True)
-class Row:
+class PairRow:
     """A pair. score, spread: its last ones; None: it has none. samples, seconds: of all its training. planned_seconds,
     planned_bytes: of a step on the user's mesh, and of the rank that holds the most; None: no mesh was named, or no
     plan fits. dropped: why it is not the best; "" for the best.
@@ -73,7 +73,7 @@ class Counts:
 class SearchResult:
     """rows: the best first, those that failed or cannot be composed last. mesh: what steps were planned for."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PairRow, ...]
     strategy: str
     budget: int
     full: int
@@ -83,7 +83,7 @@ class SearchResult:
     load: Callable[[Pair], ComposedModel]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> PairRow:
         """The first row."""
         return self.rows[0]
 
@@ -118,7 +118,7 @@ class SearchResult:
         }  # fmt: skip
 
 
-def pareto(rows: Iterable[Row]) -> frozenset[Pair]:
+def pareto(rows: Iterable[PairRow]) -> frozenset[Pair]:
     """Of rows with a score, and with a plan if any has one."""
     scored = [row for row in rows if row.score is not None]
     scored = [row for row in scored if row.planned_seconds is not None] or scored

@@ -8,7 +8,6 @@ strategy and ledger: of a rung every team trains its share, and waits for the re
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -22,16 +21,24 @@ from csc.driver.options import changed, closed
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
-from csc.model_search.candidates import Candidate, Candidates, Part, Parts, sentence
+from csc.model_search.candidates import Candidates, Part, Parts, SearchedPair, sentence
 from csc.model_search.ledger import Ledger
 from csc.model_search.pair_plans import PairPlan, joined, planned, problem_of
-from csc.model_search.result import Counts, Row, SearchResult
+from csc.model_search.result import Counts, PairRow, SearchResult
 from csc.model_search.strategies import Choice, Pair, Rung, Seen, Space, Strategy, drive, named
-from csc.model_search.trials import COMPILED, FAILED, FEWEST_PROBES, TRIAL, Batch, Score, Settings, Task, Trials
+from csc.model_search.trials import (
+    COMPILED,
+    FAILED,
+    FEWEST_PROBES,
+    TRIAL,
+    Batch,
+    PairTrials,
+    Score,
+    Task,
+    TrialSettings,
+)
 from csc.planning.problem import Problem
 from csc.runtime.launch import Team, divided_world
-
-log = logging.getLogger("csc")
 
 PLAN = "plan"  # the kind of a record
 SHARE = 1 / 12  # of the grid's samples, if no budget is named
@@ -78,9 +85,9 @@ def search(
         llms: By name, language models as csc.compose takes them, or functions that make them. They are as they were
             given when the search ends.
         data: Training samples, of any kind: what has a length and gives a sample by number.
-        score: From a Candidate (`.encoder`, `.llm`: names; `.model`: the composed model with what it has learnt, in
+        score: From a SearchedPair (`.encoder`, `.llm`: names; `.model`: the composed model with what it has learnt, in
             eval mode) to a number, or to one for each sample that is scored; higher is better.
-        batch: From a Candidate and a list of samples to its batch, as `candidate.model.processor(...)` makes one.
+        batch: From a SearchedPair and a list of samples to its batch, as `candidate.model.processor(...)` makes one.
         placeholders: The token id whose places features take: of all language models, or by name.
         directory: Where checkpoints, features and the ledger are kept. The same call with the same directory goes on
             where it was.
@@ -139,12 +146,12 @@ def search(
         "keep_prefix": keep_prefix,
     }  # fmt: skip
     ledger = Ledger(home / "ledger.jsonl", head)
-    settings = Settings(
+    settings = TrialSettings(
         batch_size, frozen, optimizer, scheduler, clip, seed, save_every, {**(options or {}), "mesh": trial}
     )
     speaks = team.rank == 0
     with torch.random.fork_rng():
-        trials = Trials(candidates, Task(data, batch, score, probe), settings, ledger, home, speaks)
+        trials = PairTrials(candidates, Task(data, batch, score, probe), settings, ledger, home, speaks)
         space = Space(
             tuple(encoders), tuple(llms), full, allowed, batch_size, perfect,
             trials.encoder_distances() if chosen.clusters else None, frozenset(candidates.impossible),
@@ -168,7 +175,9 @@ def search(
     return SearchResult(rows, chosen.name, allowed, full, text, perfect, counts, trials.model)
 
 
-def _rung(trials: Trials, team: Team, say: Callable[[str], None], rung: Rung, seen: Seen) -> dict[Pair, float | None]:
+def _rung(
+    trials: PairTrials, team: Team, say: Callable[[str], None], rung: Rung, seen: Seen
+) -> dict[Pair, float | None]:
     """Each team trains a run of the rung's pairs, those of a language model together, and waits for the others'."""
     say(f"{rung.why}: {len(rung.pairs)} {'pair' if len(rung.pairs) == 1 else 'pairs'}, {rung.samples:,} samples each")
     order = sorted(rung.pairs, key=lambda pair: pair[1])
@@ -242,7 +251,7 @@ def _budget(budget: int | float | None, grid: int, full: int, strategy: str) -> 
 
 
 def _plans(
-    trials: Trials, candidates: Candidates, options: Mapping[str, Any], say: Callable[[str], None]
+    trials: PairTrials, candidates: Candidates, options: Mapping[str, Any], say: Callable[[str], None]
 ) -> dict[Pair, PairPlan]:
     """Of every pair that fits; each encoder and each language model is captured once."""
     fronts: dict[str, tuple[Problem, float]] = {}
@@ -276,7 +285,7 @@ def _plans(
 
 def _rows(
     candidates: Candidates, ledger: Ledger, choice: Choice, seen: Seen, plans: Mapping[Pair, PairPlan]
-) -> tuple[Row, ...]:
+) -> tuple[PairRow, ...]:
     records: dict[Pair, list[dict[str, Any]]] = {}
     for record in ledger.records(TRIAL):
         records.setdefault((record["encoder"], record["llm"]), []).append(record)
@@ -290,7 +299,7 @@ def _rows(
         last = own[-1] if own else {}
         plan = plans.get(pair)
         rows.append(
-            Row(
+            PairRow(
                 *pair, last.get("score"), last.get("spread"), seen.reached(pair),
                 sum(record["seconds"] for record in own), seen.curves.get(pair, ()), why.get(pair, ""),
                 plan.seconds if plan is not None else None, plan.memory if plan is not None else None,
@@ -312,4 +321,4 @@ def _counts(ledger: Ledger, candidates: Candidates, grid: int) -> Counts:
     )
 
 
-__all__ = ["Candidate", "search"]
+__all__ = ["SearchedPair", "search"]

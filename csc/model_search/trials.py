@@ -5,7 +5,7 @@ Terms
   score     what the user's function makes of a pair: a number, or one for each sample; higher is better
   spread    of a score: the standard error of a mean of samples; None where the score is one number
 
-    trials = Trials(candidates, task, settings, ledger, directory)
+    trials = PairTrials(candidates, task, settings, ledger, directory)
     trials.train(pair, samples) -> score or None      None: it failed, and the ledger says why
     trials.encoder_distances(), .llm_distances(encoder) -> (n, n)
     trials.model(pair) -> ComposedModel               a copy with the weights that the pair was trained to
@@ -37,15 +37,15 @@ from csc.composition import ComposedModel
 from csc.driver.checkpoint_manager import CheckpointManager
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError, RankLost, StepFailed
-from csc.model_search.candidates import Candidate, Candidates, first_matrix, narrowed, sentence, trial_model, widened
+from csc.model_search.candidates import Candidates, SearchedPair, first_matrix, narrowed, sentence, trial_model, widened
 from csc.model_search.ledger import LOCK, Ledger, alone
 from csc.model_search.pair_plans import front, problem_of
 from csc.model_search.similarity import Floats, distances
 from csc.model_search.strategies import Pair
 from csc.planning.problem import Problem
 
-Batch = Callable[[Candidate, list[Any]], Mapping[str, Any]]
-Score = Callable[[Candidate], Any]
+Batch = Callable[[SearchedPair, list[Any]], Mapping[str, Any]]
+Score = Callable[[SearchedPair], Any]
 TRIAL, FAILED, COMPILED = "trial", "failed", "compiled"
 LOOK = 0.05  # seconds between looks at what another process has done
 FEWEST_PROBES = 8  # samples that clusters are told by
@@ -62,7 +62,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrialSettings:
     """How a trial is trained. optimizer: from parameters; scheduler: from an optimizer, a step for each batch; clip: of
     the norm of gradients, or None. save_every: seconds between checkpoints within a rung. options: of csc.compile.
     """
@@ -89,14 +89,14 @@ class Reader:
     began: dict[str, torch.Tensor]
 
 
-class Trials:
+class PairTrials:
     """Of one search, in one process or on the ranks of one mesh."""
 
     def __init__(
         self,
         candidates: Candidates,
         task: Task,
-        settings: Settings,
+        settings: TrialSettings,
         ledger: Ledger,
         directory: Path,
         speaks: bool = True,
@@ -170,7 +170,7 @@ class Trials:
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def _trained(self, candidate: Candidate, samples: int) -> dict[str, Any]:
+    def _trained(self, candidate: SearchedPair, samples: int) -> dict[str, Any]:
         reader = self._reader(candidate)
         optimizer, manager = self._taken_up(candidate, reader)
         done = manager.latest or 0
@@ -199,7 +199,7 @@ class Trials:
             "trained": (steps - done) * self.settings.batch_size,
         }  # fmt: skip
 
-    def _step(self, candidate: Candidate, reader: Reader, optimizer: Any, step: int) -> float:
+    def _step(self, candidate: SearchedPair, reader: Reader, optimizer: Any, step: int) -> float:
         compiled = reader.compiled
         batch = self._batch(candidate, self._order(step))
         loss = compiled.train_step(self.candidates.entries(candidate, batch, reader.tokens, reader.width))
@@ -211,7 +211,7 @@ class Trials:
         compiled.zero_grad()
         return float(loss)
 
-    def _taken_up(self, candidate: Candidate, reader: Reader) -> tuple[Any, CheckpointManager]:
+    def _taken_up(self, candidate: SearchedPair, reader: Reader) -> tuple[Any, CheckpointManager]:
         """An optimizer and the trial's checkpoints, with weights as they were, or as they were given."""
         weights = self._beginning(candidate, reader)
         with torch.no_grad():
@@ -232,7 +232,7 @@ class Trials:
         make = self.settings.scheduler
         return Stepping(optimizer, make(optimizer) if make is not None else None)
 
-    def _beginning(self, candidate: Candidate, reader: Reader) -> dict[str, torch.Tensor]:
+    def _beginning(self, candidate: SearchedPair, reader: Reader) -> dict[str, torch.Tensor]:
         """The language model's own weights, and a projector by the seed."""
         modality = self.candidates.parts.modality
         torch.manual_seed(_number(self.settings.seed, *candidate.pair))
@@ -240,7 +240,7 @@ class Trials:
         own = widened(fresh.get_submodule(f"{modality}_projector").state_dict(), reader.width)
         return {**reader.began, **{f"{modality}_projector.{name}": weight for name, weight in own.items()}}
 
-    def _into(self, candidate: Candidate, reader: Reader) -> None:
+    def _into(self, candidate: SearchedPair, reader: Reader) -> None:
         """What was trained into the pair's model, whose language model is the program's own."""
         trained: Any = reader.compiled.gather()
         projector = candidate.model.get_submodule(f"{self.candidates.parts.modality}_projector")
@@ -248,7 +248,7 @@ class Trials:
         width = own[first_matrix(own)].shape[1]
         projector.load_state_dict(narrowed(trained.projector.state_dict(), width))
 
-    def _reader(self, candidate: Candidate) -> Reader:
+    def _reader(self, candidate: SearchedPair) -> Reader:
         """The program of a pair's language model, made for the first pair that has it."""
         known = self._readers.get(candidate.llm)
         if known is not None:
@@ -305,7 +305,7 @@ class Trials:
     # --- scoring ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _scored(self, candidate: Candidate) -> tuple[float, float | None]:
+    def _scored(self, candidate: SearchedPair) -> tuple[float, float | None]:
         with evaluating(candidate):
             found = self.task.score(candidate)
         numbers = torch.as_tensor(found, dtype=torch.float64).flatten()
@@ -318,7 +318,7 @@ class Trials:
         return float(numbers.mean()), spread
 
     @torch.no_grad()
-    def _represent(self, candidate: Candidate) -> None:
+    def _represent(self, candidate: SearchedPair) -> None:
         """Keep what the language model makes of the probe behind this encoder: the mean of its last states where
         answers stand, which its head reads.
         """
@@ -362,7 +362,7 @@ class Trials:
         """The first samples of the first epoch: those that every trial begins with."""
         return self._epoch(0)[: self.task.probe]
 
-    def _batch(self, candidate: Candidate, numbers: Sequence[int]) -> Mapping[str, Any]:
+    def _batch(self, candidate: SearchedPair, numbers: Sequence[int]) -> Mapping[str, Any]:
         return self.task.batch(candidate, [self.task.data[number] for number in numbers])
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ class Stepping:
 
 
 @contextmanager
-def evaluating(candidate: Candidate) -> Iterator[None]:
+def evaluating(candidate: SearchedPair) -> Iterator[None]:
     """The pair's model in eval mode; each of its modules is as it was afterwards."""
     modes = {module: module.training for module in candidate.model.modules()}
     candidate.model.eval()

@@ -12,7 +12,7 @@ import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from csc.model_search.result import Row, SearchResult
+from csc.model_search.result import PairRow, SearchResult
 from csc.model_search.strategies import LEAST
 from csc.reports.data_page import POLICY, STYLE, table
 from csc.simulation.look import BASE, LIMIT, bytes_text, seconds_text
@@ -51,7 +51,7 @@ def page(result: SearchResult, title: str) -> str:
 HEADINGS = ("pair", "score", "spread", "samples", "seconds", "step", "bytes a rank", "front", "why it is not the first")
 
 
-def cells(row: Row, result: SearchResult) -> list[str]:
+def cells(row: PairRow, result: SearchResult) -> list[str]:
     """A row's figures as text, without the reason."""
     return [
         " x ".join(row.pair),
