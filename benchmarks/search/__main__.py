@@ -51,7 +51,8 @@ def counted(*arguments):
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(*arguments)
-PairTrials._step = counted
+if left:  # a class that is patched is none that the cache knows
+    PairTrials._step = counted
 result = csc.search(**digits.search(), directory=sys.argv[2], samples=int(sys.argv[3]), mesh=sys.argv[5] or None)
 print("RESULT", json.dumps(result.as_dict()))
 """
