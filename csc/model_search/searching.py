@@ -143,7 +143,7 @@ def search(
     head = {
         "encoders": list(encoders), "llms": list(llms), "samples": full, "batch_size": batch_size, "data": len(data),
         "projector": repr(projector), "freeze": list(frozen), "seed": seed, "feature_layer": feature_layer,
-        "keep_prefix": keep_prefix,
+        "keep_prefix": keep_prefix, "strategy": repr(chosen), "budget": allowed,
     }  # fmt: skip
     ledger = Ledger(home / "ledger.jsonl", head)
     settings = TrialSettings(
