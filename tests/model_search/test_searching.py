@@ -149,7 +149,7 @@ def test_a_search_that_is_there_trains_nothing_again(found: Any, monkeypatch: py
     assert again.rows == result.rows and (directory / "ledger.jsonl").read_bytes() == before
     with pytest.raises(InputError, match="it is of a search with seed 0, and this one has 1"):
         csc.search(**given, directory=directory, seed=1)
-    with pytest.raises(InputError, match="budget|strategy"):  # its rungs are others: checkpoints are further than they ask
+    with pytest.raises(InputError, match=r"budget|strategy"):  # its rungs have other samples than checkpoints
         csc.search(**{**given, "strategy": "grid", "budget": None}, directory=directory)
 
 
