@@ -30,6 +30,7 @@ __all__ = [
     "energy",
     "meta_init",
     "opaque",
+    "search",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from csc.kernels.attention import attention
     from csc.kernels.mask import Mask
     from csc.kernels.opaque import opaque
+    from csc.model_search import search
     from csc.reports.energy_report import energy
 
 __path__ += installation.top_folders(__path__[0])
@@ -62,6 +64,7 @@ _HOMES = {
     "attention": "csc.kernels.attention",
     "Mask": "csc.kernels.mask",
     "opaque": "csc.kernels.opaque",
+    "search": "csc.model_search",
     "meta_init": "csc.capture.trace.meta_init",
     "CscError": "csc.errors",
     "DifferenceError": "csc.errors",

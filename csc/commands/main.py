@@ -28,6 +28,7 @@ from csc.commands.model_options import Opening, on_target
 from csc.commands.plan_command import plan
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, print_text, table
 from csc.commands.rows import Column
+from csc.commands.search_command import search
 from csc.commands.simulate_command import simulate, timeline
 from csc.commands.timings import compile_times, timings_table
 from csc.commands.verify_command import verify
@@ -182,7 +183,7 @@ def passes(json_output: JsonOption = False) -> None:
     console.print(listed)
 
 
-for command in (explain, verify, simulate, plan, energy, timeline, cost, profile, data, mask):
+for command in (explain, verify, simulate, plan, energy, timeline, cost, profile, data, mask, search):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -18,6 +18,14 @@ from csc.driver.new_model import compiled_model
 from csc.errors import CscError, InputError, MissingPackage, user_line
 
 
+def load_value(target: str, name: str) -> Any:
+    """What `path.py:name` names; of a path alone, `name` in it. InputError as of load_target."""
+    path, _, own = target.rpartition(":") if not target.endswith(".py") else (target, "", name)
+    if not path or not own:
+        raise InputError(f"{target!r} names no file", "target", f"write path.py, or path.py:name; {name} else")
+    return _attribute(_load(Path(path)), own, path)
+
+
 def load_target(target: str, example: str | None = None) -> CompiledModel:
     """The CompiledModel named by `path.py:name`: decorated, made by csc.compile, a plain module, or a factory of one.
 

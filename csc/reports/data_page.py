@@ -45,7 +45,7 @@ def page(report: DataReport, title: str) -> str:
             f"<p>{report.outside:,} of {report.microbatches:,} microbatches had another size. "
             f"Costs are off by {report.error:.1%}.</p>",
             _sizes(report.sizes),
-            _table(["", "rows", "width", *report.units], _rows(report.sizes)),
+            table(["", "rows", "width", *report.units], _rows(report.sizes)),
             "</body></html>\n",
         ]
     )
@@ -54,7 +54,7 @@ def page(report: DataReport, title: str) -> str:
 def _distribution(report: DataReport) -> str:
     first = next(iter(report.distribution.values()))
     rows = ([name, *(f"{value:.4g}" for value in values.values())] for name, values in report.distribution.items())
-    return _table(["", *first], rows)
+    return table(["", *first], rows)
 
 
 def _histogram(name: str, one: Histogram) -> str:
@@ -102,7 +102,7 @@ def _rows(sizes: Sequence[Size]) -> Iterable[list[str]]:
     return ([str(n + 1), f"{size[-2]:,}", f"{size[-1]:,}", *map(str, size[:-2])] for n, size in enumerate(sizes))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     first = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="table"><table><thead><tr>{first}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -6,6 +6,7 @@ beside the keys of those that ended. So each *attempt* has keys of its own.
 
     setup_distributed(device="cpu", timeout=600.0) -> Launch      joins the default process group
     join_group(device, timeout, ranks, mesh) -> bool              the same for a mesh, if torchrun started this process
+    divided_world(size) -> Team                                   from now on this process is one of so many
     several_processes() -> bool                                   whether this process is one of several ranks
     open_store(timeout) -> Store                                  connects to torchrun's store
     first_to_speak(store) -> bool                                 True for one rank only: the first that asks
@@ -102,6 +103,39 @@ def join_group(device: str, timeout: float, ranks: int, mesh: str) -> bool:
     if world > 1:
         check_world(world, ranks, mesh)
     return world > 1
+
+
+@dataclass(frozen=True)
+class Team:
+    """Processes that train together, of several that torchrun started. number: which of `teams` it is; rank: of this
+    process in it.
+    """
+
+    number: int
+    teams: int
+    rank: int
+
+
+def divided_world(size: int) -> Team:
+    """Divide torchrun's processes into teams of `size` neighbours; each is a world of its own from now on. One process
+    alone is a team of any size: it runs all ranks itself.
+
+    InputError if the number of processes is no multiple, or they are in a group already.
+    """
+    if not several_processes():
+        return Team(0, 1, 0)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    where = "torchrun"
+    if dist.is_initialized():
+        raise InputError("the processes are in one group already", where, "call csc.search before init_process_group")
+    if world % size:
+        raise InputError(
+            f"{world} processes are no teams of {size}", where, f"start a multiple of {size}, or change trial_mesh"
+        )
+    number, within = divmod(rank, size)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    os.environ |= {"RANK": str(within), "WORLD_SIZE": str(size), "TORCHELASTIC_RESTART_COUNT": f"{attempt}-{number}"}
+    return Team(number, world // size, within)
 
 
 def _apart(error: RuntimeError) -> RankLost:

@@ -161,3 +161,20 @@ def test_a_script_for_hf_trainer_is_its_eager_self_on_four_ranks(tmp_path: Path)
     (tmp_path / "ranks" / "checkpoint-6").rename(tmp_path / "before")
     launching.script(4, "examples/trainer.py", "--output", str(tmp_path / "ranks"), "--resume")
     assert adapters() == whole
+
+
+@pytest.mark.long
+def test_a_search_finds_a_pair_that_spells_digits(tmp_path: Path) -> None:
+    """Both sides of the best pair have learnt something: an untrained ViT or a Llama without text spells worse."""
+    example = Path(__file__).parents[2] / "examples" / "search" / "digits.py"
+    command = [sys.executable, "-c", "from csc.commands.main import main; main()", "search", str(example)]
+    done = subprocess.run(
+        [*command, "--directory", "run", "--samples", "512", "--json", "--page", "page.html"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    best = found["rows"][0]
+    assert len(found["rows"]) == 24 and best["score"] > 0.7 and best["llm"].endswith("-text")
+    assert best["encoder"] != "vit-untrained" and found["counts"]["samples"] <= found["budget"]
+    assert "<svg" in (tmp_path / "page.html").read_text()

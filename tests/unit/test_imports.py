@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     "csc.commands": 5, "csc.reports": 5, "csc.integrations": 5, "csc.run": 5,
     "csc.api": 4, "csc.balance": 4, "csc.driver": 4, "csc.check": 4, "csc.checkpoints": 4, "csc.cache": 4,
+    "csc.model_search": 4,
     "csc.capture": 3, "csc.composition": 3, "csc.passes": 3, "csc.codegen": 3, "csc.runtime": 3,
     "csc.planning": 2,
     "csc.analysis": 1, "csc.masks": 1, "csc.simulation": 1,

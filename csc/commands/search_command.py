@@ -1,0 +1,101 @@
+"""`csc search`: the best pair of encoder and language model, by the arguments of csc.search in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.rows import Column
+from csc.errors import InputError
+
+NAME = "search"
+
+
+def search(
+    file: Annotated[
+        str, typer.Argument(help="path.py:name of the arguments of csc.search, or of a function that makes them")
+    ],
+    directory: Annotated[
+        Path | None, typer.Option("--directory", help="where the search is kept, and goes on from")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option("--strategy", help="halving, mordal, random or grid")] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", help="samples of all trials together; below 1: a share of the grid")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="of a training to the end")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="of projectors and the order of samples")] = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", help="plan each pair's step for it, as pp=3,dp=2")] = None,
+    microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="of that step")] = None,
+    hardware: Annotated[str | None, typer.Option("--hardware", help="profile that it is planned for")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help="what one rank may hold there, as 40GB")] = None,
+    trial_mesh: Annotated[str | None, typer.Option("--trial-mesh", help="ranks of one trial, as dp=2")] = None,
+    page: Annotated[Path | None, typer.Option("--page", help="also write an HTML page with pictures")] = None,
+    save: Annotated[Path | None, typer.Option("--save", help="write the winner there, as save_pretrained does")] = None,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """The pair of encoder and language model that learns a task best, at a twelfth of the grid's samples."""
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun the first process alone prints
+    given = {
+        "directory": directory, "strategy": strategy, "samples": samples, "seed": seed, "mesh": mesh,
+        "microbatches": microbatches, "hardware": hardware, "memory": memory, "trial_mesh": trial_mesh,
+        "budget": int(budget) if budget is not None and budget >= 1 else budget,
+    }  # fmt: skip
+    from csc.commands.target import load_value
+    from csc.model_search import search as run
+    from csc.reports.search_page import page as page_of
+    from csc.reports.search_page import summary
+
+    errors = Console(stderr=True)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's file prints is no part of what a command prints
+        arguments = _arguments(load_value(file, NAME), file)
+        arguments |= {name: value for name, value in given.items() if value is not None}
+        if "directory" not in arguments:
+            raise InputError("there is no directory", "csc search", "give --directory, where the search is kept")
+        arguments.setdefault("tell", lambda line: errors.print(escape(line), highlight=False))
+        result = run(**arguments)
+    if not first:
+        return
+    if save is not None:
+        result.winner().save_pretrained(save)
+    if page is not None:
+        page.write_text(page_of(result, f"csc search {file}"), encoding="utf-8")
+    if json_output:
+        print_json(result.as_dict())
+        return
+    _show(result)
+    console.print(escape(summary(result)), highlight=False)
+
+
+def _arguments(value: Any, file: str) -> dict[str, Any]:
+    made = value() if callable(value) else value
+    if not isinstance(made, Mapping):
+        raise InputError(
+            f"it is a {type(made).__name__}", file,
+            "name a dict of the arguments of csc.search, or a function that makes one",
+        )  # fmt: skip
+    return dict(made)
+
+
+def _show(result: Any) -> None:
+    from csc.reports.search_page import HEADINGS, cells
+
+    *names, why = HEADINGS
+    optional = {"spread": 3, "seconds": 4, "samples": 2, "bytes a rank": 1}
+    planned = any(row.planned_seconds is not None for row in result.rows)
+    kept = [n for n, name in enumerate(names) if planned or name not in ("step", "bytes a rank")]
+    columns = [Column(names[n], optional[names[n]]) if names[n] in optional else Column(names[n]) for n in kept]
+    shown = table(*columns, Column(why, 5), title=f"{len(result.rows)} pairs, the best first")
+    for row in result.rows:
+        own = cells(row, result)
+        shown.add_row(*(escape(own[n]) for n in kept), escape(row.dropped))
+    console.print(shown)

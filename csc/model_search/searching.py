@@ -1,0 +1,324 @@
+"""csc.search: what is asked is checked, trials are driven by a strategy, pairs are planned, and a result is made.
+
+search(encoders, llms, data, score, batch=..., directory=...) -> SearchResult
+
+Under torchrun the processes are divided into teams, each as large as the mesh of a trial, and each with the same
+strategy and ledger: of a rung every team trains its share, and waits for the records of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from csc.driver.options import changed, closed
+from csc.errors import CscError, InputError
+from csc.ir.mesh import Mesh
+from csc.ir.program import Options
+from csc.model_search.candidates import Candidates, Part, Parts, SearchedPair, sentence
+from csc.model_search.ledger import Ledger
+from csc.model_search.pair_plans import PairPlan, joined, planned, problem_of
+from csc.model_search.result import Counts, PairRow, SearchResult
+from csc.model_search.strategies import Choice, Pair, Rung, Seen, Space, Strategy, drive, named
+from csc.model_search.trials import (
+    COMPILED,
+    FAILED,
+    FEWEST_PROBES,
+    TRIAL,
+    Batch,
+    PairTrials,
+    Score,
+    Task,
+    TrialSettings,
+)
+from csc.planning.problem import Problem
+from csc.runtime.launch import Team, divided_world
+
+PLAN = "plan"  # the kind of a record
+SHARE = 1 / 12  # of the grid's samples, if no budget is named
+ADAMW = partial(torch.optim.AdamW, lr=1e-4)
+
+
+def search(
+    encoders: Mapping[str, Part],
+    llms: Mapping[str, Part],
+    data: Sequence[Any],
+    score: Score,
+    *,
+    batch: Batch,
+    placeholders: int | Mapping[str, int],
+    directory: str | Path,
+    projector: str | Mapping[str, Any] = "mlp",
+    modality: str = "vision",
+    feature_layer: int | None = None,
+    keep_prefix: bool = False,
+    samples: int | None = None,
+    budget: int | float | None = None,
+    strategy: str | Strategy = "halving",
+    batch_size: int = 16,
+    freeze: Sequence[str] | None = None,
+    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = ADAMW,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    clip: float | None = 1.0,
+    perfect: float = 1.0,
+    probe: int = 64,
+    seed: int = 0,
+    save_every: float = 60.0,
+    mesh: Mesh | Mapping[str, int] | str | None = None,
+    microbatches: int = 1,
+    hardware: str | None = None,
+    memory: int | str | None = None,
+    trial_mesh: Mesh | Mapping[str, int] | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Find the pair of encoder and language model that learns a task best, without training every pair to the end.
+
+    Args:
+        encoders: By name, encoders as csc.compose takes them, or functions that make them. They stay frozen.
+        llms: By name, language models as csc.compose takes them, or functions that make them. They are as they were
+            given when the search ends.
+        data: Training samples, of any kind: what has a length and gives a sample by number.
+        score: From a SearchedPair (`.encoder`, `.llm`: names; `.model`: the composed model with what it has learnt, in
+            eval mode) to a number, or to one for each sample that is scored; higher is better.
+        batch: From a SearchedPair and a list of samples to its batch, as `candidate.model.processor(...)` makes one.
+        placeholders: The token id whose places features take: of all language models, or by name.
+        directory: Where checkpoints, features and the ledger are kept. The same call with the same directory goes on
+            where it was.
+        projector: As for csc.compose, by its kind.
+        modality: The name of the encoder's modality.
+        feature_layer: As for csc.compose.
+        keep_prefix: As for csc.compose.
+        samples: Of a training to the end, after which scores are compared; None: all of `data` once.
+        budget: Samples that all trials together may take; below 1: a share of the grid, which is every pair to the end.
+            None: a twelfth of the grid, and twice `samples` at least.
+        strategy: "halving", "mordal", "random" or "grid", or a value of csc.model_search.strategies; docs/search.md.
+        batch_size: Samples of a step.
+        freeze: Components that do not train, the encoder among them; None: the encoder alone.
+        optimizer: From parameters to an optimizer.
+        scheduler: From an optimizer to a scheduler, which makes a step for each batch; None: rates stay.
+        clip: Norm to which gradients are clipped; None: they are not.
+        perfect: The score of no error.
+        probe: Samples by which candidates are compared for clusters.
+        seed: Of projectors, of the order of samples, and of the strategy.
+        save_every: Seconds between checkpoints of a trial within a rung.
+        mesh: For which the step of each pair is planned; None: none is planned.
+        microbatches: Of that step, which has `batch_size` samples a replica.
+        hardware: The profile that it is planned for.
+        memory: What one rank may hold there.
+        trial_mesh: Ranks of one trial; None: one.
+        options: Further options of csc.compile for trials: precision, recompute, fuse, check, ...
+        tell: Called with a line for each rung and each trial.
+
+    Returns:
+        A SearchResult: a row for each pair, the best first; `winner()` is a model that trains on.
+
+    Raises:
+        InputError: An argument is wrong, no pair can be composed, the data is too small, or the budget is below the
+            strategy's first rung. A pair that fails is no error: its row says why.
+    """
+    chosen = named(strategy)
+    trial = changed(Options(), mesh=trial_mesh if trial_mesh is not None else Mesh()).mesh
+    full = _full(data, samples, batch_size)
+    frozen = _frozen(freeze, modality)
+    _check_probe(chosen, data, probe)
+    wanted = {"mesh": mesh, "microbatches": microbatches, "hardware": hardware, "memory": memory}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    planned_mesh = closed(changed(Options(), **wanted)).mesh  # what is wrong is said before anything is trained
+    home = Path(directory)
+    team = divided_world(trial.size)
+    candidates = Candidates(
+        encoders, llms, Parts(projector, placeholders, modality, feature_layer, keep_prefix), home / "features"
+    )
+    if len(candidates.pairs) == 1 and not candidates.impossible:
+        raise InputError("there is one pair alone", "csc.search", "give several encoders or language models")
+    grid = len(candidates.pairs) * full
+    allowed = _budget(budget, grid, full, chosen.name)
+    head = {
+        "encoders": list(encoders), "llms": list(llms), "samples": full, "batch_size": batch_size, "data": len(data),
+        "projector": repr(projector), "freeze": list(frozen), "seed": seed, "feature_layer": feature_layer,
+        "keep_prefix": keep_prefix, "strategy": repr(chosen), "budget": allowed,
+    }  # fmt: skip
+    ledger = Ledger(home / "ledger.jsonl", head)
+    settings = TrialSettings(
+        batch_size, frozen, optimizer, scheduler, clip, seed, save_every, {**(options or {}), "mesh": trial}
+    )
+    speaks = team.rank == 0
+    with torch.random.fork_rng():
+        trials = PairTrials(candidates, Task(data, batch, score, probe), settings, ledger, home, speaks)
+        space = Space(
+            tuple(encoders), tuple(llms), full, allowed, batch_size, perfect,
+            trials.encoder_distances() if chosen.clusters else None, frozenset(candidates.impossible),
+        )  # fmt: skip
+        say = tell if tell is not None and speaks and team.number == 0 else _quiet
+        train = partial(_rung, trials, team, say)
+        choice, seen = drive(chosen, space, seed, train, trials.llm_distances)
+        trials.restore()
+        if not choice.ranking:
+            first = ledger.records(FAILED)[0]
+            raise InputError(
+                f"every pair failed; {first['encoder']} x {first['llm']}: {first['why']}", "csc.search",
+                f"mend that, and remove the lines of kind {FAILED!r} from {ledger.path}: checkpoints are kept",
+            )  # fmt: skip
+        plans: dict[Pair, PairPlan] = {}
+        if mesh is not None and speaks and team.number == 0:  # the result is whole in the first process
+            plans = _plans(trials, candidates, wanted, say)
+    rows = _rows(candidates, ledger, choice, seen, plans)
+    counts = _counts(ledger, candidates, grid)
+    text = "" if mesh is None else str(planned_mesh)
+    return SearchResult(rows, chosen.name, allowed, full, text, perfect, counts, trials.model)
+
+
+def _rung(
+    trials: PairTrials, team: Team, say: Callable[[str], None], rung: Rung, seen: Seen
+) -> dict[Pair, float | None]:
+    """Each team trains a run of the rung's pairs, those of a language model together, and waits for the others'."""
+    say(f"{rung.why}: {len(rung.pairs)} {'pair' if len(rung.pairs) == 1 else 'pairs'}, {rung.samples:,} samples each")
+    order = sorted(rung.pairs, key=lambda pair: pair[1])
+    share = math.ceil(len(order) / team.teams)
+    own = order[team.number * share : (team.number + 1) * share]
+    for pair in own:
+        score = trials.train(pair, rung.samples)
+        text = "failed" if score is None else f"score {score:.4g}"
+        say(f"  {' x '.join(pair)}: {text}")
+    return {pair: trials.awaited(pair, rung.samples).get("score") for pair in rung.pairs}
+
+
+def _quiet(_: str) -> None:
+    """Tells nobody."""
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def _full(data: Any, samples: int | None, batch_size: int) -> int:
+    """Samples of a training to the end: whole batches. InputError for less than one."""
+    for name, value in (("batch_size", batch_size), ("samples", samples)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"{name} is {value!r}", "csc.search", "give a whole number of at least 1")
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise InputError(
+            f"data is a {type(data).__name__} without a length, or whose samples have no numbers", "csc.search",
+            "give a list, or a dataset with __len__ and __getitem__",
+        )  # fmt: skip
+    wanted = len(data) if samples is None else samples
+    if len(data) < batch_size or wanted < batch_size:
+        least = min(len(data), wanted)
+        raise InputError(
+            f"a batch has {batch_size} samples, and a training to the end has {least} to learn from", "csc.search",
+            "give more data or samples, or a smaller batch_size",
+        )  # fmt: skip
+    return wanted // batch_size * batch_size
+
+
+def _frozen(freeze: Sequence[str] | None, modality: str) -> tuple[str, ...]:
+    encoder, known = f"{modality}_encoder", (f"{modality}_encoder", f"{modality}_projector", "language_model")
+    frozen = (encoder,) if freeze is None else tuple(freeze)
+    if encoder not in frozen:
+        raise InputError(
+            f"freeze leaves {encoder} to train, and a search makes an encoder's features of each sample once",
+            "csc.search", f'add "{encoder}" to freeze; the winner may train it afterwards',
+        )  # fmt: skip
+    if set(known) <= set(frozen):
+        raise InputError("freeze names all components, so nothing trains", "csc.search", "leave out the projector")
+    return frozen
+
+
+def _check_probe(strategy: Strategy, data: Sequence[Any], probe: int) -> None:
+    count = min(probe, len(data))
+    if strategy.clusters and count < FEWEST_PROBES:
+        raise InputError(
+            f"clusters are told by {count} samples, and need {FEWEST_PROBES} at least", "csc.search",
+            "give more data, a larger probe, or strategy='halving', which has no clusters",
+        )  # fmt: skip
+
+
+def _budget(budget: int | float | None, grid: int, full: int, strategy: str) -> int:
+    if budget is None:
+        return grid if strategy == "grid" else min(grid, max(math.floor(grid * SHARE), 2 * full))
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
+        raise InputError(f"budget is {budget!r}", "csc.search", "give a number of samples, or a share of the grid")
+    return math.floor(grid * budget) if budget < 1 else int(budget)
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def _plans(
+    trials: PairTrials, candidates: Candidates, options: Mapping[str, Any], say: Callable[[str], None]
+) -> dict[Pair, PairPlan]:
+    """Of every pair that fits; each encoder and each language model is captured once."""
+    fronts: dict[str, tuple[Problem, float]] = {}
+    rears: dict[str, Problem] = {}
+    asked = repr(sorted((name, str(value)) for name, value in options.items()))
+    known = {
+        (record["encoder"], record["llm"]): PairPlan(**record["plan"])
+        for record in trials.ledger.records(PLAN)
+        if record["options"] == asked
+    }
+    found = {}
+    for pair in candidates.pairs:
+        encoder, llm = pair
+        if pair in known:
+            found[pair] = known[pair]
+            continue
+        try:
+            if encoder not in fronts:
+                fronts[encoder] = trials.front(encoder, options)
+            if llm not in rears:
+                rears[llm] = problem_of(trials.reader(llm).compiled, options)
+            ahead, size = fronts[encoder]
+            found[pair] = planned(joined(ahead, rears[llm], size))
+            trials.ledger.add(
+                {"kind": PLAN, "encoder": encoder, "llm": llm, "options": asked, "plan": asdict(found[pair])}
+            )
+        except CscError as error:
+            say(f"no step is planned for {' x '.join(pair)}: {sentence(error)}")
+    return found
+
+
+def _rows(
+    candidates: Candidates, ledger: Ledger, choice: Choice, seen: Seen, plans: Mapping[Pair, PairPlan]
+) -> tuple[PairRow, ...]:
+    records: dict[Pair, list[dict[str, Any]]] = {}
+    for record in ledger.records(TRIAL):
+        records.setdefault((record["encoder"], record["llm"]), []).append(record)
+    failed = {(record["encoder"], record["llm"]): record["why"] for record in ledger.records(FAILED)}
+    gone = {pair: why for pair, why in failed.items() if pair in seen.failed}
+    pairs = [*choice.ranking, *gone, *candidates.impossible]
+    why = {**choice.dropped, **gone, **candidates.impossible}
+    rows = []
+    for pair in pairs:
+        own = [record for record in records.get(pair, []) if record["samples"] <= seen.reached(pair)]
+        last = own[-1] if own else {}
+        plan = plans.get(pair)
+        rows.append(
+            PairRow(
+                *pair, last.get("score"), last.get("spread"), seen.reached(pair),
+                sum(record["seconds"] for record in own), seen.curves.get(pair, ()), why.get(pair, ""),
+                plan.seconds if plan is not None else None, plan.memory if plan is not None else None,
+            )
+        )  # fmt: skip
+    return tuple(rows)
+
+
+def _counts(ledger: Ledger, candidates: Candidates, grid: int) -> Counts:
+    trials, compiled = ledger.records(TRIAL), ledger.records(COMPILED)
+    return Counts(
+        samples=sum(record["trained"] for record in trials),
+        grid=grid,
+        captures=sum(record["captures"] for record in compiled),
+        encoder_passes={name: encoder.passes for name, encoder in candidates.remembered.items()},
+        compile_seconds=sum(record["seconds"] for record in compiled),
+        train_seconds=sum(record["seconds"] for record in trials),
+        score_seconds=sum(record["scoring"] for record in trials),
+    )
+
+
+__all__ = ["SearchedPair", "search"]
