@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from csc import errors
 from csc.errors import CscError, RankLost
+from csc.runtime.texts import cannot, is_lost
 
 LONGEST = timedelta(hours=24)  # of a compilation that others wait for
 CHUNK = 32 * 2**20  # bytes
@@ -106,10 +107,14 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def answering(who: str, doing: str) -> Iterator[None]:
-    """RankLost in place of what a process group raises. who: went away; doing: meanwhile, a clause."""
+    """RankLost in place of what a process group raises, or a CscError of what its backend does not do. who: went away;
+    doing: meanwhile, a clause.
+    """
     try:
         yield
     except RuntimeError as error:
+        if not is_lost(error):
+            raise cannot(error, doing, f"rank {dist.get_rank()}") from error
         said = (str(error).strip().splitlines() or [""])[0][:200]
         raise RankLost(
             f"{who} went away while {doing} ({said})",

@@ -35,7 +35,7 @@ from csc.runtime.meeting import Meeting
 from csc.runtime.process_groups import ProcessGroups
 from csc.runtime.specs import MessageSpec
 from csc.runtime.spread import Recent
-from csc.runtime.texts import first_line, is_silence
+from csc.runtime.texts import cannot, first_line, is_lost, is_silence
 from csc.runtime.transport import in_layout, laid_out, summed
 
 UNDER_WAY = 2  # exchanges whose sends need not be done yet
@@ -302,9 +302,9 @@ class Distributed:
         return summed(ticket.parts).to(self._device)
 
     def start_gather(self, flat: torch.Tensor, ranks: tuple[int, ...], why: str) -> _Gathering:
-        buffer, group = flat.detach().to(self._wire), self._groups.sums[tuple(sorted(ranks))]
+        buffer, group = flat.detach().to(self._wire).contiguous(), self._groups.sums[tuple(sorted(ranks))]
         rows = buffer.new_empty(len(ranks), buffer.numel())
-        call = partial(dist.all_gather, list(rows), buffer, group=group, async_op=True)
+        call = partial(dist.all_gather, list(map(_bytes, rows)), _bytes(buffer), group=group, async_op=True)
         return _Gathering(self._guard(call, why), rows, buffer, why)
 
     def finish_gather(self, ticket: _Gathering) -> torch.Tensor:
@@ -315,9 +315,9 @@ class Distributed:
         self.finish_sum(self.start_sum(tensor, self._manifest.mesh.group(Group.WORLD, self.rank), why))
 
     def gathered(self, tensor: torch.Tensor, ranks: tuple[int, ...], why: str) -> list[torch.Tensor]:
-        group, buffer = self._groups.sums[tuple(sorted(ranks))], tensor.detach().to(self._wire)
+        group, buffer = self._groups.sums[tuple(sorted(ranks))], tensor.detach().to(self._wire).contiguous()
         parts = [torch.empty_like(buffer) for _ in ranks]
-        self._guard(lambda: dist.all_gather(parts, buffer, group=group), why)
+        self._guard(lambda: dist.all_gather(list(map(_bytes, parts)), _bytes(buffer), group=group), why)
         return [part.to(self._device) for part in parts]
 
     def compare_programs(self, program: LoadedProgram) -> None:
@@ -340,14 +340,16 @@ class Distributed:
         return self._manifest.mesh.served(self.rank, microbatch)[0]
 
     def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None, waits: str = "") -> Any:
-        """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost. waits: what for, in words;
-        "": for `what`.
+        """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost, what the backend does not
+        do a CscError. waits: what for, in words; "": for `what`.
         """
         positions = self.meeting.positions
         positions.waits = (waits or what, peer)
         try:
             result = call()
         except RuntimeError as error:
+            if not is_lost(error):
+                raise cannot(error, what, f"rank {self.rank} {self._place(self.rank)}") from error
             lost = "another rank" if peer is None else f"rank {peer} {self._place(peer)}"
             reason = first_line(error)
             silent = is_silence(reason)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from csc.errors import CscError, InputError, RankLost, StepFailed
 from csc.runtime.positions import Positions, store_of_processes
-from csc.runtime.texts import first_line, gathered_texts, is_silence
+from csc.runtime.texts import cannot, first_line, gathered_texts, is_lost, is_silence
 from csc.runtime.words import NOTHING, Said, Word, agree, as_float, as_int, cause, digest, disagreement
 
 MIDDLE = "the middle of a step"
@@ -239,6 +239,10 @@ class Meeting:
         try:
             result = call()
         except RuntimeError as error:
+            if not is_lost(error):
+                refused = cannot(error, operation, f"rank {dist.get_rank()}")
+                self.give_up(refused.what)
+                raise refused from error
             reason = first_line(error)
             told = self.positions.told() if is_silence(reason) else ""
             lost = RankLost(

@@ -224,5 +224,5 @@ class Shards:
             value = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         else:
             value = own.detach().to(self._device).contiguous()
-        dist.broadcast(value, src=source)
+        dist.broadcast(value.view(-1).view(torch.uint8), src=source)  # gloo does not take every dtype
         return value

@@ -3,6 +3,8 @@
 gathered_texts(text, group) -> [text of every rank]
 first_line(error) -> what a backend's error says, without source locations and advice
 is_silence(line) -> whether that is of a wait that took too long
+is_lost(error) -> whether it is of a rank that went away or is silent
+cannot(error, what, where) -> CscError, if it is not: of what the backend does not do
 """
 
 from __future__ import annotations
@@ -13,6 +15,13 @@ import torch
 import torch.distributed as dist
 
 from csc import devices
+from csc.errors import CscError
+
+CONNECTIONS = re.compile(  # in what backends say of them; "gloo/transport" is where gloo's errors of them come from
+    r"gloo/transport|connect|closed|closure|reset by peer|broken pipe|time?d? ?-?out|aborted|socket|remote|unreachable|"
+    r"shut ?down|destroyed|eof|watchdog",
+    re.IGNORECASE,
+)
 
 
 def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -38,3 +47,23 @@ def first_line(error: BaseException) -> str:
 def is_silence(line: str) -> bool:
     """Whether the first line of a backend's error says that nobody answered in time."""
     return "timed out" in line.lower() or "timeout" in line.lower()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error of a process group says that a rank went away or is silent; else it is of the call itself, as
+    of a dtype that the backend does not take.
+    """
+    typed = getattr(dist, "DistError", ())
+    return bool(CONNECTIONS.search(str(error))) or (isinstance(error, typed) and "support" not in str(error))
+
+
+def cannot(error: BaseException, what: str, where: str) -> CscError:
+    """What the backend does not do. what: that was asked of it; where: which rank asked."""
+    backend = dist.get_backend_config() if dist.is_initialized() else "torch.distributed"
+    return CscError(
+        f"the process group ({backend}) does not do '{what}' ({first_line(error)}): it takes neither every dtype nor "
+        "every operation, and of float8, int16 and uint16 gloo has no sums",
+        where,
+        "Have what ranks exchange in float32, bfloat16, float16, int32 or int64 (model.to(torch.bfloat16)), or choose "
+        "a mesh without that exchange",
+    )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher as python_kernels
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export._trace import _compiling_state_context
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
+from csc.torch_private.real_layouts import FakeTensorMode as FakeTensorMode
+
 __all__ = [
     "FakeTensor",
-    "FakeTensorMode",
     "TorchDispatchMode",
     "fx_traceback",
     "make_fx",

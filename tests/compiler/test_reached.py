@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import functools
 import logging
+import math
 import multiprocessing
 import queue
 import threading
@@ -29,6 +30,7 @@ from csc.capture.model_guards import ModelGuards
 from csc.check.eager import eager_step
 from csc.errors import InputError
 from tests.compiler import small
+from tests.compiler.eager import Applying, assert_as_eager, batch, stack
 
 GAIN = 1.0
 TABLE = {"gain": 1.0}
@@ -372,3 +374,22 @@ class Foreign:
 
 def test_classes_whose_module_is_no_text_are_let_alone() -> None:
     assert ModelGuards(Stated(Foreign(), lambda one: 1.0)).holds()
+
+
+def of_compiled_functions(
+    x: torch.Tensor, layer: Applying, drawn: Any = np.random.rand, root: Any = math.sqrt, tanh: Any = torch.tanh
+) -> torch.Tensor:
+    """Functions and objects of extension modules: as defaults, by a global, and as attributes of the layer."""
+    known = callable(drawn) and callable(layer.drawn) and callable(COMPILED.integers) and COMPILED.bit_generator
+    return tanh(x) * root(4.0) * layer.scale if known else x
+
+
+COMPILED = np.random.default_rng(0)
+
+
+def test_functions_of_extension_modules_are_no_crash() -> None:
+    """NumPy's are Cython's, whose classes have attributes `__module__` of their own."""
+    model = stack(of_compiled_functions)
+    for layer in model.layers:
+        layer.drawn, layer.method = np.random.uniform, COMPILED.normal
+    assert_as_eager(model, batch(), meshes=("pp=1",), copied=False)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.reports.verification import verify
+from tests.compiler.eager import assert_as_eager
 
 WIDTH = 8
 
@@ -126,3 +127,43 @@ def test_a_write_through_strides_of_another_order_is_refused() -> None:
     signal = torch.ones(2, 4, 3)
     with pytest.raises(csc.CscError, match="does not lie in memory row by row"):
         csc.compile(Writing(transposed), mesh="pp=2", example={"signal": signal})
+
+
+class Latents(nn.Module):
+    """A loss of a transposed prediction, in a region of its own: torch lays its gradient out otherwise than its fake
+    tensors say.
+    """
+
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4))
+        self.encoder = nn.Conv2d(3, 8, 3, padding=1).requires_grad_(False)
+        self.loss = loss
+
+    def forward(self, picture: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            latents = self.encoder(picture).chunk(2, 1)[0]
+        predicted = self.head((latents + noise).flatten(2).transpose(1, 2))
+        return self.loss(predicted.transpose(1, 2).reshape(latents.shape), noise - latents)
+
+
+def of_powers(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A view that only what `2 ** x` really gives allows."""
+    return F.mse_loss((2**x).view(len(x), -1), y.flatten(1))
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mse": F.mse_loss,
+    "huber": F.huber_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "binary cross entropy": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    "powers": of_powers,
+    "logarithms": lambda x, y: -F.logsigmoid(x * y).view(len(x), -1).mean(),
+}
+
+
+@pytest.mark.parametrize("loss", ["mse", *(pytest.param(one, marks=pytest.mark.long) for one in [*LOSSES][1:])])
+def test_a_gradient_of_other_strides_from_another_region(loss: str) -> None:
+    torch.manual_seed(0)
+    batch = {"picture": torch.randn(2, 3, 4, 4), "noise": torch.randn(2, 4, 4, 4)}
+    assert_as_eager(Latents(LOSSES[loss]), batch, meshes=("pp=1", "pp=2"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
+import itertools
 import os
 import pickle
 import random
@@ -21,6 +23,7 @@ import sympy
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +41,7 @@ from csc.torch_private import hooks as private_hooks
 from csc.torch_private import lists as private_lists
 from csc.torch_private import process_state as private_state
 from csc.torch_private import processes as private_processes
+from csc.torch_private import real_layouts as private_real_layouts
 from csc.torch_private import same_layouts as private_layouts
 from csc.torch_private import symbolic_sizes as private_sizes
 from csc.torch_private import traces as private_traces
@@ -45,7 +49,8 @@ from tests import launching
 
 ROOMS = (
     private_artifacts, private_attention, private_autograd, private_checkpoints, private_exported, private_hooks,
-    private_layouts, private_lists, private_processes, private_sizes, private_state, private_traces, private_versions,
+    private_layouts, private_lists, private_processes, private_real_layouts, private_sizes, private_state,
+    private_traces, private_versions,
 )  # fmt: skip
 
 
@@ -88,6 +93,53 @@ def test_fake_tensor_mode() -> None:
     with mode:
         assert torch.ops.aten.add.Tensor(strided, torch.ones(2, 3)).shape == (2, 3)
     assert strided.stride() == (1, 2)
+
+
+def _laid_out(layout: str) -> torch.Tensor:
+    """(2, 3, 4) between 0 and 1, in memory as the name says."""
+    x = torch.rand(2, 3, 4) * 0.8 + 0.1
+    return {
+        "rows": x,
+        "columns": x.mT.contiguous().mT,
+        "expanded": x[:, :1].expand(2, 3, 4),
+    }[layout]
+
+
+def _called(operation: Any) -> list[tuple[list[Any], Any]]:
+    """Calls of it on tensors of all layouts: (operands, real result)."""
+    numbers = {"number": 0.5, "float": 0.5, "int": 1, "bool": False}
+    named = {"input_dtype": torch.float32, "training": True}
+    arguments = [one for one in operation._schema.arguments if not (one.kwarg_only and one.has_default_value())]
+    places = [place for place, one in enumerate(arguments) if str(one.type) in ("Tensor", "Optional[Tensor]")]
+    places = [place for place in places if not arguments[place].has_default_value() or "clamp" in str(operation)]
+    calls = []
+    known = ("rows", "columns") if len(places) > 2 else ("rows", "columns", "expanded")
+    for layouts in itertools.product(known, repeat=len(places)):
+        operands = [
+            named.get(one.name, one.default_value if one.has_default_value() else numbers.get(str(one.type)))
+            for one in arguments
+        ]
+        for place, layout in zip(places, layouts):
+            operands[place] = _laid_out(layout)
+        if "_weight_norm" in str(operation):
+            operands[1] = torch.rand(2, 1, 1)
+        calls.append((operands, operation(*operands)))
+    return calls
+
+
+@pytest.mark.parametrize("operation", {**private_real_layouts.LAYOUTS, **private_real_layouts.OF_CPU}, ids=str)
+def test_real_layouts(operation: Any) -> None:
+    """Fake tensors have the strides of real ones, where torch alone would have others."""
+    with torch.random.fork_rng():
+        calls = _called(operation)
+    of_csc, of_torch = private_traces.FakeTensorMode(), FakeTensorMode()
+    for operands, real in calls:
+        real = real if isinstance(real, torch.Tensor) else real[0]
+        for context, mode in ((contextlib.nullcontext(), of_csc), (private_real_layouts.real_layouts(), of_torch)):
+            with context, mode:
+                fake = operation(*[mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in operands])
+            fake = fake if isinstance(fake, torch.Tensor) else fake[0]
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 def test_fake_tensor() -> None:

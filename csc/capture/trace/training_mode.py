@@ -15,6 +15,7 @@ from torch import nn
 from csc.capture.dedup.layers import Layers
 from csc.capture.trace.hf_varlen import one_attention
 from csc.capture.trace.mutations import attributes_kept
+from csc.torch_private.real_layouts import real_layouts
 from csc.torch_private.traces import (
     each_computed,
     plain_checkpoints,
@@ -62,6 +63,7 @@ def as_traced(model: nn.Module, layers: Layers) -> Iterator[None]:
         layers.kept_out(),
         without_messages(),
         each_computed(),
+        real_layouts(),
         plain_checkpoints(),
         tensors_of_data(),
         unchanged_modules(),
