@@ -62,28 +62,13 @@ def untraceable(
             "a plain Python value in the batch; or keep the module out of the trace with csc.opaque(module)",
         )
     changed = re.search(CONSTANT, str(root))
-    if changed is not None and gradients:
-        return InputError(
-            "the model asks for gradients in its forward (torch.autograd.grad), of an operation that keeps more for "
-            "them than its arguments",
-            gradients,
-            "write that gradient with tensor operations, in a torch.autograd.Function, or keep the module out of the "
-            "trace with csc.opaque(module)",
-        )
     if changed is not None:
+        return _changes(where or changed[1].lstrip(".") or "model", gradients)
+    if (of_higher_order := _higher_order(error)) is not None:
+        called, remedy = of_higher_order
         return InputError(
-            "the model changes a parameter while it runs, or a part of what a linear map gave (y[:, 0] = ...)",
-            where or changed[1].lstrip(".") or "model",
-            "leave its forward without side effects: clamp or normalise the parameter itself where it is used "
-            "(weight.clamp(...), not weight.data.clamp_(...)), or change it after the optimizer's step; write to a "
-            "copy of the linear map's result (y = linear(x).clone())",
+            f"the model calls {called}, an operator on functions, which csc does not take apart", where, remedy
         )
-    of_higher_order = _higher_order(error)
-    if of_higher_order is not None:
-        return InputError(
-            f"the model calls {of_higher_order[0]}, an operator on functions, which csc does not take apart",
-            where, of_higher_order[1],
-        )  # fmt: skip
     within = traceback.extract_tb(root.__traceback__)
     if any(words in str(root) for words in WRAPPED) or any(map(_differentiates, within)):
         return InputError(
@@ -111,6 +96,25 @@ def untraceable(
         f"the model cannot be traced: {type(root).__name__}: {first}",
         where,
         "run model(**batch) in eager mode first; if that works, make the named line traceable by torch.export",
+    )
+
+
+def _changes(where: str, gradients: str) -> InputError:
+    """What was taken for a constant is another one at the end of the trace. gradients: as in `untraceable`."""
+    if gradients:
+        return InputError(
+            "the model asks for gradients in its forward (torch.autograd.grad), of an operation that keeps more for "
+            "them than its arguments",
+            gradients,
+            "write that gradient with tensor operations, in a torch.autograd.Function, or keep the module out of the "
+            "trace with csc.opaque(module)",
+        )
+    return InputError(
+        "the model changes a parameter while it runs, or a part of what a linear map gave (y[:, 0] = ...)",
+        where,
+        "leave its forward without side effects: clamp or normalise the parameter itself where it is used "
+        "(weight.clamp(...), not weight.data.clamp_(...)), or change it after the optimizer's step; write to a "
+        "copy of the linear map's result (y = linear(x).clone())",
     )
 
 

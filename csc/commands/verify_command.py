@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from csc.commands.printing import DebugOption, JsonOption, console, print_json, 
 
 if TYPE_CHECKING:
     from csc.check.certificate import Certificate, CertificateComparison
+    from csc.driver.compiled import CompiledModel
     from csc.reports.verification import Verification
 
 WORST = 8  # rows of a table
@@ -61,40 +62,66 @@ def verify(
 ) -> None:
     """Compare with eager PyTorch on the example batch: loss and every gradient. Exit code 1 if they differ."""
     from csc.check.certificate import Certificate
-    from csc.reports import certifying
-    from csc.reports.verification import default_tolerance, parting
-    from csc.reports.verification import verify as compare
 
     there = None if against is None else Certificate.read(against)
     with opening as compiled:
-        if there is not None:
-            certifying.same_step(there, compiled, where=str(against))
-        certify = certificate is not None or there is not None
-        result = compare(compiled, float64=float64, steps=steps, rounding=tolerance is None, certify=certify)
-        here = certifying.certificate(compiled, result) if certify else None
-        comparison = None if there is None or here is None else certifying.against(there, here, tolerance)
-        if tolerance is None:
-            tolerance = default_tolerance(compiled.options)
-        else:
-            result = replace(result, rounding={})  # what the certificate has asked for lets nothing pass
-        good = result.good(tolerance)
-        place = None if good else parting(compiled, tolerance)
-        same = comparison is None or comparison.good
-        if certificate is not None and here is not None and good and same:
-            here.write(certificate)
+        outcome = _outcome(compiled, there, against, certificate, float64, steps, tolerance)
+    result, good, comparison = outcome.result, outcome.good, outcome.comparison
+    same = comparison is None or comparison.good
     if json_output:
-        content = _as_json(result, good, place, float64, steps)
+        content = _as_json(result, good, outcome.place, float64, steps)
         print_json(content | ({} if comparison is None else {"against": _compared_as_json(comparison)}))
     else:
-        _print(result, tolerance, place, float64, steps)
-        console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {tolerance:g})")
-        if certificate is not None:
-            said = "wrote" if good and same else "something differs, so there is no certificate in"
-            console.print(f"{said} {escape(str(certificate))}", soft_wrap=True)
+        _print(result, outcome.tolerance, outcome.place, float64, steps)
+        console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {outcome.tolerance:g})")
+        _print_certificate(certificate, good and same)
         if comparison is not None and there is not None:
             _print_comparison(comparison, there, against)
     if not good or not same:
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """place: where csc and eager PyTorch part, if they do; comparison: with another certificate, if one was given."""
+
+    result: Verification
+    good: bool
+    place: str | None
+    tolerance: float
+    comparison: CertificateComparison | None
+
+
+def _outcome(
+    compiled: CompiledModel, there: Certificate | None, against: Path | None, certificate: Path | None, float64: bool,
+    steps: int, tolerance: float | None,
+) -> _Outcome:  # fmt: skip
+    """All comparisons; a certificate is written if nothing differs."""
+    from csc.reports import certifying
+    from csc.reports.verification import default_tolerance, parting
+    from csc.reports.verification import verify as compare
+
+    if there is not None:
+        certifying.same_step(there, compiled, where=str(against))
+    certify = certificate is not None or there is not None
+    result = compare(compiled, float64=float64, steps=steps, rounding=tolerance is None, certify=certify)
+    here = certifying.certificate(compiled, result) if certify else None
+    comparison = None if there is None or here is None else certifying.against(there, here, tolerance)
+    if tolerance is None:
+        tolerance = default_tolerance(compiled.options)
+    else:
+        result = replace(result, rounding={})  # what the certificate has asked for lets nothing pass
+    good = result.good(tolerance)
+    place = None if good else parting(compiled, tolerance)
+    if certificate is not None and here is not None and good and (comparison is None or comparison.good):
+        here.write(certificate)
+    return _Outcome(result, good, place, tolerance, comparison)
+
+
+def _print_certificate(path: Path | None, written: bool) -> None:
+    if path is not None:
+        said = "wrote" if written else "something differs, so there is no certificate in"
+        console.print(f"{said} {escape(str(path))}", soft_wrap=True)
 
 
 def _compared_as_json(comparison: CertificateComparison) -> dict[str, Any]:

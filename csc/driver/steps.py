@@ -232,8 +232,7 @@ class Steps:
                     error.add_note(f"on this rank the model has changed since it was compiled: {what}")
                 raise
             served = share.served(heard) and found is not None and not programs.unmet(share.meets(heard))
-            due = served and self._is_due
-            if due or not served:
+            if (due := served and self._is_due) or not served:
                 meeting.began()  # what is made now has meetings of its own
                 programs = self.programs.current()
                 made, compared = self._for_all(share, ready, batch, options, due, any(changes))

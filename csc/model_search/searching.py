@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,48 +131,69 @@ def search(
     wanted = {"mesh": mesh, "microbatches": microbatches, "hardware": hardware, "memory": memory}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     planned_mesh = closed(changed(Options(), **wanted)).mesh  # what is wrong is said before anything is trained
-    home = Path(directory)
-    team = divided_world(trial.size)
     candidates = Candidates(
-        encoders, llms, Parts(projector, placeholders, modality, feature_layer, keep_prefix), home / "features"
+        encoders,
+        llms,
+        Parts(projector, placeholders, modality, feature_layer, keep_prefix),
+        Path(directory) / "features",
     )
-    if len(candidates.pairs) == 1 and not candidates.impossible:
-        raise InputError("there is one pair alone", "csc.search", "give several encoders or language models")
-    grid = len(candidates.pairs) * full
-    allowed = _budget(budget, grid, full, chosen.name)
+    allowed = _budget(budget, len(candidates.pairs) * full, full, chosen.name)
     head = {
         "encoders": list(encoders), "llms": list(llms), "samples": full, "batch_size": batch_size, "data": len(data),
         "projector": repr(projector), "freeze": list(frozen), "seed": seed, "feature_layer": feature_layer,
         "keep_prefix": keep_prefix, "strategy": repr(chosen), "budget": allowed,
     }  # fmt: skip
-    ledger = Ledger(home / "ledger.jsonl", head)
     settings = TrialSettings(
         batch_size, frozen, optimizer, scheduler, clip, seed, save_every, {**(options or {}), "mesh": trial}
     )
-    speaks = team.rank == 0
+    asked = _Asked(full, allowed, perfect, None if mesh is None else str(planned_mesh), wanted)
+    return _driven(chosen, candidates, Task(data, batch, score, probe), settings, asked, Path(directory), head, tell)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """full: samples of a training to the end; budget: of all trials; mesh: for which pairs are planned by `options`."""
+
+    full: int
+    budget: int
+    perfect: float
+    mesh: str | None
+    options: Mapping[str, Any]
+
+
+def _driven(
+    chosen: Strategy, candidates: Candidates, task: Task, settings: TrialSettings, asked: _Asked, home: Path,
+    head: Mapping[str, Any], tell: Callable[[str], None] | None,
+) -> SearchResult:  # fmt: skip
+    """The strategy's rungs, each trained by all teams of processes, and what came of them."""
+    if len(candidates.pairs) == 1 and not candidates.impossible:
+        raise InputError("there is one pair alone", "csc.search", "give several encoders or language models")
+    team = divided_world(settings.options["mesh"].size)
+    ledger = Ledger(home / "ledger.jsonl", head)
+    first = team.rank == 0
+    say = tell if tell is not None and first and team.number == 0 else _quiet
     with torch.random.fork_rng():
-        trials = PairTrials(candidates, Task(data, batch, score, probe), settings, ledger, home, speaks)
+        trials = PairTrials(candidates, task, settings, ledger, home, first)
         space = Space(
-            tuple(encoders), tuple(llms), full, allowed, batch_size, perfect,
-            trials.encoder_distances() if chosen.clusters else None, frozenset(candidates.impossible),
+            tuple(candidates.encoders), tuple(candidates.llms), asked.full, asked.budget, settings.batch_size,
+            asked.perfect, trials.encoder_distances() if chosen.clusters else None, frozenset(candidates.impossible),
         )  # fmt: skip
-        say = tell if tell is not None and speaks and team.number == 0 else _quiet
-        train = partial(_rung, trials, team, say)
-        choice, seen = drive(chosen, space, seed, train, trials.llm_distances)
+        choice, seen = drive(chosen, space, settings.seed, partial(_rung, trials, team, say), trials.llm_distances)
         trials.restore()
         if not choice.ranking:
-            first = ledger.records(FAILED)[0]
+            failed = ledger.records(FAILED)[0]
             raise InputError(
-                f"every pair failed; {first['encoder']} x {first['llm']}: {first['why']}", "csc.search",
+                f"every pair failed; {failed['encoder']} x {failed['llm']}: {failed['why']}", "csc.search",
                 f"mend that, and remove the lines of kind {FAILED!r} from {ledger.path}: checkpoints are kept",
             )  # fmt: skip
         plans: dict[Pair, PairPlan] = {}
-        if mesh is not None and speaks and team.number == 0:  # the result is whole in the first process
-            plans = _plans(trials, candidates, wanted, say)
+        if asked.mesh is not None and first and team.number == 0:  # the result is whole in the first process
+            plans = _plans(trials, candidates, asked.options, say)
     rows = _rows(candidates, ledger, choice, seen, plans)
-    counts = _counts(ledger, candidates, grid)
-    text = "" if mesh is None else str(planned_mesh)
-    return SearchResult(rows, chosen.name, allowed, full, text, perfect, counts, trials.model)
+    counts = _counts(ledger, candidates, len(candidates.pairs) * asked.full)
+    return SearchResult(
+        rows, chosen.name, asked.budget, asked.full, asked.mesh or "", asked.perfect, counts, trials.model
+    )
 
 
 def _rung(

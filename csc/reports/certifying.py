@@ -16,9 +16,7 @@ import platform
 from dataclasses import fields
 from typing import Any
 
-import torch
-
-from csc import __version__
+from csc import __version__, devices
 from csc.cache.switches import switches
 from csc.capture.batch import device_of
 from csc.capture.trace.meta_init import with_weights
@@ -143,7 +141,7 @@ def _made_by(compiled: CompiledModel) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     device = device_of(compiled.model)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name = devices.title(device) if device.type != "cpu" else platform.machine()
     versions |= {"python": platform.python_version(), "device": f"{device.type}: {name}"}
     return {"program": "csc", "csc": __version__, **versions}
 

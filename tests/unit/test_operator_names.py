@@ -72,6 +72,7 @@ NAMES = {
     "csc.runtime.faster_products": "which calls another library computes, and a copy for it",
     "csc.torch_private.dropped_attention": "attention in the parts that torch has for it",
     "csc.torch_private.artifacts": "what Inductor makes no kernel of",
+    "csc.torch_private.real_layouts": "how torch lays out the results of single calls",
 }
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
@@ -87,11 +88,13 @@ LISTS = {
     "csc.capture.lower.selected_sums": {"ARITHMETIC", "REDUCED"},
     "csc.capture.lower.unselected_rows": {"FINITE", "LOSSES", "WRITES"},
     "csc.capture.lower.writes": {"SCATTERS"},
+    "csc.check.numbers": {"_FILLED"},
     "csc.codegen.torch_calls": {"FUNCTIONS", "OF_SIZES"},
     "csc.passes.head": {"PRODUCTS", "STEPS"},
     "csc.passes.regions": {"CARRIES_NAME"},
     "csc.passes.tensor_graph": {"MAKES_SHARDS", "WITHOUT_BIAS"},
     "csc.torch_private.artifacts": {"AS_THEY_ARE"},
+    "csc.torch_private.real_layouts": {"LAYOUTS", "OF_CPU"},
 }
 
 
