@@ -3,19 +3,24 @@
 Terms
   structure   classes of the modules below a layer, names, shapes and dtypes of their parameters and buffers
   read        (path below the layer, name) of the attributes that a forward looked at, tensors and modules aside
+  pairs       each thing of one layer, and the thing that another layer has in its place
 
     structure(layer) -> a hashable value
     attributes_read(layer) -> context with the set that grows while the layer runs
-    same(one, other, read) -> bool
+    Pairs(layer, other).same(read) -> bool
+
+Equal values are not the same thing: a forward may look itself up in a table that both layers share. Whoever takes one
+layer for another asks the pairs, too, whether anything shared leads to either of them (csc.capture.dedup.identity).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -23,6 +28,16 @@ from torch import nn
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, Enum)
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})  # compared once, by `structure`
+CONTAINERS = (list, tuple, deque, set, frozenset)
+VALUES = (tuple, frozenset)  # of which nobody asks whether it is this very one
+HOOKS = {  # of torch's modules, by numbers of their own, and what says by these numbers how each is called
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_backward_hooks": (),
+    "_backward_pre_hooks": (),
+}
+OF_HOOKS = frozenset(name for names in HOOKS.values() for name in names)
+EMPTY = object()  # what a cell holds before its variable has a value
 Read = set[tuple[str, str]]
 
 
@@ -71,44 +86,120 @@ def attributes_read(layer: nn.Module) -> Iterator[Read]:
                 del cls.__getattribute__
 
 
-def same(one: nn.Module, other: nn.Module, read: Read) -> bool:
-    """Whether two layers of one structure have equal values for all of these attributes."""
-    first, second = (dict(layer.named_modules(remove_duplicate=False)) for layer in (one, other))
-    pairs = {id(module): second[path] for path, module in first.items()}
-    for path, name in read:
-        mine, its = first[path].__dict__, second[path].__dict__
-        if (name in mine) != (name in its) or (name in mine and not equal(mine[name], its[name], pairs)):
-            return False
-    return True
+class Pairs:
+    """What two layers have in each other's place, one to one, and what they share. Grows with each comparison."""
 
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        self._first, self._second = (dict(layer.named_modules(remove_duplicate=False)) for layer in (one, other))
+        self._others = {id(module): self._second[path] for path, module in self._first.items()}
+        self._ones = {id(self._second[path]): module for path, module in self._first.items()}
+        self._kept: list[Any] = []  # so that no other thing takes the identity of one that was paired
+        self.shared: dict[int, Any] = {}
 
-def equal(one: Any, other: Any, pairs: Mapping[int, nn.Module]) -> bool:
-    """Whether two values do the same for two layers. pairs: modules of the second layer by the first's `id`."""
-    if one is other:
+    def same(self, read: Read) -> bool:
+        """Whether two layers of one structure have equal values for all of these attributes."""
+        for path, name in read:
+            mine, its = self._first[path].__dict__, self._second[path].__dict__
+            if name in OF_HOOKS:
+                continue
+            if (name in mine) != (name in its):
+                return False
+            if name in HOOKS and name in mine:
+                if not self.equal(_hooks(mine, name), _hooks(its, name)):
+                    return False
+            elif name in mine and not self.equal(mine[name], its[name]):
+                return False
         return True
-    if id(one) in pairs:
-        return pairs[id(one)] is other
-    if type(one) is not type(other):
+
+    @property
+    def identities(self) -> set[int]:
+        """Of what is either layer's own."""
+        return {*self._others, *self._ones}
+
+    def equal(self, one: Any, other: Any) -> bool:
+        """Whether `other` is for the second layer what `one` is for the first."""
+        if id(one) in self._others or id(other) in self._ones:
+            return self._others.get(id(one)) is other and self._ones.get(id(other)) is one
+        if one is other:
+            self.shared[id(one)] = one
+            return True
+        if type(one) is not type(other):
+            return False
+        if type(one) in PLAIN:
+            return repr(one) == repr(other)  # 0.0 is not -0.0
+        if type(one) not in VALUES:  # things that hold themselves are equal if all else is
+            self._others[id(one)], self._ones[id(other)] = other, one
+            self._kept.append((one, other))
+        return self._hold_equal(one, other)
+
+    def _hold_equal(self, one: Any, other: Any) -> bool:
+        """Whether two things of one type hold equal things."""
+        if isinstance(one, CellType):
+            return self.equal(_contents(one), _contents(other))
+        if isinstance(one, FunctionType):
+            return (
+                one.__code__ is other.__code__
+                and one.__globals__ is other.__globals__
+                and self._all_equal(one.__closure__ or (), other.__closure__ or ())
+                and self.equal((one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__))
+                and self._attributes_equal(one, other)
+            )
+        if isinstance(one, MethodType):
+            return self.equal(one.__func__, other.__func__) and self.equal(one.__self__, other.__self__)
+        if isinstance(one, functools.partial):
+            return self.equal(
+                (one.func, one.args, one.keywords), (other.func, other.args, other.keywords)
+            ) and self._attributes_equal(one, other)
+        if isinstance(one, (int, float, complex, str, bytes)) and not isinstance(one, Enum):
+            plain: Any = next(cls for cls in type(one).__mro__ if cls in PLAIN)
+            return plain.__repr__(one) == plain.__repr__(other) and self._attributes_equal(one, other)
+        if isinstance(one, CONTAINERS):
+            kind: Any = next(cls for cls in type(one).__mro__ if cls in CONTAINERS)
+            return self._all_equal(kind.__iter__(one), kind.__iter__(other)) and self._attributes_equal(one, other)
+        if isinstance(one, dict):
+            return (
+                self._all_equal(dict.__iter__(one), dict.__iter__(other))
+                and self._all_equal(dict.values(one), dict.values(other))
+                and self.equal(getattr(one, "default_factory", None), getattr(other, "default_factory", None))
+                and self._attributes_equal(one, other)
+            )
+        if isinstance(one, MappingProxyType):
+            return self._all_equal(one.items(), other.items())
         return False
-    if isinstance(one, PLAIN):
-        return bool(one == other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(equal(a, b, pairs) for a, b in zip(one, other))
-    if isinstance(one, (set, frozenset)):
-        return all(isinstance(item, PLAIN) for item in one) and one == other
-    if isinstance(one, Mapping):
-        if all(isinstance(key, int) for key in one) and all(callable(value) for value in one.values()):
-            return equal(list(one.values()), list(other.values()), pairs)  # hooks, by numbers of their own
-        return list(one) == list(other) and all(equal(one[key], other[key], pairs) for key in one)
-    if isinstance(one, FunctionType):
-        cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
-        return (
-            one.__code__ is other.__code__
-            and equal(cells[0], cells[1], pairs)
-            and equal((one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__), pairs)
+
+    def _all_equal(self, ones: Iterable[Any], others: Iterable[Any]) -> bool:
+        """In their order, in which a forward may go through them."""
+        ones, others = list(ones), list(others)
+        self._kept.append((ones, others))
+        return len(ones) == len(others) and all(map(self.equal, ones, others))
+
+    def _attributes_equal(self, one: Any, other: Any) -> bool:
+        """Of things whose class is a subclass of Python's, and of functions."""
+        slots = [name for cls in type(one).__mro__ for name in _slots(cls)]
+        mine, its = (
+            {**getattr(thing, "__dict__", {}), **{name: getattr(thing, name) for name in slots if hasattr(thing, name)}}
+            for thing in (one, other)
         )
-    if isinstance(one, MethodType):
-        return one.__func__ is other.__func__ and equal(one.__self__, other.__self__, pairs)
-    if isinstance(one, functools.partial):
-        return equal((one.func, one.args, one.keywords), (other.func, other.args, other.keywords), pairs)
-    return False
+        return mine.keys() == its.keys() and all(self.equal(mine[name], its[name]) for name in mine)
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    names = cls.__dict__.get("__slots__", ())
+    return tuple(
+        f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in ((names,) if isinstance(names, str) else names)
+        if name not in ("__dict__", "__weakref__")
+    )
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY
+
+
+def _hooks(attributes: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    """The hooks of a module, in their order, each with how it is called."""
+    ways = [attributes.get(one, {}) for one in HOOKS[name]]
+    return tuple((hook, *(number in way for way in ways)) for number, hook in attributes[name].items())

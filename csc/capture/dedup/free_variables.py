@@ -35,6 +35,7 @@ from torch import nn
 
 from csc.capture import recorders
 from csc.capture.dedup.equality import PLAIN
+from csc.capture.dedup.identity import Shared
 from csc.capture.dedup.operations import unprofiled
 from csc.capture.values.hoist import NOT_THE_MODELS
 
@@ -52,6 +53,7 @@ class Looked:
         self._notes: dict[tuple[int, CodeType], tuple[Any, frozenset[str], Any]] = {}
         self._telling: FrameType | None = None  # of the message that is under way
         self._passed: dict[tuple[int, int], CodeType] = {}  # code that is not looked at, by identity, and its globals'
+        self.shared = Shared(LIBRARIES)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -96,13 +98,15 @@ class Looked:
                     self._note(frame.f_globals, code, frozenset({name}))
         for one in [frame.f_locals[name] for name in code.co_freevars if name in frame.f_locals]:
             self._note(one, code, names)
-        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-            one = frame.f_locals.get(name)  # containers, and contexts of torch's, may be made for this call
+        arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+        for one in arguments:  # containers, and contexts of torch's, may be made for this call
             if hasattr(one, "__dict__") and not _is_torch_s(type(one)):
                 self._note(one, code, names)
+        kinds = [one if isinstance(one, type) else type(one) for one in arguments]
+        self.shared.add(code, frame.f_globals, [kind for kind in kinds if not _is_torch_s(kind)])
 
     def _note(self, root: Any, code: CodeType, names: frozenset[str]) -> None:
-        if isinstance(root, (*PLAIN, torch.Tensor)):
+        if type(root) in PLAIN or isinstance(root, torch.Tensor):
             return
         key = (id(root), code)
         if key in self._notes and self._notes[key][1] == names:
@@ -117,14 +121,17 @@ def _takes_messages(code: CodeType) -> bool:
 
 def _look(value: Any, names: frozenset[str], deep: int) -> Any:
     """What a value holds, as nested tuples that can be compared; of objects what has one of the names."""
-    if isinstance(value, PLAIN):
+    if type(value) in PLAIN:
         return value
     if isinstance(value, torch.Tensor):
         return ("tensor", id(value))
     if deep == 0:
         return None
+    if isinstance(value, PLAIN):  # of a subclass, which may have attributes
+        return (value, _of_object(value, names, deep))
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return (len(value), *(_look(one, names, deep - 1) for one in itertools.islice(value, LONGEST)))
+        attributes = _of_object(value, names, deep) if getattr(value, "__dict__", None) else ()
+        return (len(value), attributes, *(_look(one, names, deep - 1) for one in itertools.islice(value, LONGEST)))
     if isinstance(value, ContextVar):
         return _look(value.get(None), names, deep - 1)
     if isinstance(value, (FunctionType, MethodType)):
@@ -140,7 +147,8 @@ def _look(value: Any, names: frozenset[str], deep: int) -> Any:
         return tuple((name, _look(value[name], names, deep - 1)) for name in sorted(names) if name in value)
     if isinstance(value, (dict, Mapping)) and len(value) <= LONGEST:
         entries = [(key if isinstance(key, PLAIN) else id(key), value[key]) for key in list(value)]
-        return tuple((key, _look(one, names, deep - 1)) for key, one in entries)
+        attributes = _of_object(value, names, deep) if getattr(value, "__dict__", None) else ()
+        return (attributes, *((key, _look(one, names, deep - 1)) for key, one in entries))
     if hasattr(type(value), "__length_hint__"):
         return operator.length_hint(value)
     return _of_object(value, names, deep)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture.dedup.equality import Read, attributes_read, equal, same, structure
+from csc.capture.dedup.equality import Pairs, Read, attributes_read, structure
 from csc.capture.dedup.free_variables import Looked
 from csc.torch_private.traces import pytree, unwatched
 
@@ -74,6 +74,7 @@ class Layers:
     by_path: Mapping[str, nn.Module]
     structures: Mapping[str, Any]
     hidden: frozenset[str]
+    tensors: Mapping[str, frozenset[int]]  # identities of the parameters and buffers, as they are outside of traces
 
     @classmethod
     def of(cls, model: nn.Module, paths: Iterable[str]) -> Layers:
@@ -84,18 +85,21 @@ class Layers:
         by_path: dict[str, nn.Module] = {}
         structures: dict[str, Any] = {}
         first: dict[Any, str] = {}
+        tensors: dict[str, frozenset[int]] = {}
         for path in paths:
             layer = model.get_submodule(path)
             if "forward" in layer.__dict__:  # replaced in this one alone, perhaps
                 continue
-            if all(uses[key] == count for key, count in _uses(layer).items()):
+            own = _uses(layer)
+            if all(uses[key] == count for key, count in own.items()):
+                tensors[path] = frozenset(own)
                 by_path[path], structures[path] = layer, structure(layer)
                 first.setdefault(structures[path], path)
-        return cls(by_path, structures, frozenset(by_path).difference(first.values()))
+        return cls(by_path, structures, frozenset(by_path).difference(first.values()), tensors)
 
     def without_hidden(self, shown: Collection[str]) -> Layers:
         """With some of the hidden layers shown."""
-        return Layers(self.by_path, self.structures, self.hidden.difference(shown))
+        return Layers(self.by_path, self.structures, self.hidden.difference(shown), self.tensors)
 
     @contextmanager
     def kept_out(self, tensors: Callable[[str], dict[str, Any]] = lambda path: {}) -> Iterator[None]:
@@ -130,6 +134,24 @@ class _HiddenParameter(dict[str, Any]):
         raise NotHidden(self._paths)
 
     __getitem__ = __contains__ = __iter__ = __len__ = get = items = keys = values = _ask
+    __setitem__ = __delitem__ = setdefault = clear = _ask
+    pop = update = _ask  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What a layer is made of in a trace, by identity."""
+
+    modules: tuple[int, ...]
+    tensors: frozenset[int]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> _Own:
+        """The modules and, but for what is hidden, the parameters and buffers of a layer."""
+        modules = [module.__dict__ for module in layer.modules()]
+        held = (module[kind] for module in modules for kind in ("_parameters", "_buffers"))
+        tensors = frozenset(id(tensor) for each in held for tensor in dict.values(each) if tensor is not None)
+        return cls(tuple(map(id, modules)), tensors)
 
 
 @dataclass(frozen=True)
@@ -147,17 +169,28 @@ class _Called:
 
 @dataclass(frozen=True)
 class _First:
+    path: str
     layer: nn.Module
     called: _Called
     read: Read
     looked: Looked
+    attributes: list[tuple[str, int]]
     token: torch.Tensor
     outputs: tuple[Any, ...]  # leaves: a tensor, the index of the input that it is, or a plain value in a tuple
     structure: Any
 
-    def is_like(self, layer: nn.Module) -> bool:
-        """Whether another layer of its structure does the same, as far as what it looked at tells."""
-        return same(self.layer, layer, self.read) and self.looked.unchanged()
+    def is_like(self, layer: nn.Module, tensors: Set[int], leaves: Iterable[tuple[Any, Any]] = ()) -> bool:
+        """Whether another layer of its structure does the same, as far as what it looked at tells. tensors: identities
+        of the parameters and buffers of both; leaves: what it was called with, and what the other is.
+        """
+        pairs = Pairs(self.layer, layer)
+        return (
+            all(_equal_leaf(mine, its, pairs) for mine, its in leaves)
+            and self.attributes == _attributes(self.layer)
+            and self.looked.unchanged()
+            and pairs.same(self.read)
+            and not self.looked.shared.leads_to(pairs.shared, pairs.identities | tensors)
+        )
 
 
 def _called(args: Any, kwargs: Any) -> _Called:
@@ -183,6 +216,7 @@ class Repeats:
         self._known, self._real = known, real
         self._layers = layers
         self._firsts: dict[Any, list[_First]] = {}
+        self._own: dict[str, _Own] = {}
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -194,6 +228,7 @@ class Repeats:
             for path, layer in layers.items():
                 layer.__dict__["forward"] = self._forward(path, layer, layer.forward)
             with self._layers.kept_out(lambda path: _HiddenParameter(self._layers.hidden)):
+                self._own = {path: _Own.of(layer) for path, layer in layers.items()}
                 yield
         finally:
             for layer, own in before.items():
@@ -210,9 +245,13 @@ class Repeats:
             called = _called(args, kwargs)
             if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
                 return real(*args, **kwargs)
+            if self._own[path] != _Own.of(layer):  # replaced: by torch.func.functional_call, say
+                if path in self._layers.hidden:
+                    raise NotHidden(frozenset({path}))
+                return real(*args, **kwargs)
             firsts = self._firsts.setdefault(self._layers.structures[path], [])
             for first in firsts:
-                if self._serves(first, layer, called):
+                if self._serves(first, path, layer, called):
                     return _repeated(first, called, path)
             if path in self._layers.hidden:
                 raise NotHidden(self._unlike(path, firsts))
@@ -220,23 +259,30 @@ class Repeats:
 
         return forward
 
-    def _serves(self, first: _First, layer: nn.Module, called: _Called) -> bool:
+    def _serves(self, first: _First, path: str, layer: nn.Module, called: _Called) -> bool:
         if called.structure != first.called.structure or called.kinds != first.called.kinds:
             return False
+        others = []
         for mine, its in zip(first.called.leaves, called.leaves):
-            if isinstance(mine, torch.Tensor):
-                if mine is not its and (self._known(mine) or self._known(its)):
-                    return False
-            elif not _equal_leaf(mine, its):
+            if not isinstance(mine, torch.Tensor):
+                others.append((mine, its))
+            elif mine is not its and (self._known(mine) or self._known(its)):
                 return False
-        return first.is_like(layer)
+        return first.is_like(layer, self._tensors(first.path, path), others)
+
+    def _tensors(self, *paths: str) -> set[int]:
+        """Identities of the parameters and buffers of these layers, as they are and as a trace has them."""
+        own = (self._layers.tensors[path] | self._own[path].tensors for path in paths)
+        return set().union(*own)
 
     def _unlike(self, path: str, firsts: list[_First]) -> frozenset[str]:
         """A hidden layer that is not served, and those of its structure that will not be because of what they are."""
         return frozenset(
             other for other in self._layers.hidden if other == path or (
                 self._layers.structures[other] == self._layers.structures[path]
-                and not any(first.is_like(self._layers.by_path[other]) for first in firsts)
+                and not any(
+                    first.is_like(self._layers.by_path[other], self._tensors(first.path, other)) for first in firsts
+                )
             )
         )  # fmt: skip
 
@@ -257,8 +303,10 @@ class Repeats:
         unchanged = (
             versions == [tensor._version for tensor in called.tensors]
             and attributes == _attributes(layer)
+            and self._own[path] == _Own.of(layer)
             and kept
             and looked.unchanged()
+            and not looked.shared.asks_for_identity
         )
         inputs = {id(tensor): place for place, tensor in enumerate(called.tensors)}
         fresh = [tensor for tensor in tensors if id(tensor) not in inputs]
@@ -268,7 +316,7 @@ class Repeats:
                 inputs.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves
             )
             seen = _called(args, kwargs)  # while it ran, sizes may have been found to be equal
-            firsts.append(_First(layer, seen, read, looked, token, outputs, tree))
+            firsts.append(_First(path, layer, seen, read, looked, attributes, token, outputs, tree))
         return result
 
 
@@ -296,11 +344,11 @@ def _given_back(given: Any, used: Any) -> Any:
     return given
 
 
-def _equal_leaf(one: Any, other: Any) -> bool:
+def _equal_leaf(one: Any, other: Any, pairs: Pairs) -> bool:
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
     if isinstance(one, symbolic) and isinstance(other, symbolic):
         return str(one) == str(other)
-    return equal(one, other, {})
+    return pairs.equal(one, other)
 
 
 def _attributes(layer: nn.Module) -> list[tuple[str, int]]:
