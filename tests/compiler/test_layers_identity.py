@@ -12,7 +12,7 @@ import weakref
 from array import array
 from collections import UserDict, UserList, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ SHARED: dict[str, Any] = {}
 class Layer(nn.Module):
     """What it has in `held` is put there by a case; `scale` computes with that."""
 
-    registry: list[Any] = []
+    registry: ClassVar[list[Any]] = []
     by_descriptor: Any = None
 
     def __init__(self, scale: Callable[[Any], float]) -> None:
@@ -321,8 +321,8 @@ BY_VALUE: dict[str, tuple[Callable[[Any], float], Callable[[int], Any]]] = {
     **{
         f"a subclass of {kind.__name__}": (by_scale, tagged(_subclass(kind), value))
         for kind, value in (
-            (int, 3), (float, 2.0), (str, "a"), (bytes, b"a"), (tuple, (1, 2)), (list, [1]), (dict, {"a": 1}), (set, {1}),
-            (frozenset, {1}),
+            (int, 3), (float, 2.0), (str, "a"), (bytes, b"a"), (tuple, (1, 2)), (list, [1]), (dict, {"a": 1}),
+            (set, {1}), (frozenset, {1}),
         )
     },
     "a list with slots": (by_scale, tagged(_subclass(list, __slots__=("scale",)), [1])),
@@ -332,7 +332,9 @@ BY_VALUE: dict[str, tuple[Callable[[Any], float], Callable[[int], Any]]] = {
     "a key of another type": (
         lambda layer: first_if(isinstance(next(iter(layer.held)), float)), lambda n: {[1, 1.0, True][n]: 1},
     ),
-    "an element of a set": (lambda layer: first_if(isinstance(next(iter(layer.held)), float)), lambda n: {[1, 1.0][n % 2]}),
+    "an element of a set": (
+        lambda layer: first_if(isinstance(next(iter(layer.held)), float)), lambda n: {[1, 1.0][n % 2]},
+    ),
     "the order of a set": (lambda layer: first_if(next(iter(layer.held))), lambda n: set([[0, 8], [8, 0]][n % 2])),
     "the sign of zero": (lambda layer: math.copysign(1.0, layer.held), lambda n: [0.0, -0.0][n % 2]),
     "numbers of functions": (

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.capture.capture import capture
-from csc.capture.dedup.equality import Pairs, attributes_read
+from csc.capture.dedup.equality import Counterparts, attributes_read
 from csc.ir.printer import program_text
 from csc.reports.verification import verify
 from tests.exactness import FLOAT32
@@ -300,9 +300,9 @@ def test_attributes_that_a_layer_looks_at() -> None:
     with attributes_read(one) as read:
         one(torch.ones(1, 2, WIDTH), torch.ones(1, 1, WIDTH))
     assert ("", "scale") in read and ("", "number") not in read and ("norm", "eps") in read
-    assert Pairs(one, other).same(read)
+    assert Counterparts(one, other).same(read)
     other.norm.eps = 1e-3
-    assert not Pairs(one, other).same(read)
+    assert not Counterparts(one, other).same(read)
     assert "__getattribute__" not in vars(Layer)
 
 

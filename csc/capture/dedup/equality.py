@@ -7,7 +7,7 @@ Terms
 
     structure(layer) -> a hashable value
     attributes_read(layer) -> context with the set that grows while the layer runs
-    Pairs(layer, other).same(read) -> bool
+    Counterparts(layer, other).same(read) -> bool
 
 Equal values are not the same thing: a forward may look itself up in a table that both layers share. Whoever takes one
 layer for another asks the pairs, too, whether anything shared leads to either of them (csc.capture.dedup.identity).
@@ -86,7 +86,7 @@ def attributes_read(layer: nn.Module) -> Iterator[Read]:
                 del cls.__getattribute__
 
 
-class Pairs:
+class Counterparts:
     """What two layers have in each other's place, one to one, and what they share. Grows with each comparison."""
 
     def __init__(self, one: nn.Module, other: nn.Module) -> None:

@@ -35,7 +35,7 @@ from torch import nn
 
 from csc.capture import recorders
 from csc.capture.dedup.equality import PLAIN
-from csc.capture.dedup.identity import Shared
+from csc.capture.dedup.identity import SharedByLayers
 from csc.capture.dedup.operations import unprofiled
 from csc.capture.values.hoist import NOT_THE_MODELS
 
@@ -53,7 +53,7 @@ class Looked:
         self._notes: dict[tuple[int, CodeType], tuple[Any, frozenset[str], Any]] = {}
         self._telling: FrameType | None = None  # of the message that is under way
         self._passed: dict[tuple[int, int], CodeType] = {}  # code that is not looked at, by identity, and its globals'
-        self.shared = Shared(LIBRARIES)
+        self.shared = SharedByLayers(LIBRARIES)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

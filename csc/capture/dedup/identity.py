@@ -5,7 +5,7 @@ values. Each needs something that both layers share and that leads to one of the
 of all layers, their owner. What leads to neither is for both the same. `table[id(self)]` needs no such thing, but it
 has to ask for the number.
 
-    Shared()                              what the code that runs has at hand, whichever layer runs it
+    SharedByLayers()                              what the code that runs has at hand, whichever layer runs it
       .add(code, space, kinds)              a function that is called: its code, its globals, classes of its arguments
       .asks_for_identity                    whether one of these functions asks for the identity of something
       .leads_to(things, identities)         whether what is shared leads to one of these
@@ -38,7 +38,7 @@ TORCH_S = (nn.Module, tuple, dict, torch.optim.Optimizer, torch.optim.lr_schedul
 MOST = 50_000  # things that are followed; what leads to more may lead to anything
 
 
-class Shared:
+class SharedByLayers:
     """outside: packages whose functions and classes hold nothing of a model."""
 
     def __init__(self, outside: Collection[str]) -> None:
@@ -78,7 +78,7 @@ class Shared:
                     self._roots[id(member)] = member
 
     def leads_to(self, things: Mapping[int, Any], identities: Set[int]) -> bool:
-        """things: what two layers hold in common, by identity. A function that tells identities counts as all of them."""
+        """things: what two layers hold in common. What leads to a function that tells identities leads to all."""
         if self._reached is None:
             self._reached = self._followed(self._roots)
         reached = self._followed(things, self._reached)

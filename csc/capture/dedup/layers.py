@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from csc.capture.dedup.equality import Pairs, Read, attributes_read, structure
+from csc.capture.dedup.equality import Counterparts, Read, attributes_read, structure
 from csc.capture.dedup.free_variables import Looked
 from csc.torch_private.traces import pytree, unwatched
 
@@ -183,7 +183,7 @@ class _First:
         """Whether another layer of its structure does the same, as far as what it looked at tells. tensors: identities
         of the parameters and buffers of both; leaves: what it was called with, and what the other is.
         """
-        pairs = Pairs(self.layer, layer)
+        pairs = Counterparts(self.layer, layer)
         return (
             all(_equal_leaf(mine, its, pairs) for mine, its in leaves)
             and self.attributes == _attributes(self.layer)
@@ -344,7 +344,7 @@ def _given_back(given: Any, used: Any) -> Any:
     return given
 
 
-def _equal_leaf(one: Any, other: Any, pairs: Pairs) -> bool:
+def _equal_leaf(one: Any, other: Any, pairs: Counterparts) -> bool:
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
     if isinstance(one, symbolic) and isinstance(other, symbolic):
         return str(one) == str(other)
