@@ -72,6 +72,7 @@ NAMES = {
     "csc.runtime.faster_products": "which calls another library computes, and a copy for it",
     "csc.torch_private.dropped_attention": "attention in the parts that torch has for it",
     "csc.torch_private.artifacts": "what Inductor makes no kernel of",
+    "csc.torch_private.real_layouts": "which fake tensors torch lays out otherwise than real ones",
 }
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
@@ -92,6 +93,7 @@ LISTS = {
     "csc.passes.regions": {"CARRIES_NAME"},
     "csc.passes.tensor_graph": {"MAKES_SHARDS", "WITHOUT_BIAS"},
     "csc.torch_private.artifacts": {"AS_THEY_ARE"},
+    "csc.torch_private.real_layouts": {"LAYOUTS", "OF_CPU"},
 }
 
 
