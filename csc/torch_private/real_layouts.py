@@ -34,9 +34,14 @@ def _like(place: int) -> Layout:
 
 
 def _elementwise(*places: int) -> Layout:
-    """Where operands differ, as the earlier of these."""
-    operation = torch.addcmul if len(places) == 3 else torch.add  # laid out so, and so are their fake ones
-    return lambda _, tensors: operation(*[tensors[place] for place in places])
+    """Where operands differ, as the earlier of these; one may be a plain number, or left out."""
+
+    def layout(_: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        operands = [tensors[place] for place in places if place < len(tensors)]
+        # laid out as these are, and so are their fake ones
+        return torch.addcmul(*operands) if len(operands) == 3 else torch.add(*operands, *[1] * (2 - len(operands)))
+
+    return layout
 
 
 LAYOUTS: dict[Any, Layout] = {

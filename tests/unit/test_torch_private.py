@@ -142,6 +142,23 @@ def test_real_layouts(operation: Any) -> None:
             assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns", "expanded"])
+def test_real_layouts_beside_a_number(layout: str) -> None:
+    operation, x = torch.ops.aten.floor_divide.default, _laid_out(layout)
+    assert operation in private_real_layouts.LAYOUTS
+    with private_traces.FakeTensorMode() as mode:
+        fake = operation(mode.from_tensor(x), 2)
+    assert (fake.shape, fake.stride()) == (operation(x, 2).shape, operation(x, 2).stride())
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_real_layouts_without_an_operand(layout: str) -> None:
+    x, most = _laid_out(layout), _laid_out("rows")
+    with private_traces.FakeTensorMode() as mode:
+        fake = torch.ops.aten.clamp.Tensor(mode.from_tensor(x), None, mode.from_tensor(most))
+    assert fake.stride() == torch.clamp(x, None, most).stride()
+
+
 def test_fake_tensor() -> None:
     mode = private_traces.FakeTensorMode()
     fake = mode.from_tensor(torch.zeros(2, 2, dtype=torch.bfloat16))
