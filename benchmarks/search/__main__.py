@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.search.record import EXAMPLE
 from benchmarks.search.replay import Recorded, least_budget, mean_regret, outcome
+from csc import cores
 from csc.errors import InputError
 from csc.model_search.strategies import STRATEGIES
 
@@ -149,7 +149,7 @@ def of_training() -> dict[str, Any]:
 
 def searched(home: Path, name: str, killed: int = 0, mesh: str = "") -> dict[str, Any]:
     """A search in a process of its own. killed: the step that it does not live to see; mesh: for which it plans."""
-    environment = {**os.environ, "CSC_CACHE_DIR": str(home / "cache"), "OMP_NUM_THREADS": "1"}
+    environment = {**cores.environment(), "CSC_CACHE_DIR": str(home / "cache")}
     command = [sys.executable, "-c", SEARCH, str(EXAMPLE), str(home / name), str(SAMPLES), str(killed), mesh]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home)
     if killed:
