@@ -30,6 +30,7 @@ from collections import ChainMap, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Set, ValuesView
 from configparser import RawConfigParser
 from contextvars import ContextVar
+from dataclasses import dataclass
 from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
 from operator import is_
@@ -73,7 +74,15 @@ FIRST = frozenset({"forward", "__call__", *CALLED_BY_PYTHON})
 MEMORY: tuple[type[Any], ...] = (bytearray, array, memoryview, *ctypes.Array.__bases__)  # the last: all of ctypes
 BEHIND = (MappingProxyType, KeysView, ValuesView, ItemsView)  # which a mapping stands
 OF_DATA = (SimpleNamespace, Namespace, ChainMap, UserDict, UserList)  # Python's own, with attributes of their own
+LOCK = type(threading.Lock())
 UNSEEN = (queue.Queue, queue.SimpleQueue, io.IOBase, BaseProxy)  # whose state nothing here can compare
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What an object is asked for, which it may hold under another name, or anew each time."""
+
+    read: Read
 
 
 class Reached:
@@ -226,6 +235,8 @@ class Reached:
     def _walk(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, torch.Tensor):
             self._tensors.append((path, value))
+        elif isinstance(value, _Asked):
+            self._watch(path, (), lambda: value.read(), depth)
         elif isinstance(value, MEMORY):
             self._arrays.append((path, functools.partial(_bytes, value), _bytes(value)))
         elif isinstance(value, np.ndarray):
@@ -289,13 +300,13 @@ class Reached:
         elif isinstance(value, torch.distributions.Distribution):
             self._on(path, [("", vars(value))], depth)
         elif isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
-            for name, member in vars(value).items():
-                if name in self._reached:
-                    self._on(path, [(name, member)], depth)
-                else:
-                    self._later.setdefault(name, []).append((path, member, depth))
+            for name in vars(value):  # a step or load_state_dict may replace the whole attribute
+                self._once_read(path, name, _Asked(functools.partial(attributes, value, (name,))), depth)
             if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-                self._later.setdefault("get_last_lr", []).append((path, vars(value).get("_last_lr"), depth))
+                rates = _Asked(lambda: [sys.intern(repr(value.get_last_lr()))])  # each step makes a new list
+                self._once_read(path, "get_last_lr", rates, depth)
+        elif isinstance(value, LOCK):
+            self._once_read(path, "locked", _Asked(lambda: [value.locked()]), depth)
         elif isinstance(value, UNSEEN):
             log.warning(
                 "the model reaches %s, a %s: what it holds is read when the model is traced, and a change of it "
@@ -325,10 +336,14 @@ class Reached:
             self._kinds.append((one, dict(members)))
             self._watches.append((path, tuple(members), functools.partial(values, members), list(members.values())))
             for name, member in members.items() if own else ():
-                if name in self._reached:
-                    self._on(path, [(name, member)], depth)
-                else:
-                    self._later.setdefault(name, []).append((path, member, depth))
+                self._once_read(path, name, member, depth)
+
+    def _once_read(self, path: str, name: str, member: Any, depth: int) -> None:
+        """Walk on through a member as soon as a function that forward reaches has its name."""
+        if name in self._reached:
+            self._on(path, [(name, member)], depth)
+        else:
+            self._later.setdefault(name, []).append((path, member, depth))
 
     def _reach(self, names: Set[str]) -> None:
         """Walk on through the members of classes that have these names."""

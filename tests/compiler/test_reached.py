@@ -337,6 +337,7 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
         lambda one: one.param_groups[0]["lr"], lambda one: one.param_groups[0].__setitem__("lr", 2.0),
     ),
     "scheduler": (scheduled, lambda one: one.get_last_lr()[0], lambda one: one.step()),
+    "lock": (threading.Lock, lambda one: 2.0 if one.locked() else 1.0, lambda one: one.acquire()),
     "distribution": (normal, lambda one: one.loc, lambda one: one.loc.fill_(2.0)),
 }  # fmt: skip
 
@@ -349,6 +350,20 @@ def test_the_state_of_objects_of_libraries_is_read(name: str) -> None:
     assert state.holds() and not state.changed()
     change(model.state)
     assert not state.holds() and state.changed().structure
+
+
+def test_attributes_that_a_step_or_loading_replaces() -> None:
+    """Of an optimizer and a scheduler that forward finds elsewhere than in the model."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    rate = ModelGuards(Stated(None, lambda _: scheduler.get_last_lr()[0]))
+    group = ModelGuards(Stated(None, lambda _: optimizer.param_groups[0]["lr"]))
+    scheduler._last_lr = [1.0]  # another list of the same rates: nothing to trace anew
+    assert rate.holds() and group.holds()
+    scheduler._last_lr = [0.5]
+    assert not rate.holds() and group.holds()
+    optimizer.load_state_dict(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0).state_dict())
+    assert not group.holds()
 
 
 def test_an_optimizer_that_forward_never_reads_is_let_alone() -> None:
