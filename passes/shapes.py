@@ -148,10 +148,16 @@ def _misfit(node: fx.Node, error: Exception, inputs: Sequence[Input]) -> InputEr
             "give a label for each token, -100 where none is to be learned; models of transformers shift them",
         )
     sizes = ", ".join(f"{one.name} {list(one.shape)}" for one in inputs)
+    axes = "".join(
+        f"; the samples of {one.name!r} are taken to lie along its dimension {one.samples}: if it is the first,"
+        f" say csc.compile(divide={{{one.name!r}: 0}})"
+        for one in inputs
+        if one.samples
+    )
     return InputError(
         f"the batch's shapes do not fit the model: {said}",
         where,
-        f"check the shapes of the batch entries against what the model expects: a microbatch has {sizes}",
+        f"check the shapes of the batch entries against what the model expects: a microbatch has {sizes}{axes}",
     )
 
 

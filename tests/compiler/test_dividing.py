@@ -305,6 +305,29 @@ def test_the_dimension_of_samples_can_be_said(samples: int, microbatches: int) -
     same(Places(), batch, FLOAT64, microbatches=microbatches, mesh="pp=2", divide={"tables": 1, "position_ids": 1})
 
 
+class OwnPlaces(nn.Module):
+    """Positions of three kinds for each sample, (samples, 3, length)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.double()
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids) + self.places(position_ids).mean(1)
+        return nn.functional.cross_entropy(self.head(torch.tanh(x)).flatten(0, 1), labels.flatten())
+
+
+def test_three_samples_with_positions_of_three_kinds_each() -> None:
+    """The sizes do not tell which dimension is which: an error that names what does."""
+    ids = torch.randint(0, 9, (6, 5))
+    batch = {"input_ids": ids, "position_ids": torch.randint(0, 9, (6, 3, 5)), "labels": ids.roll(1, 1)}
+    same(OwnPlaces(), batch, FLOAT64, microbatches=2, mesh="pp=1", divide={"position_ids": 0})
+    three = {name: tensor[:3] for name, tensor in batch.items()}
+    with pytest.raises(InputError, match=r"divide=\{'position_ids': 0\}"):
+        csc.compile(OwnPlaces(), example=three, microbatches=3, cache=False).train_step(three)
+
+
 def test_a_function_divides() -> None:
     batch = chunks_batch([1, 2, 1, 3])
 
