@@ -17,6 +17,7 @@ Terms
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from csc.composition.projectors import ProjectorSpec, build, projector_spec, spa
 from csc.errors import InputError
 from csc.model_search.encoder_features import RememberedEncoder
 from csc.model_search.strategies import Pair
+from csc.runtime.consistency import Sample, read
 
 Part = nn.Module | Callable[[], nn.Module]
 FEATURES = "features"  # the entry of a trial model's batch
@@ -127,6 +129,15 @@ class Candidates:
                 f"none of {len(self.impossible)} pairs can be searched; {' x '.join(pair)}: {why}", "csc.search",
                 "give encoders and language models that csc.compose takes",
             )  # fmt: skip
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of each encoder's and language model's weights, by what they are called in sentences."""
+        parts = {"encoder": self.encoders, "language model": self.llms}
+        return {
+            f"weights of {kind} {name}": _fingerprint(module)
+            for kind, modules in parts.items()
+            for name, module in modules.items()
+        }
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
@@ -231,3 +242,13 @@ def _made(name: str, part: Part) -> nn.Module:
             f"{name!r} is a {type(module).__name__}", "csc.search", "give modules, or functions that make them"
         )
     return module
+
+
+def _fingerprint(module: nn.Module) -> str:
+    """A hash of names, shapes, dtypes and 256 entries of each weight: all of a large model would take minutes."""
+    weights = module.state_dict(keep_vars=True)
+    digest = hashlib.sha256()
+    for name, weight in weights.items():
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
+    digest.update(read(Sample(weight.detach()) for weight in weights.values()))
+    return digest.hexdigest()[:16]

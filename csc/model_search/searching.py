@@ -142,16 +142,17 @@ def search(
         "encoders": list(encoders), "llms": list(llms), "samples": full, "batch_size": batch_size, "data": len(data),
         "projector": repr(projector), "freeze": list(frozen), "seed": seed, "feature_layer": feature_layer,
         "keep_prefix": keep_prefix, "strategy": repr(chosen), "budget": allowed,
+        **candidates.fingerprints(),
     }  # fmt: skip
     settings = TrialSettings(
         batch_size, frozen, optimizer, scheduler, clip, seed, save_every, {**(options or {}), "mesh": trial}
     )
-    asked = _Asked(full, allowed, perfect, None if mesh is None else str(planned_mesh), wanted)
-    return _driven(chosen, candidates, Task(data, batch, score, probe), settings, asked, Path(directory), head, tell)
+    scope = _Scope(full, allowed, perfect, None if mesh is None else str(planned_mesh), wanted)
+    return _driven(chosen, candidates, Task(data, batch, score, probe), settings, scope, Path(directory), head, tell)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Scope:
     """full: samples of a training to the end; budget: of all trials; mesh: for which pairs are planned by `options`."""
 
     full: int
@@ -162,7 +163,7 @@ class _Asked:
 
 
 def _driven(
-    chosen: Strategy, candidates: Candidates, task: Task, settings: TrialSettings, asked: _Asked, home: Path,
+    chosen: Strategy, candidates: Candidates, task: Task, settings: TrialSettings, scope: _Scope, home: Path,
     head: Mapping[str, Any], tell: Callable[[str], None] | None,
 ) -> SearchResult:  # fmt: skip
     """The strategy's rungs, each trained by all teams of processes, and what came of them."""
@@ -175,8 +176,8 @@ def _driven(
     with torch.random.fork_rng():
         trials = PairTrials(candidates, task, settings, ledger, home, first)
         space = Space(
-            tuple(candidates.encoders), tuple(candidates.llms), asked.full, asked.budget, settings.batch_size,
-            asked.perfect, trials.encoder_distances() if chosen.clusters else None, frozenset(candidates.impossible),
+            tuple(candidates.encoders), tuple(candidates.llms), scope.full, scope.budget, settings.batch_size,
+            scope.perfect, trials.encoder_distances() if chosen.clusters else None, frozenset(candidates.impossible),
         )  # fmt: skip
         choice, seen = drive(chosen, space, settings.seed, partial(_rung, trials, team, say), trials.llm_distances)
         trials.restore()
@@ -187,12 +188,12 @@ def _driven(
                 f"mend that, and remove the lines of kind {FAILED!r} from {ledger.path}: checkpoints are kept",
             )  # fmt: skip
         plans: dict[Pair, PairPlan] = {}
-        if asked.mesh is not None and first and team.number == 0:  # the result is whole in the first process
-            plans = _plans(trials, candidates, asked.options, say)
+        if scope.mesh is not None and first and team.number == 0:  # the result is whole in the first process
+            plans = _plans(trials, candidates, scope.options, say)
     rows = _rows(candidates, ledger, choice, seen, plans)
-    counts = _counts(ledger, candidates, len(candidates.pairs) * asked.full)
+    counts = _counts(ledger, candidates, len(candidates.pairs) * scope.full)
     return SearchResult(
-        rows, chosen.name, asked.budget, asked.full, asked.mesh or "", asked.perfect, counts, trials.model
+        rows, chosen.name, scope.budget, scope.full, scope.mesh or "", scope.perfect, counts, trials.model
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 import subprocess
@@ -151,6 +152,10 @@ def test_a_search_that_is_there_trains_nothing_again(found: Any, monkeypatch: py
         csc.search(**given, directory=directory, seed=1)
     with pytest.raises(InputError, match=r"budget|strategy"):  # its rungs have other samples than checkpoints
         csc.search(**{**given, "strategy": "grid", "budget": None}, directory=directory)
+    other = {name: copy.deepcopy(llm) for name, llm in given["llms"].items()}
+    next(iter(other.values())).get_input_embeddings().weight.data.mul_(1.01)
+    with pytest.raises(InputError, match="weights of language model"):
+        csc.search(**{**given, "llms": other}, directory=directory)
 
 
 KILLED = """
