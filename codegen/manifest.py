@@ -14,8 +14,7 @@ from csc.codegen.tables_file import seeds
 
 import csc
 from csc.ir import graph as g
-from csc.ir.parameter_placements import gradient_placement, weight_placement
-from csc.ir.program import LOSS, Context, Options, Program, compute_dtypes
+from csc.ir.program import LOSS, Context, Options, Program, compute_dtypes, gradient_placement, weight_placement
 
 FORMAT = 6
 

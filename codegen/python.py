@@ -1,6 +1,6 @@
 """Graphs as Python text: one line an op, its type and source at the end, lifetimes ended by `del`.
 
-Nothing of a model reaches the text unescaped: names of values are identifiers (csc.ir.naming), every other string goes
+Nothing of a model reaches the text unescaped: names of values are identifiers (csc.ir.graph), every other string goes
 through `repr`, comments through `comment`.
 """
 
@@ -17,8 +17,7 @@ from torch import fx
 
 from csc.errors import CscError
 from csc.ir import graph as g
-from csc.ir.groups import Group
-from csc.ir.rank_entries import CONTEXT, LOSS_WEIGHTS, RANDOM, WEIGHTS, meeting
+from csc.ir.groups import CONTEXT, LOSS_WEIGHTS, RANDOM, WEIGHTS, Group, meeting
 from csc.torch_private.exported import OpOverload
 
 WIDTH = 100  # of code

@@ -14,7 +14,7 @@ from csc.codegen.segments import Segment, segments
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.naming import identifier
+from csc.ir.graph import identifier
 from csc.ir.program import LOSS, Region, Stage, Template, Variant
 
 

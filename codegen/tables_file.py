@@ -12,9 +12,8 @@ from csc.codegen.python import body, comment, quoted, source, wrapped
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.naming import identifier
+from csc.ir.graph import extract, identifier
 from csc.ir.program import Context, Program, Stage
-from csc.ir.rewrite import extract
 
 DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
 

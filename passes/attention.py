@@ -18,8 +18,8 @@ from csc.analysis.operators.moves import RESHAPES
 from csc.analysis.operators.products import SDPA
 from csc.analysis.visibility import OWN_PLACE, ZERO, Clause, KeyBound, Predicate, SameGroup, Unrecognised
 from csc.ir import graph as g
+from csc.ir.graph import Writer, replace_call
 from csc.ir.program import Options, Program
-from csc.ir.rewrite import Writer, replace_call
 
 aten = torch.ops.aten
 

@@ -16,9 +16,8 @@ from csc.passes.provenance import Marking, tagging
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.naming import identifier, unique
+from csc.ir.graph import Writer, identifier, unique
 from csc.ir.program import LOSS, Options, Program, Region, Template
-from csc.ir.rewrite import Writer
 from csc.ir.strides import overlaps
 from csc.torch_private.traces import fx_traceback, make_fx
 

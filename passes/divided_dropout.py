@@ -16,7 +16,7 @@ from torch import fx
 from csc.analysis.dimension_trees import Dim
 from csc.analysis.divisions import Division
 from csc.ir import graph as g
-from csc.ir.rewrite import Writer
+from csc.ir.graph import Writer
 
 aten = torch.ops.aten
 

@@ -21,8 +21,8 @@ from csc.analysis.operators.randomness import DROPOUTS, FILLED_AT_RANDOM, is_ran
 from csc.analysis.operators.reductions import RECURRENT
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.graph import Writer, replace_call
 from csc.ir.program import Options, Program
-from csc.ir.rewrite import Writer, replace_call
 
 aten = torch.ops.aten
 WRITTEN_OUT = "attention written out, for the dropout of its weights"

@@ -13,9 +13,9 @@ from torch import fx
 from csc.analysis.operators.randomness import draws
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.naming import identifier, unique
+from csc.ir.graph import identifier, unique
+from csc.ir.groups import LOSS_WEIGHTS, OF_RANKS
 from csc.ir.program import Features, Input, Options, Program, Region, Stage, Template, Variant
-from csc.ir.rank_entries import LOSS_WEIGHTS, OF_RANKS
 
 PICTURE = 3  # dimensions of one at least
 ENTRY = "features."  # what the batch's names of features begin with

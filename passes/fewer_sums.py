@@ -31,8 +31,7 @@ from csc.analysis.operators.pointwise import ARITHMETIC, SCALES
 from csc.analysis.operators.randomness import draws
 from csc.analysis.operators.table import is_linear
 from csc.ir import graph as g
-from csc.ir.fake_evaluation import Evaluation
-from csc.ir.rewrite import Writer
+from csc.ir.graph import Evaluation, Writer
 
 aten = torch.ops.aten
 ADDING = {*ARITHMETIC} - {*SCALES}

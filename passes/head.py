@@ -25,9 +25,9 @@ from torch import fx
 from csc.analysis.operators.moves import RESHAPES
 from csc.analysis.samples.loss_rules import MEAN
 from csc.ir import graph as g
-from csc.ir.own_ranks import on_fewer, on_more
+from csc.ir.graph import Writer, replace_call
+from csc.ir.mesh import on_fewer, on_more
 from csc.ir.program import Options, Program
-from csc.ir.rewrite import Writer, replace_call
 
 aten = torch.ops.aten
 SUM = 2

@@ -16,9 +16,8 @@ from csc.analysis.samples.combining import assumed, proven
 from csc.analysis.samples.loss_rules import MEAN
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.combination import Combination
-from csc.ir.program import Options, Program
-from csc.ir.rewrite import Writer
+from csc.ir.graph import Writer
+from csc.ir.program import Combination, Options, Program
 from csc.torch_private.exported import OpOverload
 
 aten = torch.ops.aten

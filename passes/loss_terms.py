@@ -1,6 +1,6 @@
 """Terms of a loss that are divided by different numbers: each gets a weight of its own where it is added.
 
-Terms: a *divisor* is what one or several of the terms are divided by (csc.ir.combination). Its *weight* in a microbatch
+Terms: a *divisor* is what one or several of the terms are divided by (csc.ir.program). Its *weight* in a microbatch
 is its share of that of all microbatches; the runtime knows it before F, and hands it in with the batch.
 
     weighed(program, graph, terms, divisors) -> bool        in place, after `counts`; False if a term is no longer there
@@ -19,10 +19,9 @@ from torch import fx
 
 from csc.analysis.operators.reductions import LABELS
 from csc.ir import graph as g
-from csc.ir.combination import Divisor, Term
-from csc.ir.program import Program
-from csc.ir.rank_entries import LOSS_WEIGHTS
-from csc.ir.rewrite import Writer
+from csc.ir.graph import Writer
+from csc.ir.groups import LOSS_WEIGHTS
+from csc.ir.program import Divisor, Program, Term
 
 aten = torch.ops.aten
 OPERANDS = ("self", "other")

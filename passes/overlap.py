@@ -11,9 +11,9 @@ from torch import fx
 
 from csc.analysis.operators.views import is_view
 from csc.ir import graph as g
+from csc.ir.graph import Writer
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program, Variant
-from csc.ir.rewrite import Writer
 
 
 def overlap(program: Program, options: Options) -> Program:

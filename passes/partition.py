@@ -16,10 +16,9 @@ from csc.analysis.costs import basis
 from csc.analysis.hardware import Hardware
 from csc.errors import InputError, ScheduleError
 from csc.ir import graph as g
-from csc.ir.mesh import Mesh
-from csc.ir.own_replicas import in_front
+from csc.ir.groups import LOSS_WEIGHTS
+from csc.ir.mesh import Mesh, in_front
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
-from csc.ir.rank_entries import LOSS_WEIGHTS
 from csc.ir.schedule import Schedule, part
 from csc.planning.branches import orders
 from csc.planning.coarse import Lumped, together

@@ -19,8 +19,7 @@ from csc.analysis.hardware import Hardware, Wire, hardware
 from csc.analysis.recorded_memory import recorded_bytes
 from csc.analysis.working import working
 from csc.ir.groups import Group
-from csc.ir.mesh import Mesh
-from csc.ir.own_replicas import in_front
+from csc.ir.mesh import Mesh, in_front
 from csc.ir.program import Options, Program
 from csc.planning.problem import Problem, RankKind, Unit, Value, unequal
 from csc.simulation.pipeline import Link, Network, RankNodes

@@ -25,8 +25,8 @@ from csc.analysis.operators.execution import COMPUTE, FLOAT32, LOSSES, serves_in
 from csc.analysis.operators.randomness import is_random
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.graph import Writer
 from csc.ir.program import Options, Program
-from csc.ir.rewrite import Writer
 from csc.torch_private.exported import OpOverload
 
 aten = torch.ops.aten

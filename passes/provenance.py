@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from csc.kernels import own_gradient as _operators  # noqa: F401  registers them
+from csc.kernels import own_gradient as _own_gradient  # noqa: F401  registers them
 from torch import fx
 
 from csc.analysis import own_backward

@@ -13,10 +13,9 @@ from torch import fx
 from csc.analysis import gradient_flow
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
+from csc.ir.graph import add_call, narrow_outputs, replace_call, unique
 from csc.ir.groups import Group
-from csc.ir.naming import unique
 from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
-from csc.ir.rewrite import add_call, narrow_outputs, replace_call
 from csc.torch_private.exported import OpOverload
 
 

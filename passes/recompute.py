@@ -41,7 +41,7 @@ from csc.analysis.kernel_calls import Kernels
 from csc.analysis.operators.randomness import is_random
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.naming import unique
+from csc.ir.graph import unique
 from csc.ir.program import Choice, Options, Program, Region, Template, Variant
 from csc.planning.rematerialise import Candidate, StashChoice, least, savings
 

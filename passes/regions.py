@@ -13,10 +13,9 @@ from csc.analysis import cutting, gradient_flow
 from csc.analysis.operators.randomness import is_random
 from csc.analysis.operators.views import VIEWS
 from csc.ir import graph as g
-from csc.ir.naming import identifier, template_name, unique, value_name
+from csc.ir.graph import add_call, extract, identifier, template_name, unique, value_name
+from csc.ir.groups import OF_RANKS
 from csc.ir.program import LOSS, Options, Program, Region, Template
-from csc.ir.rank_entries import OF_RANKS
-from csc.ir.rewrite import add_call, extract
 from csc.ir.strides import dense
 
 

@@ -36,9 +36,8 @@ from csc.analysis.operators.table import SIZES, relation, resized
 from csc.analysis.tensor_axes import Trees
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.graph import Writer, unique
 from csc.ir.groups import group_over
-from csc.ir.naming import unique
-from csc.ir.rewrite import Writer
 from csc.torch_private.traces import FakeTensorMode
 
 STAYS = (None, "regrouped", "grouped", "joined")  # how a dimension of samples may end in a call

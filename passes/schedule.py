@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from csc.ir.program import Options, Program
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import verify
 
 
 def schedule(program: Program, options: Options) -> Program:

@@ -12,9 +12,8 @@ from csc.passes.token_shards import Arriving, Leaving, TokenShards
 
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.fake_evaluation import Evaluation
-from csc.ir.naming import unique
-from csc.ir.own_ranks import on_fewer, on_more
+from csc.ir.graph import Evaluation, unique
+from csc.ir.mesh import on_fewer, on_more
 from csc.ir.program import LOSS, DividedAxis, Options, Program, Region, Template
 
 

@@ -17,10 +17,9 @@ from csc.analysis.operators.views import VIEWS
 from csc.analysis.sized import called_value, given_value
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.fake_evaluation import Evaluation
-from csc.ir.joints import Joints
+from csc.ir.capture_guards import Joints
+from csc.ir.graph import Evaluation, add_call
 from csc.ir.program import Input, Options, Program
-from csc.ir.rewrite import add_call
 from csc.torch_private.traces import FakeTensorMode, without_messages
 
 # Ops that give back their argument when neither its sizes, strides nor dtype change.

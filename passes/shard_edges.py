@@ -25,7 +25,7 @@ from torch import fx
 
 from csc.analysis.gradient_flow import carrying
 from csc.ir import graph as g
-from csc.ir.naming import unique
+from csc.ir.graph import unique
 from csc.torch_private.traces import FakeTensorMode
 
 

@@ -34,11 +34,9 @@ from csc.analysis.token_order import Place, TokenOrder
 from csc.analysis.tokens import mixes
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.fake_evaluation import Evaluation
-from csc.ir.naming import identifier
+from csc.ir.graph import Evaluation, Writer, identifier
+from csc.ir.groups import OF_RANKS
 from csc.ir.program import Context, Program
-from csc.ir.rank_entries import OF_RANKS
-from csc.ir.rewrite import Writer
 
 aten = torch.ops.aten
 OTHER_ORDER = "combines tokens with others, since its operands have them in another order"

@@ -12,8 +12,8 @@ from torch import fx
 
 from csc.analysis.operators.pointwise import ARITHMETIC, NEUTRAL, SCALES
 from csc.ir import graph as g
+from csc.ir.graph import Writer, values_of
 from csc.ir.program import Options, Program, Template
-from csc.ir.rewrite import Writer, values_of
 
 aten = torch.ops.aten
 

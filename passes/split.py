@@ -13,8 +13,8 @@ from csc.analysis.flops import call_flops, count
 from csc.analysis.operators.made import FACTORIES
 from csc.analysis.operators.views import OF_ALL, is_view
 from csc.ir import graph as g
+from csc.ir.graph import narrow_outputs
 from csc.ir.program import Options, Program, Template, Variant
-from csc.ir.rewrite import narrow_outputs
 from csc.torch_private.exported import OpOverload
 
 

@@ -21,8 +21,7 @@ from csc.passes.pipeline_problem import profiles
 
 from csc.analysis.hardware import Hardware, Wire
 from csc.ir.groups import Group
-from csc.ir.parameter_placements import gradient_placement
-from csc.ir.program import Options, Parameter, Program
+from csc.ir.program import Options, Parameter, Program, gradient_placement
 
 MOVED = 7  # times a parameter's size, of AdamW
 

@@ -12,12 +12,10 @@ from torch import fx
 from csc.analysis.divisions import fits
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.groups import Group
-from csc.ir.mesh import Mesh
-from csc.ir.naming import unique
-from csc.ir.own_ranks import on_fewer, on_more
+from csc.ir.graph import unique
+from csc.ir.groups import CONTEXT_GROUP, Group
+from csc.ir.mesh import Mesh, on_fewer, on_more
 from csc.ir.program import Box, Options, Parameter, Program, Region, Template
-from csc.ir.rank_entries import CONTEXT_GROUP
 
 Use = tuple[str, str]  # a template and the name of a parameter in it
 GROUP = ("tensor", "number")  # the role of the number of a rank's group

@@ -22,7 +22,7 @@ from csc.analysis.dimension_trees import Dim, block, contains
 from csc.analysis.divisions import Division, fits
 from csc.analysis.tensor_axes import Trees, dimensions, sharded
 from csc.ir import graph as g
-from csc.ir.fake_evaluation import Evaluation
+from csc.ir.graph import Evaluation
 from csc.ir.program import Box, DividedAxis, Template
 from csc.torch_private.traces import FakeTensorMode
 

@@ -43,8 +43,7 @@ from csc.analysis.operators.reductions import HEAD
 from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation_of_features, resized
 from csc.analysis.tensor_axes import Trees
 from csc.ir import graph as g
-from csc.ir.fake_evaluation import Evaluation
-from csc.ir.rewrite import Writer
+from csc.ir.graph import Evaluation, Writer
 from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten

@@ -24,8 +24,7 @@ from csc.analysis.gradient_flow import carrying
 from csc.analysis.operators.moves import SIZED_VIEWS
 from csc.analysis.operators.table import relation, resized
 from csc.ir import graph as g
-from csc.ir.fake_evaluation import Evaluation
-from csc.ir.rewrite import Writer
+from csc.ir.graph import Evaluation, Writer
 
 aten = torch.ops.aten
 

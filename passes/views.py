@@ -13,8 +13,8 @@ from torch import fx
 from csc.analysis.operators.moves import RESHAPES
 from csc.analysis.operators.views import VIEWS, strides_as
 from csc.ir import graph as g
+from csc.ir.graph import add_call
 from csc.ir.program import Options, Program, Template
-from csc.ir.rewrite import add_call
 
 aten = torch.ops.aten
 

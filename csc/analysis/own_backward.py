@@ -16,7 +16,7 @@ from torch import fx
 from csc.analysis import gradient_flow
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir import rewrite
+from csc.ir import graph as rewrite
 from csc.ir.program import Checkpoint
 
 INCOMING, OWN, HOOKED, CHECKPOINTED = "csc::incoming", "csc::own_gradient", "csc::with_hooks", "csc::checkpointed"

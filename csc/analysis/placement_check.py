@@ -19,11 +19,9 @@ from torch import fx
 
 from csc.analysis.placements import ELSEWHERE, EQUAL, PART, UNKNOWN, Followed, Placement, said
 from csc.ir import graph as g
-from csc.ir.groups import Group
-from csc.ir.mesh import Mesh
-from csc.ir.own_ranks import on_fewer, on_more
+from csc.ir.groups import CONTEXT_GROUP, Group
+from csc.ir.mesh import Mesh, on_fewer, on_more
 from csc.ir.program import Box, Parameter, Program, Region, Template, Variant
-from csc.ir.rank_entries import CONTEXT_GROUP
 from csc.ir.verifier import VerificationError
 
 Held = Mapping[tuple[str, str], Placement]  # by the role of a placeholder

@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.fake_evaluation import Evaluation
-from csc.ir.rewrite import add_call, values_of
+from csc.ir.graph import Evaluation, add_call, values_of
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import FakeTensorMode, without_messages
 

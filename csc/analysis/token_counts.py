@@ -24,8 +24,8 @@ from torch import fx, nn
 from csc.analysis.samples.spare_rows import without_spare
 from csc.errors import InputError
 from csc.ir import graph as g
+from csc.ir.graph import extract
 from csc.ir.program import Program
-from csc.ir.rewrite import extract
 from csc.ir.stored import graph_from_tree, graph_to_tree
 from csc.torch_private.traces import FakeTensorMode
 

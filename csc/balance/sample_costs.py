@@ -32,7 +32,7 @@ from csc.planning.problem import Problem, pipeline, placed
 from csc.planning.rates import SizeRates, fitted, loads, mean
 from csc.planning.schedules.work import orders_of
 from csc.simulation.pipeline import Pipeline
-from csc.simulation.pipeline_file import from_json as read
+from csc.simulation.pipeline_file import from_json as pipeline_from_json
 from csc.simulation.pipeline_file import to_json as written
 
 log = logging.getLogger("csc")
@@ -199,7 +199,7 @@ def to_json(costs: Costs) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> Costs:
     """What `to_json` wrote, once it has been JSON."""
     return Costs(
-        read(data["pipeline"], "costs"),
+        pipeline_from_json(data["pipeline"], "costs"),
         tuple(data["placement"]),
         tuple(map(tuple, data["orders"])),
         None if data["room"] is None else tuple(data["room"]),

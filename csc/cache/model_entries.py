@@ -43,8 +43,8 @@ from csc.cache.packed import (
 from csc.cache.store import Store
 from csc.capture.batch import NOTHING_TOLD, split_batch
 from csc.capture.guards import Guards, Match
+from csc.ir.capture_guards import Unstorable
 from csc.ir.program import Options
-from csc.ir.unstorable import Unstorable
 
 log = logging.getLogger("csc")
 

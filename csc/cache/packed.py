@@ -28,8 +28,8 @@ from csc.analysis.token_counts import Places
 from csc.cache import stored_guards
 from csc.capture.guards import Guards
 from csc.ir import stored
+from csc.ir.capture_guards import Unstorable
 from csc.ir.program import Program
-from csc.ir.unstorable import Unstorable
 from csc.runtime.saving import with_own_memory
 
 PREFIX = "program/"

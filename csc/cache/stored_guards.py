@@ -14,8 +14,8 @@ from csc.capture.guards import Guards
 from csc.capture.trace.traced_model import HoistedCalls
 from csc.capture.values.hoist import Function, HostCall
 from csc.capture.values.hoisted import Hoisted
-from csc.ir import asked, capture_guards
-from csc.ir.unstorable import Unstorable
+from csc.ir import capture_guards
+from csc.ir.capture_guards import Unstorable
 
 FORMAT = 2
 PLAIN = (bool, int, float, str, type(None))
@@ -49,14 +49,14 @@ def from_tree(tree: Any, model: nn.Module) -> Guards:
 
 def _call_tree(call: HostCall | Hoisted, model: nn.Module) -> Any:
     if isinstance(call, Hoisted):
-        return [asked.to_tree(call.expression), call.prefix]
+        return [capture_guards.question_to_tree(call.expression), call.prefix]
     plain = [[name, _argument(value, model)] for name, value in call.plain]
     return [_place(call.function), [list(pair) for pair in call.arguments], plain, call.prefix]
 
 
 def _call_from(tree: Any, model: nn.Module) -> HostCall | Hoisted:
     if len(tree) == 2:
-        return Hoisted(asked.from_tree(tree[0]), tree[1])
+        return Hoisted(capture_guards.question_from_tree(tree[0]), tree[1])
     function, arguments, plain, prefix = tree
     return HostCall(
         Function(*function),

@@ -11,7 +11,7 @@ from torch import nn
 
 from csc import devices
 from csc.errors import InputError
-from csc.ir.rank_entries import OWN
+from csc.ir.groups import OWN
 
 TOKENS = ("input_ids", "labels", "decoder_input_ids", "attention_mask")  # what has a row for each sample
 NOTHING_TOLD: Mapping[str, int] = MappingProxyType({})

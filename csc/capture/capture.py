@@ -40,12 +40,8 @@ from csc.capture.trace.training_mode import training, without_kv_cache
 from csc.capture.values.hoisted import Hoisted
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
-from csc.ir.calls import alike
-from csc.ir.capture_guards import CaptureGuards, capture_guards
-from csc.ir.flags import FlagsAsked
-from csc.ir.miss import Miss
+from csc.ir.capture_guards import CaptureGuards, FlagsAsked, Miss, alike, capture_guards, exactly
 from csc.ir.program import Input, Parameter, Program, Record
-from csc.ir.sizes import exactly
 from csc.torch_private.process_state import process_state_kept
 from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
 

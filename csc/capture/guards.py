@@ -3,7 +3,7 @@
 Terms
   match      of a microbatch: the capture that is for it, and the microbatch as that takes it
   key        of a match: the capture's name, and dtypes and sizes; microbatches of one key have the same program
-  miss       what a capture assumed that does not hold (csc.ir.miss)
+  miss       what a capture assumed that does not hold (csc.ir.capture_guards)
 
     guards.match(model, microbatch) -> Match           milliseconds only where the model's code is run without data
     guards.changed() -> Changed                        what of the model is not as assumed (csc.capture.model_guards)
@@ -27,8 +27,7 @@ from csc.capture.model_guards import Changed, ModelGuards
 from csc.capture.trace.mutations import Slot
 from csc.capture.trace.replay import LatestReplays, Replay
 from csc.capture.trace.traced_model import HoistedCalls
-from csc.ir.capture_guards import CaptureGuards
-from csc.ir.miss import Miss
+from csc.ir.capture_guards import CaptureGuards, Miss
 
 Key = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]  # the capture, and name, dtype and sizes of each entry
 

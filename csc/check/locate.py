@@ -27,9 +27,9 @@ from csc.check.numbers import WithoutChance
 from csc.check.one_step import step_of
 from csc.check.undisturbed import undisturbed
 from csc.ir import graph as g
+from csc.ir.groups import LOSS_WEIGHTS
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program, Region, compute_dtypes
-from csc.ir.rank_entries import LOSS_WEIGHTS
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess

@@ -25,7 +25,7 @@ from csc.cache.packed import TracedProgram
 from csc.capture.batch import repeated
 from csc.capture.capture import name_of
 from csc.errors import CscError, InputError
-from csc.ir.joints import Joints
+from csc.ir.capture_guards import Joints
 from csc.ir.program import Options, Program
 from csc.passes.loss import ONE_SAMPLE
 

@@ -22,8 +22,8 @@ from csc.codegen.directory import install
 from csc.codegen.write import of_ranks
 from csc.driver.compiled_programs import MADE, CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
+from csc.ir.capture_guards import Unstorable
 from csc.ir.program import Options
-from csc.ir.unstorable import Unstorable
 from csc.runtime.broadcast import broadcast_group, first_makes
 
 log = logging.getLogger("csc")

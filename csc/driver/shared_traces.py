@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from csc.capture.capture import name_of
-from csc.ir.joints import Joints
+from csc.ir.capture_guards import Joints
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.passes.loss import loss

@@ -1,40 +1,523 @@
-"""What one capture of a model assumed of its batch, and whether another batch is as assumed.
-
-Terms
-  plain      batch entries that are no tensors, as text
-  values     of the entries that decide what the graph is: `.tolist()`, an `if`, a size
-  decisions  what the model's code asked of its batch alone, with the answers (csc.ir.asked)
-  flags      the frozen set, where that code asks for requires_grad (csc.ir.flags)
-  calls      what that code called: where it calls the same for other values, the graph is the same (csc.ir.calls)
-  name       a hash of the assumptions: the same in all processes
-
-    guards.match(tensors, plain, calls, frozen) -> tensors as the capture takes them, or the Miss: the first assumption
-                                                   that does not hold
-    capture_guards(sizes, values, decisions, plain, calls, flags) -> CaptureGuards
-    to_tree(guards) -> JSON            Unstorable for sizes that have no form in text
-    from_tree(tree) -> CaptureGuards   ValueError, KeyError or TypeError for a tree that is none
-
-A model's code is the same up to its first question, and after the same answers up to the next. So a capture whose
-questions have the same answers for a batch is what the code does with that batch. The questions are evaluated on the
-host, on the batch as it comes, before the step.
-"""
+"""What one capture of a model assumed of its batch, and whether another batch is as assumed."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
+import sympy
 import torch
 
-from csc.ir import asked, calls, flags, sizes
-from csc.ir.asked import Decision
-from csc.ir.calls import Call, alike
-from csc.ir.flags import FlagsAsked
-from csc.ir.miss import Miss
-from csc.ir.sizes import SizeGuards
+from csc.torch_private.symbolic_sizes import SIZE_FUNCTIONS
+from csc.torch_private.traces import outside_tracing, pytree
+
+# --- What has no form in text, and so is not kept on disk nor handed to other ranks ----------------------------------
+
+
+class Unstorable(ValueError):
+    """Says what it is, in words that follow `it holds`."""
+
+
+# --- Why a capture is not for a batch: the one assumption that does not hold, with what was assumed and what ... -----
+
+
+@dataclass(frozen=True)
+class Miss:
+    """what: of the batch, in the words of its entries, such as `input_ids.shape[1]`."""
+
+    what: str
+    assumed: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.what} is {self.found}, and was assumed to be {self.assumed}"
+
+
+# --- What a capture assumed of the parameters' `requires_grad`, where the model's forward asks for it ----------------
+#
+# Most models never ask: then one capture serves every frozen set. A forward that asks (`if weight.requires_grad: ...`,
+# also of a value that it computed) is another graph for another frozen set.
+
+
+@dataclass(frozen=True)
+class FlagsAsked:
+    """where: the line that asked first. frozen: names of the parameters whose requires_grad was False."""
+
+    where: str
+    frozen: frozenset[str]
+
+    def miss(self, frozen: Set[str]) -> Miss | None:
+        """The first parameter by name that is frozen in one of both sets alone; None where there is none."""
+        name = min(self.frozen ^ frozen, default=None)
+        if name is None:
+            return None
+        return Miss(f"requires_grad of {name}", str(name not in self.frozen), str(name not in frozen))
+
+
+def flags_to_tree(flags: FlagsAsked | None) -> Any:
+    """Plain JSON."""
+    return None if flags is None else {"where": flags.where, "frozen": sorted(flags.frozen)}
+
+
+def flags_from_tree(tree: Any) -> FlagsAsked | None:
+    """The inverse. KeyError or TypeError for a tree that is none."""
+    return None if tree is None else FlagsAsked(str(tree["where"]), frozenset(map(str, tree["frozen"])))
+
+
+# --- What a captured graph assumes of the sizes of a batch -----------------------------------------------------------
+#
+# Terms
+#   entry      a batch entry: its dtype, and its sizes: whole numbers, or expressions in symbols
+#   symbol     a size that may vary; one name stands for one number, wherever it stands
+#   relation   a sympy expression in symbols that holds for every batch that the graph is for
+#
+#     sizes.match({name: tensor}) -> {symbol: number}, or the Miss of a batch that they do not allow
+#     sizes.allow({name: tensor}) -> bool
+#     to_tree(sizes) -> JSON          Unstorable for a relation of other functions than FUNCTIONS
+#     from_tree(JSON) -> Sizes        the inverse; ValueError, KeyError or TypeError for a tree that is none
+
+
+LATEST = 256  # answers kept
+
+FUNCTIONS: dict[str, Any] = {
+    **{
+        one.__name__: one
+        for one in (
+            sympy.Add, sympy.Mul, sympy.Pow, sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.And,
+            sympy.Or, sympy.Not,
+        )
+    },
+    **SIZE_FUNCTIONS,
+}  # fmt: skip
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class SizeGuards:
+    """entries: (dtype, sizes) by name. ranges: least and largest value of a symbol, None: any. relations: see above."""
+
+    entries: Mapping[str, tuple[str, tuple[Any, ...]]]
+    ranges: Mapping[str, tuple[int, int | None]]
+    relations: tuple[Any, ...]
+    _matched: dict[Any, dict[str, int] | Miss] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def allow(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the graph holds for these batch entries, as far as their names, dtypes and sizes say."""
+        return not isinstance(self.match(tensors), Miss)
+
+    def match(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int] | Miss:
+        """What the symbols are for these batch entries, or why the graph does not hold for them. At once for sizes that
+        were asked for lately.
+        """
+        asked = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        if asked not in self._matched:
+            if len(self._matched) >= LATEST:
+                self._matched.clear()
+            self._matched[asked] = self._match(tensors)
+        return self._matched[asked]
+
+    def _match(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int] | Miss:
+        if self.entries.keys() != tensors.keys():
+            return Miss("the list of its entries", ", ".join(self.entries), ", ".join(tensors))
+        values: dict[str, int] = {}
+        made: list[tuple[str, Any, int]] = []  # sizes that are expressions, and where
+        for name, (dtype, expected) in self.entries.items():
+            tensor = tensors[name]
+            if str(tensor.dtype) != dtype or tensor.dim() != len(expected):
+                return Miss(name, _kind(dtype, len(expected)), _kind(str(tensor.dtype), tensor.dim()))
+            for dimension, (size, found) in enumerate(zip(expected, tensor.shape)):
+                place = f"{name}.shape[{dimension}]"
+                if isinstance(size, int):
+                    fits, assumed = size == found, str(size)
+                elif size.is_Symbol:
+                    fits = found > 0 and values.setdefault(str(size), found) == found
+                    assumed = str(values.get(str(size), "at least 1"))
+                else:
+                    made.append((place, size, found))
+                    fits, assumed = found > 0, "at least 1"
+                if not fits:
+                    return Miss(place, assumed, str(found))
+        for place, size, found in made:
+            if not _solved(size, found, values):
+                return Miss(place, self._text(size), str(found))
+        return self._broken(values) or values
+
+    def holds(self, values: Mapping[str, int]) -> bool:
+        """Whether the graph is for symbols of these values."""
+        return self._broken(values) is None
+
+    def _broken(self, values: Mapping[str, int]) -> Miss | None:
+        """The range or the relation that does not hold."""
+        for name, value in values.items():
+            low, high = self.ranges.get(name, (0, None))
+            if value < low or (high is not None and value > high):
+                return Miss(self._places().get(name, name), f"{low} to {'any' if high is None else high}", str(value))
+        for relation in self.relations:
+            if evaluated(relation, values) is sympy.false:
+                return Miss(self._text(relation), "true", "false")
+        return None
+
+    def _places(self) -> dict[str, str]:
+        """Where each symbol stands alone."""
+        found: dict[str, str] = {}
+        for name, (_, sizes) in self.entries.items():
+            for dimension, size in enumerate(sizes):
+                if not isinstance(size, int) and size.is_Symbol:
+                    found.setdefault(str(size), f"{name}.shape[{dimension}]")
+        return found
+
+    def _text(self, expression: Any) -> str:
+        """In the words of entries."""
+        places = self._places()
+        named = {one: sympy.Symbol(places[str(one)]) for one in expression.free_symbols if str(one) in places}
+        return str(expression.xreplace(named))
+
+
+def exactly(tensors: Mapping[str, torch.Tensor]) -> SizeGuards:
+    """For these sizes alone."""
+    return SizeGuards({name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}, {}, ())
+
+
+def _kind(dtype: str, dimensions: int) -> str:
+    return f"{dtype} of {dimensions} dimensions"
+
+
+def _solved(size: Any, found: int, values: dict[str, int]) -> bool:
+    """Whether an expression is a number that was found; what that says of its symbol is added to the values."""
+    known = evaluated(size, values)
+    unknown = known.free_symbols
+    if len(unknown) == 1:
+        (symbol,) = unknown
+        solutions = [one for one in sympy.solve(known - found, symbol) if one.is_Integer and one >= 1]
+        if len(solutions) == 1:
+            values[str(symbol)] = int(solutions[0])
+        return len(solutions) == 1
+    return not unknown and bool(known == found)
+
+
+def evaluated(relation: Any, values: Mapping[str, int]) -> Any:
+    """An expression in which symbols are these numbers."""
+    return relation.subs({one: values[str(one)] for one in relation.free_symbols if str(one) in values})
+
+
+def sizes_to_tree(sizes: SizeGuards) -> Tree:
+    """Plain JSON."""
+    entries = {
+        name: [dtype, [expression_to_tree(sympy.sympify(size)) for size in shape]]
+        for name, (dtype, shape) in sizes.entries.items()
+    }
+    ranges = {name: list(both) for name, both in sizes.ranges.items()}
+    return {"entries": entries, "ranges": ranges, "relations": [expression_to_tree(one) for one in sizes.relations]}
+
+
+def sizes_from_tree(tree: Tree) -> SizeGuards:
+    """The inverse."""
+    entries = {name: (dtype, tuple(map(_size, shape))) for name, (dtype, shape) in tree["entries"].items()}
+    ranges = {name: (low, high) for name, (low, high) in tree["ranges"].items()}
+    return SizeGuards(entries, ranges, tuple(map(expression_from_tree, tree["relations"])))
+
+
+def _size(tree: Tree) -> Any:
+    return tree if isinstance(tree, int) else expression_from_tree(tree)
+
+
+def expression_to_tree(expression: Any) -> Tree:
+    """An expression as plain JSON. Unstorable for one of other functions than FUNCTIONS."""
+    if expression in (sympy.true, sympy.false):
+        return bool(expression)
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return str(expression)
+    name = type(expression).__name__
+    if name not in FUNCTIONS:
+        raise Unstorable(f"a size made by {name}")
+    return [name, *map(expression_to_tree, expression.args)]
+
+
+def expression_from_tree(tree: Tree) -> Any:
+    """The inverse."""
+    if isinstance(tree, bool):
+        return sympy.true if tree else sympy.false
+    if isinstance(tree, int):
+        return sympy.Integer(tree)
+    if isinstance(tree, str):
+        return sympy.Symbol(tree, integer=True, positive=True)
+    name, *arguments = tree
+    return FUNCTIONS[name](*map(expression_from_tree, arguments))
+
+
+# --- What a model's code called while it was traced, to be compared with what it calls for another batch -------------
+#
+# Terms
+#   call      the name of a torch function, and its arguments as tokens
+#   token     of an argument: where a tensor came from, a plain value as text, or a size: a number or an expression in
+#     the
+#             symbols of csc.ir.capture_guards
+
+
+Call = tuple[Any, ...]
+EXPRESSION = "expression"
+UNKNOWN = "unknown"  # the kind of a tensor that came from nowhere known
+
+
+def alike(traced: Sequence[Call], others: Sequence[Call], values: Mapping[str, int]) -> bool:
+    """Whether calls with these values of the symbols are those of another run, in which all sizes are numbers. A size
+    that only values tell (a symbol without one) is the same in both if it has the same name. A tensor of which nobody
+    knows where it came from is never the same.
+    """
+    known: dict[Any, Any] = {}
+
+    def same(mine: Any, its: Any) -> bool:
+        if not isinstance(mine, sympy.Basic):
+            return bool(mine == its) and not (isinstance(mine, tuple) and mine[0] == UNKNOWN)
+        if mine not in known:
+            known[mine] = evaluated(mine, values)
+        return bool(known[mine] == its) or str(known[mine]) == str(its)
+
+    return len(traced) == len(others) and all(
+        len(call) == len(other) and all(map(same, call, other)) for call, other in zip(traced, others)
+    )
+
+
+def calls_to_tree(calls: Sequence[Call]) -> Any:
+    """Plain JSON."""
+    return [
+        [[EXPRESSION, expression_to_tree(one)] if isinstance(one, sympy.Basic) else one for one in call]
+        for call in calls
+    ]
+
+
+def calls_from_tree(tree: Any) -> tuple[Call, ...]:
+    """The inverse."""
+    return tuple(tuple(map(_token, call)) for call in tree)
+
+
+def _token(tree: Any) -> Any:
+    if not isinstance(tree, list):
+        return tree
+    return expression_from_tree(tree[1]) if tree[0] == EXPRESSION else tuple(tree)
+
+
+# --- Small functions of a batch alone, as data: what a model asks of its tokens before a step ------------------------
+#
+# Terms
+#   step        one call of a torch function: its name, arguments and keyword arguments, as trees of tuples
+#   tree        ("step", number, place) for the place-th tensor that a step gave; ("entry", name) for a batch entry;
+#               ("constant", dtype, shape, values); ("size", expression in sizes of entries); plain values
+#   expression  steps, the last of which gives the result
+#   decision    an expression that gives plain values, and what it gave when the model was traced
+#
+#     expression.of({name: tensor}) -> tensors, or plain values           any exception where it does not fit the batch
+#     decision.holds({name: tensor}) -> bool                              whether the answer is the same for a batch
+#     as_tuples(JSON) -> tree                                             trees are JSON but for tuples
+#
+# An expression does not change the batch: where one of its steps writes, it works on copies.
+
+
+OBJECTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+
+
+@dataclass(frozen=True)
+class QueryStep:
+    """function: its name, from `torch` on. writes: whether it changes its first argument."""
+
+    function: str
+    args: Tree
+    kwargs: Tree
+    writes: bool = False
+
+    def tree(self) -> Tree:
+        """As one tuple."""
+        return self.function, self.args, self.kwargs, self.writes
+
+
+@dataclass(frozen=True)
+class Expression:
+    """At least one step."""
+
+    steps: tuple[QueryStep, ...]
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The batch entries that it reads, sizes included."""
+        return tuple(sorted({name for step in self.steps for name in _entries((step.args, step.kwargs))}))
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """What the last step gives for these entries."""
+        given = {name: tensors[name] for name in self.entries}
+        device = next(iter(given.values())).device
+        results: list[list[Any]] = []
+        found: Any = None
+        with outside_tracing():
+            if any(step.writes for step in self.steps):
+                given = {name: tensor.clone() for name, tensor in given.items()}
+            for step in self.steps:
+                args, kwargs = _value(step.args, given, results, device), _value(step.kwargs, given, results, device)
+                found = function(step.function)(*args, **kwargs)
+                results.append([leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)])
+        return found
+
+    def text(self) -> str:
+        """Such as `any(eq(input_ids, 99))`."""
+        texts: list[str] = []
+        for step in self.steps:
+            given = [_text(one, texts) for one in step.args[1:]]
+            given += [f"{name}={_text(one, texts)}" for _, name, one in step.kwargs[1:]]
+            texts.append(f"{step.function.removesuffix('.__get__').rpartition('.')[2].strip('_')}({', '.join(given)})")
+        return texts[-1]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """answer: plain values: numbers, bools, lists of them."""
+
+    expression: Expression
+    answer: Any
+
+    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a batch has the same answer."""
+        return self.miss(tensors) is None
+
+    def miss(self, tensors: Mapping[str, torch.Tensor]) -> Miss | None:
+        """The other answer that a batch has, if it has one. A batch that the question does not fit has another."""
+        try:
+            found = repr(self.expression.of(tensors))
+        except Exception as error:
+            found = f"no answer ({type(error).__name__})"
+        return Miss(self.expression.text(), repr(self.answer), found) if found != repr(self.answer) else None
+
+    def text(self) -> str:
+        """Such as `any(eq(input_ids, 99)) is True`."""
+        return f"{self.expression.text()} is {self.answer!r}"
+
+
+@cache
+def function(name: str) -> Callable[..., Any]:
+    """The torch function of a name. AttributeError if there is none."""
+    found: Any = torch
+    for part in name.removeprefix("torch.").split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _value(tree: Tree, given: Mapping[str, torch.Tensor], results: list[list[Any]], device: torch.device) -> Any:
+    """What a tree stands for. Tensors are made on the device of the batch."""
+    if not isinstance(tree, tuple):
+        return tree
+    kind, *rest = tree
+    if kind == "step":
+        return results[rest[0]][rest[1]]
+    if kind == "entry":
+        return given[rest[0]]
+    if kind == "constant":
+        dtype, shape, values = rest
+        return torch.tensor(values, dtype=getattr(torch, dtype), device=device).reshape(shape)
+    if kind == "size":
+        return _size_given(rest[0], given)
+    if kind == "device":
+        return device
+    if kind in OBJECTS:
+        return getattr(torch, rest[0])
+    if kind == "...":
+        return ...
+    if kind == "dict":
+        return {name: _value(one, given, results, device) for _, name, one in rest}
+    values = [_value(one, given, results, device) for one in rest]
+    return slice(*values) if kind == "slice" else tuple(values) if kind == "tuple" else values
+
+
+def _size_given(tree: Tree, given: Mapping[str, torch.Tensor]) -> int:
+    expression = expression_from_tree(tree)
+    sizes = {}
+    for symbol in expression.free_symbols:
+        name, _, dim = str(symbol).rpartition(":")
+        sizes[str(symbol)] = given[name].shape[int(dim)]
+    return int(evaluated(expression, sizes))
+
+
+def _entries(tree: Tree) -> set[str]:
+    if not isinstance(tree, tuple) or not tree:
+        return set()
+    if tree[0] == "entry":
+        return {tree[1]}
+    if tree[0] == "size":
+        return {str(one).rpartition(":")[0] for one in expression_from_tree(tree[1]).free_symbols}
+    return set().union(*map(_entries, tree)) if tree[0] != "constant" else set()
+
+
+def _text(tree: Tree, texts: list[str]) -> str:
+    if not isinstance(tree, tuple):
+        return repr(tree)
+    kind, *rest = tree
+    if kind == "step":
+        return texts[rest[0]] + (f"[{rest[1]}]" if rest[1] else "")
+    if kind in ("list", "tuple", "slice"):
+        return f"{kind if kind == 'slice' else ''}({', '.join(_text(one, texts) for one in rest)})"
+    if kind == "constant":
+        return str(rest[2])
+    return str(rest[0]) if rest else kind
+
+
+def question_to_tree(expression: Expression) -> Tree:
+    """Plain JSON, but for tuples."""
+    return [step.tree() for step in expression.steps]
+
+
+def question_from_tree(tree: Tree) -> Expression:
+    """The inverse, of what JSON has made of it. TypeError or ValueError for a tree that is none."""
+    return Expression(tuple(QueryStep(*step) for step in as_tuples(tree)))
+
+
+def as_tuples(tree: Tree) -> Tree:
+    """With tuples for lists."""
+    return tuple(map(as_tuples, tree)) if isinstance(tree, (list, tuple)) else tree
+
+
+# --- What other sizes of a batch have shown of a capture: what is the same in this size is not traced or ... ---------
+#
+# Terms
+#   template   csc.ir.program.Template, with its joint graph
+#   key        all that decides a joint graph: the forward graph in its sizes, the gradients that come in and are
+#     wanted
+
+
+@dataclass(frozen=True)
+class Joints:
+    """mode: the FakeTensorMode of all of them. templates: with joint graphs, by key. combinations: how losses combine,
+    as proven for every size, by what was assumed of the batch's entries.
+    """
+
+    mode: Any
+    templates: Mapping[str, Any] = field(default_factory=dict)
+    combinations: Mapping[Any, Any] = field(default_factory=dict)
+
+
+# --- What one capture of a model assumed of its batch, and whether another batch is as assumed -----------------------
+#
+# Terms
+#   plain      batch entries that are no tensors, as text
+#   values     of the entries that decide what the graph is: `.tolist()`, an `if`, a size
+#   decisions  what the model's code asked of its batch alone, with the answers (csc.ir.capture_guards)
+#   flags      the frozen set, where that code asks for requires_grad (csc.ir.capture_guards)
+#   calls      what that code called: where it calls the same for other values, the graph is the same (csc.ir.capture_guards)
+#   name       a hash of the assumptions: the same in all processes
+#
+#     guards.match(tensors, plain, calls, frozen) -> tensors as the capture takes them, or the Miss: the first
+#       assumption
+#                                                    that does not hold
+#     capture_guards(sizes, values, decisions, plain, calls, flags) -> CaptureGuards
+#     to_tree(guards) -> JSON            Unstorable for sizes that have no form in text
+#     from_tree(tree) -> CaptureGuards   ValueError, KeyError or TypeError for a tree that is none
+#
+# A model's code is the same up to its first question, and after the same answers up to the next. So a capture whose
+# questions have the same answers for a batch is what the code does with that batch. The questions are evaluated on the
+# host, on the batch as it comes, before the step.
+
 
 Tensors = Mapping[str, torch.Tensor]
 LONGEST = 60  # characters of a value in a sentence
@@ -111,8 +594,8 @@ def capture_guards(
     entries = [(name, dtype, list(map(str, shape))) for name, (dtype, shape) in sorted(sizes.entries.items())]
     parts = (
         entries, sorted(sizes.ranges.items()), sorted(map(str, sizes.relations)), sorted(_values_tree(values).items()),
-        [(asked.to_tree(one.expression), one.answer) for one in decisions], sorted(plain.items()),
-        *([flags.to_tree(flags_asked)] if flags_asked is not None else ()),
+        [(question_to_tree(one.expression), one.answer) for one in decisions], sorted(plain.items()),
+        *([flags_to_tree(flags_asked)] if flags_asked is not None else ()),
     )  # fmt: skip
     name = hashlib.sha256(repr(parts).encode()).hexdigest()
     return CaptureGuards(name, sizes, values, decisions, plain, calls, flags_asked)
@@ -120,24 +603,24 @@ def capture_guards(
 
 def to_tree(guards: CaptureGuards) -> Any:
     """Plain JSON."""
-    made = None if guards.calls is None else calls.to_tree(guards.calls)
+    made = None if guards.calls is None else calls_to_tree(guards.calls)
     return {
-        "name": guards.name, "sizes": sizes.to_tree(guards.sizes), "values": _values_tree(guards.values), "calls": made,
-        "decisions": [[asked.to_tree(one.expression), one.answer] for one in guards.decisions],
-        "plain": dict(guards.plain), "flags": flags.to_tree(guards.flags),
+        "name": guards.name, "sizes": sizes_to_tree(guards.sizes), "values": _values_tree(guards.values), "calls": made,
+        "decisions": [[question_to_tree(one.expression), one.answer] for one in guards.decisions],
+        "plain": dict(guards.plain), "flags": flags_to_tree(guards.flags),
     }  # fmt: skip
 
 
 def from_tree(tree: Any) -> CaptureGuards:
     """The inverse."""
-    decisions = tuple(Decision(asked.from_tree(question), answer) for question, answer in tree["decisions"])
-    made = None if tree["calls"] is None else calls.from_tree(tree["calls"])
+    decisions = tuple(Decision(question_from_tree(question), answer) for question, answer in tree["decisions"])
+    made = None if tree["calls"] is None else calls_from_tree(tree["calls"])
     values = {
         name: torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch.")))
         for name, (dtype, values) in tree["values"].items()
     }
-    known = sizes.from_tree(tree["sizes"])
-    asked_flags = flags.from_tree(tree["flags"])
+    known = sizes_from_tree(tree["sizes"])
+    asked_flags = flags_from_tree(tree["flags"])
     return CaptureGuards(tree["name"], known, values, decisions, dict(tree["plain"]), made, asked_flags)
 
 

@@ -1,21 +1,4 @@
-"""Groups of ranks, and how a tensor lies on them.
-
-Terms: the ranks of a *group* have the same index on every axis but those *along* which the group runs. What kinds of
-groups there are is listed here and nowhere else; `Mesh.group` makes the lists of ranks. A tensor is, over the ranks of
-a group, *equal* (each has all of it), a *shard* (each has its own elements), or *parts* (each has a term of the sum
-that it stands for). Of several positions of the pipeline that hold one parameter a group does not tell: its stages do.
-
-    Group.DATA, ...                              the kinds
-    Group.copies(4), Group.division(4), Group.holders(4)      those within tp, for a size; Group.sequences(4) within cp
-    group_over(axis) -> Group                    whose ranks share out samples or tokens along an axis
-    Placement(parts=Group.DATA, equal=Group.TENSOR)      over which group a tensor is what
-    WHOLE, SUMMED                                of a parameter that no axis divides, and of its gradient
-    SHARD, SHARD_SUMMED                          of one that tensor-parallel ranks divide
-    held(4), held_summed(4)                      of one that fewer of them divide, so that several hold the same of it
-    held_equal(4)                                of its gradient where those compute the same
-    copies_summed(4)                             of the gradient of a whole one beside it
-    ALL_SUMMED                                   of the gradient of a whole one that these read in different calls
-"""
+"""Groups of ranks, how a tensor lies on them, and what the runtime adds to a microbatch for a rank."""
 
 from __future__ import annotations
 
@@ -24,6 +7,14 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from csc.errors import InputError
+
+# --- Groups of ranks, and how a tensor lies on them ------------------------------------------------------------------
+#
+# Terms: the ranks of a *group* have the same index on every axis but those *along* which the group runs. What kinds of
+# groups there are is listed here and nowhere else; `Mesh.group` makes the lists of ranks. A tensor is, over the ranks
+# of a group, *equal* (each has all of it), a *shard* (each has its own elements), or *parts* (each has a term of the
+# sum that it stands for). Of several positions of the pipeline that hold one parameter a group does not tell: its
+# stages do.
 
 
 @dataclass(frozen=True, order=True)
@@ -228,3 +219,22 @@ def held_equal(size: int) -> Placement:
 def copies_summed(size: int) -> Placement:
     """See the module."""
     return Placement(parts=Group.holders(size), equal=Group.division(size))
+
+
+# --- What the runtime adds to a microbatch for a rank: roles of placeholders that stand for it in graphs, and ... ----
+#
+# among the entries. No entry of a batch begins as they do: a model may well have an argument `context` or `tp`.
+
+
+OF_RANKS = ("context", "context group", "tensor")
+CONTEXT_GROUP = ("context group", "number")
+LOSS_WEIGHTS = ("loss", "loss_weights")
+OWN = "csc."
+RANDOM, CONTEXT, WEIGHTS = "csc.random", "csc.context", "csc.loss_weights"
+
+
+def meeting(group: Group) -> str:
+    """See the module. group: of tensor or context parallelism, or one within these."""
+    known = {Group.TENSOR: "csc.tp", Group.CONTEXT: "csc.cp"}
+    within = "cp" if group.kind == "sequences" else "tp"
+    return known.get(group, f"csc.{within}_{group.kind}_{group.size}")

@@ -1,44 +1,443 @@
-"""The mesh: how many ranks there are along each axis.
-
-Terms: *dp* replicas of the data, *pp* pipeline stages, *cp* shards of a sequence, *tp* shards of a layer.
-Ranks count through the axes in the order dp, pp, cp, tp, the last one fastest: with cp = tp = 1, rank =
-dp_index * pp + stage. Devices fill nodes in the order of ranks, so the last axes stand within a node. `order` puts pp
-elsewhere: `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, and stages on other nodes. A *narrow*
-position has fewer tp ranks than the mesh's tp, a *wide* one more, the ranks of a *shared* one work for several replicas
-each; all of these stand in front.
-
-    Mesh(dp=1, pp=1, cp=1, tp=1, order=AXES)    .size    .rank_of(dp, pp, cp, tp)    .coordinates(rank)
-    .group(Group.DATA, rank)  .groups(Group.DATA)      lists of ranks: see csc.ir.groups
-    .orders()                                          the mesh in every order of ranks, this one first
-    Mesh(ranks=64)                  one that csc chooses      .is_open
-    .components                                        those that have another tp: (("vision_tower", 1),)
-    .divisions  .dividing(component)                   groups within tp: see `Mesh.divisions`
-    .own_stages                                        and those with pipeline stages of their own, out of pp
-    .own_cp                                            those with another cp: (("vision_tower", 1),)
-    .own_ranks                                         of these those on fewer ranks, or more: (("vision_tower", 2),)
-    .own_replicas                                      and how many replicas, if fewer: (("vision_tower", 2),)
-    .width(position)  .sharers(position)  .receivers(rank, position)  .sender(rank, position)     what that makes of it
-    .served(rank, number) -> (replica, microbatch)     whose, of the microbatches of a rank's step
-    Mesh.parse("pp=3,dp=2") -> Mesh
-    Mesh.of(Mesh | dict | str | DeviceMesh) -> Mesh
-"""
+"""The mesh: how many ranks there are along each axis."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, ClassVar, NamedTuple
 
 from csc.errors import InputError
-from csc.ir.component_meshes import AXES, OWN, own_of, own_words, sizes_by_axis
 from csc.ir.groups import Group
-from csc.ir.mesh_checks import check_mesh, plain_order
-from csc.ir.mesh_words import order_of, sizes_of_device_mesh, sizes_of_text
-from csc.ir.own_ranks import check_own_ranks, in_order
-from csc.ir.own_replicas import check_order, check_own_replicas, in_front
-from csc.ir.rank_numbers import RankNumbers
+
+# --- How ranks are numbered on a mesh, some positions of which may have fewer ranks than others ----------------------
+#
+# numbers = RankNumbers(order, sizes)      sizes by axis, for each position on the pp axis .count
+# of all ranks .number(dp, pp, cp, tp) -> rank           .place(rank) -> {axis: index}        unchecked
+
+
+class RankNumbers:
+    """Ranks count through the axes in their order, the last one fastest. An axis whose sizes differ comes behind pp."""
+
+    def __init__(self, order: Sequence[str], sizes: Sequence[Mapping[str, int]]) -> None:
+        place = order.index("pp")
+        self._slower, self._faster = order[:place], order[place + 1 :]  # than pp
+        self._sizes = sizes
+        each = (math.prod(of[axis] for axis in self._faster) for of in self._sizes)
+        self._starts = (0, *accumulate(each))  # of positions, for one index of the slower axes
+        self._strides = [self._apart(of) for of in self._sizes]
+
+    def _apart(self, sizes: Mapping[str, int]) -> tuple[int, int, int]:
+        """How far neighbours along dp, cp and tp are."""
+        found: dict[str, int] = {}
+        for axes, each in ((self._faster, 1), (self._slower, self._starts[-1])):
+            for axis in reversed(axes):
+                found[axis], each = each, each * sizes[axis]
+        return found["dp"], found["cp"], found["tp"]
+
+    def number(self, dp: int, pp: int, cp: int, tp: int) -> int:
+        """The rank there."""
+        of_dp, of_cp, of_tp = self._strides[pp]
+        return self._starts[pp] + dp * of_dp + cp * of_cp + tp * of_tp
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Inverse of `number`."""
+        ahead, rank = divmod(rank, self._starts[-1])
+        position = bisect_right(self._starts, rank) - 1
+        found, sizes = {"pp": position}, self._sizes[position]
+        for axes, index in ((self._slower, ahead), (self._faster, rank - self._starts[position])):
+            for axis in reversed(axes):
+                index, found[axis] = divmod(index, sizes[axis])
+        return found
+
+
+# --- Components on another number of ranks than others: what a mesh may say of them ----------------------------------
+#
+# Terms: of a component with pipeline stages of its own `dp * tp` may be less than that of the mesh, or more; the
+# positions of its stages are *narrow*, or *wide*. There each replica of the mesh has so many tp ranks as divide those
+# that it has elsewhere, or are a multiple of them.
+
+
+def check_dp(component: str, dp: Any, own: Any, *whole: Any) -> None:
+    """InputError for what is no size."""
+    if not all(isinstance(size, int) and size > 0 for size in (dp, own, *whole)):
+        raise InputError(
+            f"{component} has dp={dp!r} and tp={own!r}", "mesh", "Every axis needs a whole number of at least 1"
+        )
+
+
+def tp_ranks(component: str, dp: int, own: int, replicas: int, tp: int) -> int:
+    """InputError if the replicas do not have as many each."""
+    if dp * own % replicas:
+        raise InputError(
+            f"{component} has dp * tp = {dp * own} ranks in a mesh of {replicas} replicas", "mesh",
+            f"Each replica has as many: {_fitting(component, dp * own, own, replicas, tp)}",
+        )  # fmt: skip
+    return dp * own // replicas
+
+
+def in_order(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """See the module. Those with fewer replicas are among them, though they have as many tp ranks as the mesh."""
+    dp, given = dict(mesh.own_replicas), dict(mesh.own_ranks)
+    given |= {name: mesh.tp for name in dp if name not in given}
+    found = [(name, ranks) for name, ranks in given.items() if ranks != mesh.tp or name in dp]
+    alike = len({(ranks, dp.get(name, mesh.dp)) for name, ranks in found}) < 2
+    return tuple(sorted(found) if alike else found)
+
+
+def on_fewer(mesh: Any) -> dict[str, int]:
+    """See the module."""
+    return {component: ranks for component, ranks in mesh.own_ranks if ranks < mesh.tp}
+
+
+def on_more(mesh: Any) -> dict[str, int]:
+    """See the module."""
+    return {component: ranks for component, ranks in mesh.own_ranks if ranks > mesh.tp}
+
+
+def check_own_ranks(mesh: Any) -> None:
+    """See the module."""
+    tp = dict(mesh.components)
+    for component, ranks in mesh.own_ranks:
+        own, replicas = tp.get(component, mesh.tp), mesh.dp * mesh.cp // mesh.cp_ranks(component)
+        whole = replicas * mesh.tp
+        says = f"{component} has dp * tp = {replicas * ranks} in a mesh where dp * tp = {whole}"
+        if component not in dict(mesh.own_stages):
+            raise InputError(
+                f"{says}, and no pipeline stages of its own: all ranks of a stage have its components", "mesh",
+                f"The nearest on the same ranks: {component} with tp={own} and dp={max(1, whole // own)}. For ranks of "
+                f"its own give {component} a pp, and the components on the other ranks one",
+            )  # fmt: skip
+        nearest = _fitting(component, replicas * ranks, own, replicas, mesh.tp)
+        if ranks > mesh.tp and ranks % mesh.tp:
+            raise InputError(
+                says, "mesh",
+                f"A stage on more ranks has a multiple of tp={mesh.tp} for each replica, which share out its samples, "
+                f"each with whole weights (tp=1) or groups that divide them: {nearest}",
+            )  # fmt: skip
+        if ranks < mesh.tp and (mesh.tp % ranks or own not in (1, ranks)):
+            raise InputError(
+                says, "mesh",
+                f"A stage on fewer ranks has a divisor of tp={mesh.tp} for each replica, which all divide its layers "
+                f"or (tp=1) share out its samples: {nearest}",
+            )  # fmt: skip
+    if mesh.own_ranks and mesh.order.index("tp") < mesh.order.index("pp"):
+        raise InputError(
+            f"{mesh.own_ranks[0][0]} is on another number of ranks than others, whose order is {'-'.join(mesh.order)}",
+            "mesh", "Let tp ranks stand beside each other: put pp in front of tp, or leave the order out",
+        )  # fmt: skip
+
+
+def _fitting(component: str, asked: int, own: int, replicas: int, tp: int) -> str:
+    """The nearest number of ranks that a component can be on, in words."""
+    known = [(n, own if own in (1, n) else n) for n in range(1, tp + 1) if tp % n == 0 and (own in (1, n) or n == tp)]
+    known += [(n, own) for times in (0, 1) if (n := (asked // (replicas * tp) + times) * tp) > tp]
+    near, with_tp = min(known, key=lambda one: abs(one[0] * replicas - asked))
+    return f"the nearest that fits is {component} with tp={with_tp} and dp={near * replicas // with_tp}"
+
+
+# --- Components with fewer replicas than the mesh: what a mesh may say of them ---------------------------------------
+#
+# Terms: a rank of such a component works for several replicas, one after the other: it is given the samples of all of
+# them, and sends each what it has made of its own. Where its stages stand is a *shared* position.
+
+
+def fewer(component: str, dp: int, replicas: int) -> bool:
+    """See the module."""
+    if dp < replicas and replicas % dp:
+        divisors = [size for size in range(1, replicas + 1) if replicas % size == 0]
+        nearest = min(divisors, key=lambda size: (abs(size - dp), size))
+        raise InputError(
+            f"{component} has dp={dp} in a mesh of {replicas} replicas, which do not share {dp} ranks evenly", "mesh",
+            f"The nearest that fits is {component} with dp={nearest}",
+        )  # fmt: skip
+    return dp < replicas
+
+
+def in_front(mesh: Any) -> dict[str, tuple[int, int]]:
+    """See the module."""
+    dp = dict(mesh.own_replicas)
+    return {name: (dp.get(name, mesh.dp), ranks) for name, ranks in mesh.own_ranks}
+
+
+def check_own_replicas(mesh: Any) -> None:
+    """See the module."""
+    own, ranks = dict(mesh.components), dict(mesh.own_ranks)
+    for component, dp in mesh.own_replicas:
+        if not isinstance(dp, int) or not 0 < dp < mesh.dp or not fewer(component, dp, mesh.dp):
+            raise InputError(
+                f"{component} has dp={dp!r} in a mesh of {mesh.dp} replicas", "mesh",
+                f"Give it a divisor of {mesh.dp}, or a multiple, whose ranks share out a replica's samples",
+            )  # fmt: skip
+        if component not in dict(mesh.own_stages):
+            raise InputError(
+                f"{component} has dp={dp} in a mesh of {mesh.dp} replicas, and no pipeline stages of its own: all "
+                "ranks of a stage have its components", "mesh",
+                f"For ranks of its own give {component} a pp, and the components on the other ranks one; or leave its "
+                "dp out",
+            )  # fmt: skip
+        if ranks.get(component, mesh.tp) != own.get(component, mesh.tp) or component in dict(mesh.own_cp):
+            raise InputError(
+                f"{component} has fewer replicas than the mesh, and shares out the samples of each among ranks", "mesh",
+                f"Where dp={dp} of {mesh.dp} replicas share its ranks, let tp of these divide its layers, and leave "
+                "its cp out",
+            )  # fmt: skip
+
+
+def check_order(mesh: Any, order: tuple[str, ...]) -> tuple[str, ...]:
+    """The order that is asked for. InputError where the mesh has another."""
+    if mesh.own_replicas and order[0] != "pp":
+        raise InputError(
+            f"the order of ranks is {'-'.join(order)}, and {mesh.own_replicas[0][0]} has fewer replicas than the mesh",
+            "mesh", "Let the ranks of a position stand beside each other: put pp in front, or leave the order out",
+        )  # fmt: skip
+    return order
+
+
+# --- Components whose layers fewer tensor-parallel ranks divide than those of the largest: what a mesh may ... -------
+#
+# Terms: a component's *own tp* divides that of the mesh. So many neighbours divide its layers; the others hold the
+# same, and share out its samples or tokens with these.
+
+
+AXES = ("dp", "pp", "cp", "tp")
+OWN = (".tp", ".pp", ".dp", ".cp")  # behind the name of a component, its own
+
+
+def check_own_tp(mesh: Any) -> None:
+    """See the module."""
+    for component, tp in mesh.components:
+        if mesh.tp % tp:
+            nearest = max(size for size in range(1, min(tp, mesh.tp) + 1) if mesh.tp % size == 0)
+            raise InputError(
+                f"{component} has tp={tp}, and the mesh has tp={mesh.tp}: {mesh.tp} ranks are no groups of {tp}",
+                "mesh",
+                f"The nearest that fits is {component}.tp={nearest}, where {nearest} ranks divide its layers and "
+                f"{mesh.tp // nearest} share out its samples, or no {component}.tp, where all divide its layers",
+            )  # fmt: skip
+
+
+def sizes_by_axis(meshes: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    """Sizes of axes out of sizes by component: the mesh's are those of the component with the largest tp, of these the
+    one that is named last, as its stages are the last; others may have more replicas and fewer parts. Where several
+    name pp, each has so many stages of its own, which may have another number of ranks; else all are on the same ranks.
+    make: a mesh of sizes.
+    """
+    for name, sizes in meshes.items():
+        if not isinstance(sizes, Mapping) or set(sizes) - set(AXES):
+            raise InputError(
+                f"the mesh has {sizes!r} for {name}", "mesh",
+                'Map components to sizes of axes, {"vision_tower": dict(tp=1, dp=4), "language_model": dict(tp=4)}',
+            )  # fmt: skip
+        for axis, size in sizes.items():
+            check_size(f"axis {axis} of {name}", size)
+    largest = max(reversed(list(meshes)), key=lambda name: [meshes[name].get("tp", 1), meshes[name].get("cp", 1)])
+    staged = {name: sizes["pp"] for name, sizes in meshes.items() if "pp" in sizes}
+    if largest not in staged and staged:  # the largest has what the others leave, which nobody has said
+        name = next(iter(staged))
+        raise InputError(
+            f"{name} has pp={staged[name]} in a mesh where {largest} has no pp", "mesh",
+            f"Give {largest} its pipeline stages too: those of all components are added up",
+        )  # fmt: skip
+    whole = make(**{**meshes[largest], "pp": sum(staged.values()) or 1})
+    found: dict[str, Any] = whole.to_dict()
+    found |= {f"{name}.pp": pp for name, pp in staged.items() if len(staged) > 1}
+    for name, sizes in meshes.items():
+        own = make(**sizes)
+        if own.tp not in (1, whole.tp):
+            replace(whole, components=((name, own.tp),))  # which says so
+        cp = sizes.get("cp", whole.cp)
+        check_own_cp(name, cp, whole.cp)
+        ranks = whole.dp * whole.tp * whole.cp // cp
+        found[f"{name}.tp"] = own.tp
+        found |= {f"{name}.dp": own.dp} if own.dp * own.tp != ranks else {}
+        found |= {f"{name}.cp": cp} if cp < whole.cp else {}
+    return found
+
+
+def check_own_cp(component: str, cp: Any, whole: int) -> None:
+    """InputError but for that of the mesh, and divisors of it."""
+    check_size(f"axis cp of {component}", cp)
+    if whole % cp:
+        nearest = max(size for size in range(1, min(cp, whole) + 1) if whole % size == 0)
+        raise InputError(
+            f"{component} has cp={cp} in a mesh of cp={whole}: {whole} ranks are no groups of {cp}", "mesh",
+            f"The nearest that fits is {component}.cp={nearest}, where {nearest} ranks share the tokens of its samples "
+            f"and {whole // nearest} groups of these share out its samples",
+        )  # fmt: skip
+
+
+def own_words(mesh: Any) -> dict[str, int]:
+    """See the module."""
+    tp = dict(mesh.components)
+    found = {f"{name}.tp": size for name, size in mesh.components}
+    found |= {f"{name}.pp": size for name, size in mesh.own_stages}
+    found |= {f"{name}.cp": size for name, size in mesh.own_cp}
+    for name, ranks in mesh.own_ranks:
+        replicas = mesh.dp * mesh.cp // mesh.cp_ranks(name)
+        found[f"{name}.dp"] = replicas * ranks // tp.get(name, mesh.tp)
+    return found | {f"{name}.dp": dp for name, dp in mesh.own_replicas}
+
+
+def own_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """See the module. sizes: those of the mesh are among them."""
+    tp, pp, dp, cp = (
+        {name.removesuffix(axis): size for name, size in sizes.items() if name.endswith(axis)} for axis in OWN
+    )
+    whole = {axis: sizes.get(axis, 1) for axis in AXES}
+    for name, size in cp.items():
+        check_own_cp(name, size, whole["cp"])
+    apart = {name: size for name, size in cp.items() if size < whole["cp"]}
+    replicas = {name: whole["dp"] * whole["cp"] // apart.get(name, whole["cp"]) for name in dp}
+    ranks, shared = {}, {}
+    for name, size in dp.items():
+        own = tp.get(name, whole["tp"])
+        check_dp(name, size, own, replicas[name], whole["tp"])
+        if name not in apart and fewer(name, size, replicas[name]):
+            shared[name], ranks[name] = size, own
+        else:
+            ranks[name] = tp_ranks(name, size, own, replicas[name], whole["tp"])
+    return {
+        "components": tuple(tp.items()), "own_stages": tuple(pp.items()), "own_ranks": tuple(ranks.items()),
+        "own_replicas": tuple(shared.items()), "own_cp": tuple(apart.items()),
+    }  # fmt: skip
+
+
+def check_size(what: str, size: object) -> None:
+    """InputError for what is no size of an axis."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InputError(f"{what} has size {size!r}", "mesh", "Every axis needs a whole number of at least 1")
+
+
+# --- What sizes, orders and stages a mesh may have, whatever its components ------------------------------------------
+
+
+def check_mesh(mesh: Any) -> None:
+    """See the module."""
+    for axis in AXES:
+        check_size(f"axis {axis}", getattr(mesh, axis))
+    if mesh.ranks is not None:
+        check_size("ranks", mesh.ranks)
+        if any(getattr(mesh, axis) > 1 for axis in AXES):
+            given = replace(mesh, ranks=None)
+            raise InputError(
+                f"the mesh has ranks={mesh.ranks}, for csc to choose the axes, and {given} too", "mesh",
+                "Give either: csc.Mesh(ranks=...) alone, or the sizes of the axes",
+            )  # fmt: skip
+    if sorted(mesh.order) != sorted(AXES) or [a for a in mesh.order if a != "pp"] != ["dp", "cp", "tp"]:
+        raise InputError(
+            f"the order of ranks is {'-'.join(map(str, mesh.order))}", "mesh",
+            "Name dp, cp and tp in this order, and pp where it should be: pp-dp-cp-tp",
+        )  # fmt: skip
+    for component, tp in mesh.components:
+        check_size(f"axis tp of {component}", tp)
+    check_own_tp(mesh)
+    for component, cp in mesh.own_cp:
+        check_own_cp(component, cp, mesh.cp)
+    for component, pp in mesh.own_stages:
+        check_size(f"axis pp of {component}", pp)
+    told = sum(pp for _, pp in mesh.own_stages)
+    if told > mesh.pp or (told == mesh.pp and len(mesh.own_stages) == 1):
+        named = ", ".join(f"{component}.pp={pp}" for component, pp in mesh.own_stages)
+        raise InputError(
+            f"{named} leaves none of pp={mesh.pp} for the other components", "mesh",
+            "pp counts all stages: name each component that has some, or leave at least one for the others",
+        )  # fmt: skip
+
+
+def plain_order(mesh: Any) -> tuple[str, ...]:
+    """See the module. Where positions have different numbers of replicas, pp is in front of dp."""
+    if mesh.own_replicas:
+        return ("pp", "dp", "cp", "tp")
+    ahead = [axis for axis in mesh.order[: mesh.order.index("pp")] if getattr(mesh, axis) > 1]
+    if mesh.pp == 1 or ahead == ["dp"] or not (ahead or mesh.dp > 1):
+        return AXES
+    rest = ("dp", "cp", "tp")
+    place = rest.index(ahead[-1]) + 1 if ahead else 0
+    return (*rest[:place], "pp", *rest[place:])
+
+
+# --- Forms of a mesh that are read: text, and torch's DeviceMesh -----------------------------------------------------
+#
+# InputError for what is neither.
+
+
+def sizes_of_text(text: str) -> dict[str, Any]:
+    """By the names that stand there; those of axes, and what ends in one behind a component."""
+    form = f"Write NAME=SIZE with commas between, for example pp=3,dp=2; names: {', '.join(AXES)}; or ranks=6"
+    sizes: dict[str, Any] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        axis, equals, size = (p.strip() for p in part.partition("="))
+        if axis == "order" and equals and axis not in sizes:
+            sizes[axis] = size
+            continue
+        if not equals or not size.isdecimal():
+            raise InputError(f"{part!r} is not NAME=SIZE", f"mesh {text!r}", form)
+        if axis not in (*AXES, "ranks") and not axis.endswith(OWN):
+            raise InputError(f"there is no axis {axis!r}", f"mesh {text!r}", form)
+        if axis in sizes:
+            raise InputError(f"axis {axis} is given twice", f"mesh {text!r}", form)
+        sizes[axis] = int(size)
+    if not sizes.keys() - {"order"}:
+        raise InputError("no axis is given", f"mesh {text!r}", form)
+    return sizes
+
+
+def sizes_of_device_mesh(mesh: Any) -> dict[str, Any]:
+    """It is known by its attributes, so that torch is not imported. Sizes, and the order of its axes where they stand
+    in one that a mesh can have.
+    """
+    names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
+    if shape is None:
+        raise InputError(
+            f"{type(mesh).__name__} is not a mesh",
+            "mesh",
+            "Give a Mesh, a dict, text like pp=3,dp=2 or a torch DeviceMesh",
+        )
+    if not names:
+        raise InputError(
+            "the DeviceMesh has no axis names",
+            "mesh",
+            f"Pass mesh_dim_names out of {', '.join(AXES)}",
+        )
+    sizes: dict[str, Any] = dict(zip(names, (int(n) for n in shape), strict=True))
+    order = [name for name in names if sizes[name] > 1]
+    if set(names) <= set(AXES) and [n for n in order if n != "pp"] != [a for a in ("dp", "cp", "tp") if a in order]:
+        usual = ", ".join(a for a in AXES if a in names)
+        raise InputError(
+            f"the DeviceMesh has its axes in the order {', '.join(names)}",
+            "mesh",
+            f"Ranks count through the axes in the order {usual}, pp anywhere: create the DeviceMesh so",
+        )
+    return {**sizes, "order": "-".join(order)} if order else sizes
+
+
+def order_of(text: str, larger: Sequence[str]) -> tuple[str, ...]:
+    """In which ranks count through the axes. larger: the axes of more than one rank, which have to be named."""
+    named = text.split("-")
+    ahead = named[: named.index("pp")] if "pp" in named else []
+    rest = [a for a in ("dp", "cp", "tp") if a in named] == [a for a in named if a != "pp"]
+    left = [axis for axis in larger if axis not in named]
+    if not rest or len(set(named)) < len(named) or left:
+        raise InputError(
+            f"the order of ranks is {text!r}", "mesh",
+            "Name the axes larger than 1: dp, cp and tp in this order, and pp where it should be, as in pp-dp-tp",
+        )  # fmt: skip
+    place = ("dp", "cp", "tp").index(ahead[-1]) + 1 if ahead else 0
+    return (*("dp", "cp", "tp")[:place], "pp", *("dp", "cp", "tp")[place:])
+
+
+# --- The mesh: how many ranks there are along each axis --------------------------------------------------------------
+#
+# Terms: *dp* replicas of the data, *pp* pipeline stages, *cp* shards of a sequence, *tp* shards of a layer. Ranks
+# count through the axes in the order dp, pp, cp, tp, the last one fastest: with cp = tp = 1, rank = dp_index * pp +
+# stage. Devices fill nodes in the order of ranks, so the last axes stand within a node. `order` puts pp elsewhere:
+# `dp=8,pp=4,order=pp-dp` has replicas of a stage beside each other, and stages on other nodes. A *narrow* position has
+# fewer tp ranks than the mesh's tp, a *wide* one more, the ranks of a *shared* one work for several replicas each; all
+# of these stand in front.
 
 
 class Coordinates(NamedTuple):

@@ -1,30 +1,120 @@
-"""The Program: one training step of one model, from whole-model graph to stages.
-
-Terms
-  value      a tensor that flows between regions, named after the region that makes it
-  region     the smallest unit that is cut, differentiated and costed: a layer, an embedding, a projector, a head
-  template   a region up to parameter names; equal layers share one
-  variant    a template specialised to what a frozen set leaves to do: its F, B and W graphs
-  shared     the graph of what depends on the batch and on constants alone (masks); a stage computes what it uses
-
-A Program is immutable; a pass returns a new one (`dataclasses.replace`). Its fx graphs are never changed in place.
-An fx node's `meta`: "val" (a fake tensor), "source" (file:line of the user's code, or empty), "module" (that ran it).
-"""
+"""The Program: one training step of one model, from whole-model graph to stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from csc.ir.capture_guards import CaptureGuards
-from csc.ir.combination import Combination
-from csc.ir.joints import Joints
+from csc.ir.capture_guards import CaptureGuards, Joints
+from csc.ir.groups import (
+    ALL_SUMMED,
+    SHARD,
+    SHARD_SUMMED,
+    SUMMED,
+    WHOLE,
+    Placement,
+    copies_summed,
+    held,
+    held_equal,
+    held_summed,
+)
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
+
+# --- How the losses of microbatches make that of the whole batch -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What a loss, or a term of it, is divided by: n + added, or `least` if that is more; no limit with 0. n is the
+    number of rows of the batch entry `rows`; or of the labels that the call `counted` of the captured graph is a mean
+    over; or, with `value`, what that call gives: where it is 0, what is divided by it need not be.
+    """
+
+    rows: str = ""
+    counted: str = ""
+    added: float = 0.0
+    least: float = 0.0
+    value: bool = False
+
+    @property
+    def can_be_zero(self) -> bool:
+        """Whether a microbatch may have nothing of it, other than rows, and would divide by 0."""
+        return bool(self.counted) and self.least <= 0 and self.added <= 0
+
+    @property
+    def for_zero(self) -> int:
+        """What a microbatch divides by where this is 0: -1 instead of a value, for no count of a batch is -1, and so
+        no weight is 1 then, as that of a batch alone; a mean over no label is 0 whatever it is.
+        """
+        return -int(self.can_be_zero and self.value)
+
+    def renamed(self, names: Mapping[str, str]) -> Divisor:
+        """With another name for the call that is counted."""
+        return replace(self, counted=names.get(self.counted, ""))
+
+
+@dataclass(frozen=True)
+class Term:
+    """The operand of the call of the captured graph that adds it to the others, or stacks them. One that is the same
+    for every batch is a mean over whatever its divisor counts.
+    """
+
+    call: str
+    operand: int
+    divisor: Divisor
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What the graph shows (csc.analysis.samples.combining).
+
+    weight: "tokens", "mean", "sum" or "terms"; "" if it could not be proven, and `problem` (a phrase with an operation
+    as its subject) and `where` say why. rows: the batch entry whose rows count, with "mean"; counted, added, least: see
+    Divisor, with "tokens". terms: those that do not weigh alike; what is added to them is a sum over samples. whole:
+    batch entries without a sample dimension, which every microbatch has whole. summed: ranks that share the tokens of a
+    microbatch have parts of its loss, and count alike; else each has a loss over its own labels.
+    """
+
+    weight: str = ""
+    rows: str = ""
+    counted: str = ""
+    added: float = 0.0
+    least: float = 0.0
+    terms: tuple[Term, ...] = ()
+    whole: tuple[str, ...] = ()
+    summed: bool = False
+    problem: str = ""
+    where: str = ""
+
+    def renamed(self, names: Mapping[str, str]) -> Combination:
+        """With other names for the calls of the captured graph."""
+        terms = tuple(replace(term, call=names[term.call], divisor=term.divisor.renamed(names)) for term in self.terms)
+        return replace(self, counted=names.get(self.counted, ""), terms=terms)
+
+    @property
+    def divisors(self) -> tuple[Divisor, ...]:
+        """Of the terms, each once."""
+        return tuple(dict.fromkeys(term.divisor for term in self.terms))
+
+
+# --- The Program: one training step of one model, from whole-model graph to stages -----------------------------------
+#
+# Terms
+#   value      a tensor that flows between regions, named after the region that makes it
+#   region     the smallest unit that is cut, differentiated and costed: a layer, an embedding, a projector, a head
+#   template   a region up to parameter names; equal layers share one
+#   variant    a template specialised to what a frozen set leaves to do: its F, B and W graphs
+#   shared     the graph of what depends on the batch and on constants alone (masks); a stage computes what it uses
+#
+# A Program is immutable; a pass returns a new one (`dataclasses.replace`). Its fx graphs are never changed in place.
+# An fx node's `meta`: "val" (a fake tensor), "source" (file:line of the user's code, or empty), "module" (that ran
+# it).
+
 
 LOSS = "loss"
 Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, elementwise, full or auto, or these values
@@ -386,3 +476,34 @@ def compute_dtypes(program: Program) -> dict[str, torch.dtype]:
     """The dtype in which the graph has each parameter that it reads; Parameter.dtype is the one it is stored in."""
     placed = (node for node in program.graph.nodes if node.op == "placeholder")
     return {node.meta["role"][1]: node.meta["val"].dtype for node in placed if node.meta["role"][0] == "parameter"}
+
+
+# --- How a parameter of a Program lies on the ranks of a position, and its gradient before REDUCE adds it up ---------
+#
+# Terms: see csc.ir.groups.
+
+
+def weight_placement(parameter: Parameter) -> Placement:
+    """Whole, or in boxes."""
+    if not parameter.boxes:
+        return WHOLE
+    size = _division(parameter)
+    return held(size) if size else SHARD
+
+
+def gradient_placement(parameter: Parameter) -> Placement:
+    """Its parts are over the group that REDUCE adds over."""
+    size = _division(parameter)
+    if size:
+        return held_summed(size) if parameter.copied else held_equal(size)
+    if parameter.boxes:
+        return SHARD_SUMMED
+    if parameter.parts:
+        return ALL_SUMMED
+    return copies_summed(parameter.copied) if parameter.copied else SUMMED
+
+
+def _division(parameter: Parameter) -> int:
+    """How many boxes several tensor-parallel ranks have; 0: none is held twice."""
+    different = len(set(parameter.boxes))
+    return different if different < len(parameter.boxes) else 0

@@ -24,12 +24,14 @@ from torch import fx
 
 from csc.ir import capture_guards
 from csc.ir import graph as g
-from csc.ir.combination import Combination, Divisor, Term
+from csc.ir.capture_guards import Unstorable
 from csc.ir.program import (
     Checkpoint,
+    Combination,
     Context,
     ContextMask,
     DividedAxis,
+    Divisor,
     Input,
     ModuleInfo,
     Parameter,
@@ -37,8 +39,8 @@ from csc.ir.program import (
     Record,
     Region,
     Template,
+    Term,
 )
-from csc.ir.unstorable import Unstorable
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import FakeTensorMode
 

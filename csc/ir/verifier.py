@@ -20,7 +20,7 @@ from torch import fx
 from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Parameter, Program, Region
-from csc.ir.schedule_verifier import verify as verify_schedule
+from csc.ir.schedule import verify as verify_schedule
 
 
 class VerificationError(CscError):

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from csc.errors import InputError
-from csc.ir.schedule import Schedule
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import Schedule, verify
 from csc.planning.branches import Stages
 from csc.planning.gathers import with_gathers
 from csc.planning.partition import describe

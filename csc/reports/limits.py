@@ -15,7 +15,8 @@ from csc.ir.schedule import Schedule
 from csc.planning.partition_bound import lower_bound, shared_lower_bound
 from csc.planning.problem import Problem
 from csc.simulation.idle import CAUSES, Causes, idle
-from csc.simulation.longest_path import Path, longest_path
+from csc.simulation.longest_path import Path as LongestPath
+from csc.simulation.longest_path import longest_path
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.timeline import Timeline
 
@@ -28,7 +29,7 @@ class Limits:
     makespan: float
     work: tuple[float, ...]
     idle: tuple[Causes, ...]
-    path: Path
+    path: LongestPath
 
     @property
     def busiest(self) -> int:

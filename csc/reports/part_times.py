@@ -20,8 +20,8 @@ from csc import devices
 from csc.cache.inductor_folder import inductor_folder
 from csc.cache.store import store
 from csc.capture.batch import device_of
+from csc.ir.groups import LOSS_WEIGHTS
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
-from csc.ir.rank_entries import LOSS_WEIGHTS
 from csc.passes.dropout import SEED
 from csc.reports.part_functions import PartFunction, Role, part_function
 from csc.runtime.function_folder import FunctionFolder

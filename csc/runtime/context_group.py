@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from csc.ir.rank_entries import CONTEXT
+from csc.ir.groups import CONTEXT
 from csc.kernels import attention as kernels
 from csc.kernels.context import numbered
 from csc.kernels.mask import Mask

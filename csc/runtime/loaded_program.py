@@ -33,8 +33,7 @@ from safetensors import SafetensorError, safe_open
 from csc.errors import ProgramError, ScheduleError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.ir.schedule import Schedule, parse
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import Schedule, parse, verify
 from csc.runtime.made_once import Constants
 from csc.runtime.read_manifest import manifest
 from csc.runtime.reading import checked_file, read_json, read_text, within

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from csc.errors import CscError
-from csc.ir.groups import Group
-from csc.ir.rank_entries import WEIGHTS
+from csc.ir.groups import WEIGHTS, Group
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
 from csc.runtime.specs import DivisorSpec, LossSpec, Manifest

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from csc.ir.rank_entries import RANDOM, WEIGHTS
+from csc.ir.groups import RANDOM, WEIGHTS
 from csc.runtime import context_group
 from csc.runtime.rank import Rank
 from csc.runtime.seeds import NO_CHANCE

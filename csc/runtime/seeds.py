@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from csc.ir.groups import Group
-from csc.ir.rank_entries import RANDOM
+from csc.ir.groups import RANDOM, Group
 from csc.kernels.dropout import mixed
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank

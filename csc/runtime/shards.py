@@ -15,7 +15,7 @@ box in every step; one of several keeps its own rank's box alone.
     .sources                                    the whole tensors that boxes were cut from
     .check_sources(where)                       InputError if boxes are of tensors that were written to since
     .put_back(spec)                             what they were taken from holds what they do
-    met_of(mesh, rank, endpoint, fused) -> {name: Met}     where a rank's collectives meet: see csc.ir.rank_entries
+    met_of(mesh, rank, endpoint, fused) -> {name: Met}     where a rank's collectives meet: see csc.ir.groups
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.errors import InputError
-from csc.ir.groups import Group
+from csc.ir.groups import Group, meeting
 from csc.ir.mesh import Mesh
-from csc.ir.rank_entries import meeting
 from csc.runtime import weights
 from csc.runtime.boxes import cut, part, put, sizes, whole_box
 from csc.runtime.consistency import Sample, read

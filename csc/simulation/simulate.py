@@ -29,7 +29,7 @@ from csc.simulation.timeline import Curve, Event, Timeline, Transfer
 
 Lengths = Sequence[Sequence[float]]
 
-_REMEDY = "Check it with csc.ir.schedule_verifier against the program's stages and messages"
+_REMEDY = "Check it with csc.ir.schedule against the program's stages and messages"
 
 
 class _Channel(NamedTuple):

@@ -42,8 +42,7 @@ from benchmarks.pipeline.summary import document, geomean, over_torch, summary
 from benchmarks.pipeline.torch_gradients import FROZEN
 from benchmarks.pipeline.torch_schedules import TORCH, chain, modelled, placement, without_gradients
 from csc.errors import CscError, InputError
-from csc.ir.schedule import Action
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import Action, verify
 from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules import SCHEDULES
 from csc.simulation.memory import peak_memory

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from csc.ir import graph as g
-from csc.ir.rewrite import Writer
+from csc.ir.graph import Writer
 
 aten = torch.ops.aten
 SIZES = ([4, 4], [16], [2, 8], [2, 2, 4], [1, 4, 4], [4, 1, 4], [-1, 2])

@@ -19,8 +19,8 @@ import csc
 from csc.analysis.operators.in_place import WAYS, block
 from csc.analysis.working import peak
 from csc.ir import graph as g
+from csc.ir.graph import Writer
 from csc.ir.printer import program_text
-from csc.ir.rewrite import Writer
 from tests.compiler.random_graphs import graphs, results, tensors
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ from torch import fx
 import csc
 from csc.analysis.placement_check import CheckedGraphs, verify_on, verify_placements
 from csc.ir import graph as g
+from csc.ir.graph import add_call
 from csc.ir.program import Program
-from csc.ir.rewrite import add_call
 from csc.ir.verifier import VerificationError
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.compiler.test_several_divisions import three

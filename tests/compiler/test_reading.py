@@ -16,7 +16,7 @@ from torch import fx
 
 from csc.driver.compiled import CompiledModel
 from csc.ir import graph as g
-from csc.ir.rewrite import Writer
+from csc.ir.graph import Writer
 from csc.ir.schedule import parse
 from csc.torch_private.traces import FakeTensorMode
 from tests.compiler.conftest import Models

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError, ScheduleError
-from csc.ir.schedule import WHOLE, Schedule, parse, part
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import WHOLE, Schedule, parse, part, verify
 from csc.planning.gathers import held_whole, seconds_waited_for, with_gathers
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, Value, pipeline

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError, ScheduleError
-from csc.ir.schedule import parse
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import parse, verify
 from csc.planning import plan as plans
 from csc.planning.budget import Budget
 from csc.planning.partition import candidates, partition

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError, ScheduleError
-from csc.ir.schedule import Schedule, parse, with_messages
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import Schedule, parse, verify, with_messages
 from csc.planning.schedules import SCHEDULES, placement, stages_per_rank, timed
 from csc.simulation.memory import peak_memory
 from csc.simulation.pipeline import Loads, Pipeline, StageWork

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import verify
 from csc.planning.schedules import SCHEDULES, auto, lower_bound, placement
 from csc.planning.schedules.activations import least, room
 from csc.planning.schedules.search import improve

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.ir.schedule import with_messages
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import verify, with_messages
 from csc.planning.schedules.activations import least, room
 from csc.planning.schedules.greedy import Rule, order, run
 from csc.planning.schedules.makespan_bound import lower_bound

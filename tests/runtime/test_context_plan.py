@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.ir.rank_entries import CONTEXT
+from csc.ir.groups import CONTEXT
 from csc.runtime.context_group import ContextPlan, attach
 from csc.runtime.specs import ContextSpec
 from csc.runtime.spread import spread

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from csc.errors import InputError
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import verify
 from csc.planning.schedules import SCHEDULES
 from csc.runtime.emulated import emulated, emulated_program, expected, run
 from csc.runtime.loaded_program import load

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError, ScheduleError
-from csc.ir.schedule import Action, Schedule, parse
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import Action, Schedule, parse, verify
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
 from csc.simulation.simulate import makespan, simulate
 from tests.simulation.random_loads import sent, taken_for

@@ -24,10 +24,9 @@ from torch.overrides import TorchFunctionMode
 from csc.cache import keys, origins
 from csc.cache.keys import Opaque, model_key, program_key, trace_key
 from csc.capture.guards import Guards
-from csc.ir.capture_guards import capture_guards
+from csc.ir.capture_guards import capture_guards, exactly
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
-from csc.ir.sizes import exactly
 from tests.launching import PATIENCE
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from csc.ir.fake_evaluation import Evaluation
+from csc.ir.graph import Evaluation
 from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten

@@ -12,10 +12,7 @@ from torch import nn
 
 from csc.capture.guards import Guards
 from csc.ir import capture_guards as g
-from csc.ir.asked import Decision, Expression, QueryStep
-from csc.ir.capture_guards import CaptureGuards, capture_guards
-from csc.ir.miss import Miss
-from csc.ir.sizes import SizeGuards
+from csc.ir.capture_guards import CaptureGuards, Decision, Expression, Miss, QueryStep, SizeGuards, capture_guards
 
 length, rows = sympy.Symbol("s0", integer=True, positive=True), sympy.Symbol("s1", integer=True, positive=True)
 INTEGERS = "torch.int64"

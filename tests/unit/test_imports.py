@@ -40,7 +40,6 @@ ROOMS = {
     "csc.planning": {
         "csc.simulation",
         "csc.ir.schedule",
-        "csc.ir.schedule_verifier",
         "csc.ir.mesh",
         "csc.analysis.clocks",
     },
@@ -54,9 +53,7 @@ ROOMS = {
         "csc.ir.groups",
         "csc.ir.strides",
         "csc.ir.mesh",
-        "csc.ir.rank_entries",
         "csc.ir.schedule",
-        "csc.ir.schedule_verifier",
     },
     "csc.checkpoints": {"csc.runtime", "csc.ir.groups", "csc.ir.mesh"},
     "csc.run": {"csc.runtime", "csc.simulation", "csc.ir.groups", "csc.cache.inductor_folder", "csc.cache.store"},

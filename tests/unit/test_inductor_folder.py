@@ -13,9 +13,8 @@ from csc.cache import inductor_folder as kept
 from csc.cache.model_entries import ModelEntries
 from csc.cache.store import Store
 from csc.capture.guards import Guards
-from csc.ir.capture_guards import capture_guards
+from csc.ir.capture_guards import capture_guards, exactly
 from csc.ir.program import Options
-from csc.ir.sizes import exactly
 
 
 def test_each_compiler_and_cpu_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.naming import RESERVED, identifier, snake, template_name, unique
+from csc.ir.graph import RESERVED, identifier, snake, template_name, unique
 
 HOSTILE = st.one_of(
     st.text(),

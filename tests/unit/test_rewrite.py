@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.rewrite import Writer, add_call, extract, provenance, replace_call, values_of
+from csc.ir.graph import Writer, add_call, extract, provenance, replace_call, values_of
 from csc.torch_private.traces import FakeTensorMode
 from tests.unit.test_imports import MODULES
 
@@ -160,4 +160,4 @@ def test_no_other_file_makes_calls_by_hand() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers
     }
-    assert found == {"csc.ir.rewrite", "csc.ir.graph", "csc.ir.stored"}
+    assert found == {"csc.ir.graph", "csc.ir.stored"}

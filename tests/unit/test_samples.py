@@ -20,8 +20,7 @@ from csc.capture.capture import capture, with_sizes_of
 from csc.capture.guards import Guards
 from csc.errors import CscError
 from csc.ir import graph as g
-from csc.ir.combination import Combination, Divisor
-from csc.ir.program import Program
+from csc.ir.program import Combination, Divisor, Program
 
 SAMPLES, LENGTH, WIDTH, CLASSES = 6, 4, 3, 5
 Loss = Callable[..., torch.Tensor]

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csc.errors import ScheduleError
-from csc.ir.schedule import Action, Kind, Message, fused, parse, part, with_messages
-from csc.ir.schedule_verifier import verify
+from csc.ir.schedule import Action, Kind, Message, fused, parse, part, verify, with_messages
 from tests.planning.in_flight import peak_in_flight
 
 TEXT = """# by hand, 2 ranks

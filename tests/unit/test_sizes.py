@@ -8,8 +8,7 @@ import pytest
 import sympy
 import torch
 
-from csc.ir.sizes import SizeGuards, from_tree, to_tree
-from csc.ir.unstorable import Unstorable
+from csc.ir.capture_guards import SizeGuards, Unstorable, sizes_from_tree, sizes_to_tree
 from csc.torch_private.symbolic_sizes import SIZE_FUNCTIONS
 
 ROWS, IMAGES = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
@@ -24,7 +23,7 @@ def batch(length: int, patches: int) -> dict[str, torch.Tensor]:
     return {"ids": torch.zeros(2, length, dtype=torch.int64), "patches": torch.zeros(patches, 3)}
 
 
-@pytest.mark.parametrize("sizes", [SIZES, from_tree(json.loads(json.dumps(to_tree(SIZES))))])
+@pytest.mark.parametrize("sizes", [SIZES, sizes_from_tree(json.loads(json.dumps(sizes_to_tree(SIZES))))])
 def test_every_size_is_asked_for(sizes: SizeGuards) -> None:
     for length in range(1, 8):
         for patches in range(1, 20):
@@ -45,6 +44,6 @@ def test_one_symbol_is_one_number() -> None:
 
 def test_other_functions_have_no_text() -> None:
     with pytest.raises(Unstorable, match="a size made by strange"):
-        to_tree(SizeGuards({}, {}, (sympy.Eq(sympy.Function("strange")(ROWS), 1),)))
+        sizes_to_tree(SizeGuards({}, {}, (sympy.Eq(sympy.Function("strange")(ROWS), 1),)))
     with pytest.raises(KeyError):
-        from_tree({"entries": {}, "ranges": {}, "relations": [["Lambda", "s0"]]})
+        sizes_from_tree({"entries": {}, "ranges": {}, "relations": [["Lambda", "s0"]]})

@@ -28,9 +28,8 @@ from csc.analysis.samples.rules import OF_TERMS, RULES
 from csc.analysis.samples.states import Count, Mixed, NewTensor, PartsOfSum, SampleRows, State, Terms, Whole
 from csc.analysis.sized import sized
 from csc.ir import graph as g
-from csc.ir.combination import Combination, Divisor, Term
-from csc.ir.program import Input, Program
-from csc.ir.sizes import evaluated
+from csc.ir.capture_guards import evaluated
+from csc.ir.program import Combination, Divisor, Input, Program, Term
 
 ONE_NUMBER = (
     "it was traced for one number of samples, as code with range(n) or int(n) in it is; len(x) and x.shape[0] can vary"

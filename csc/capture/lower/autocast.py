@@ -23,7 +23,7 @@ from torch import fx
 from csc.capture.lower.recorded import source_of
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.rewrite import add_traced_call, values_of
+from csc.ir.graph import add_traced_call, values_of
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import TorchDispatchMode, pytree, without_messages
 

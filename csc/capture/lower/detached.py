@@ -24,7 +24,7 @@ from torch import fx
 from csc.capture.lower.recorded import source_of
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.rewrite import add_traced_call
+from csc.ir.graph import add_traced_call
 from csc.torch_private.exported import OpOverload
 
 DETACH = "aten::detach"

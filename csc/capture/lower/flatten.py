@@ -26,8 +26,8 @@ from csc.capture.lower.own_divisors import with_own_divisors
 from csc.capture.lower.recorded import source_of
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
+from csc.ir.graph import add_call, replace_call
 from csc.ir.program import Checkpoint
-from csc.ir.rewrite import add_call, replace_call
 from csc.torch_private.exported import OpOverload, is_autocast_region, is_no_grad_region
 from csc.torch_private.traces import FakeTensor, FakeTensorMode
 

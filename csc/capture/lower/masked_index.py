@@ -27,7 +27,7 @@ from csc.capture.lower.selected_sums import by_their_number, each, of_each, redu
 from csc.capture.lower.selections import is_scattered, mask_of
 from csc.capture.lower.unselected_rows import is_only_moved, made_by, stays_finite
 from csc.ir import graph as g
-from csc.ir.rewrite import replace_call
+from csc.ir.graph import replace_call
 from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.rewrite import Writer, replace_call
+from csc.ir.graph import Writer, replace_call
 from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten

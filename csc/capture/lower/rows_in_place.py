@@ -17,7 +17,7 @@ from torch import fx
 
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.rewrite import add_call, values_of
+from csc.ir.graph import add_call, values_of
 from csc.torch_private.traces import FakeTensorMode
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from csc.analysis.operators.reductions import ELEMENTS
 from csc.capture.lower.rows_in_place import RowsInPlace, refused
 from csc.capture.lower.same_value import same_value
 from csc.ir import graph as g
-from csc.ir.rewrite import replace_call
+from csc.ir.graph import replace_call
 
 aten = torch.ops.aten
 REDUCED = ("aten::sum", "aten::mean")

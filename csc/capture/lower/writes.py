@@ -21,7 +21,7 @@ from torch import fx
 
 from csc.analysis.operators.randomness import is_random
 from csc.ir import graph as g
-from csc.ir.rewrite import add_traced_call, values_of
+from csc.ir.graph import add_traced_call, values_of
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import python_kernels
 

@@ -29,8 +29,7 @@ from csc.capture.trace.symbolic_lengths import symbolic_lengths
 from csc.capture.trace.traced_model import HoistedCalls, HostFunctionFound, LossOnly
 from csc.capture.trace.training_mode import as_traced
 from csc.errors import CscError, InputError
-from csc.ir.asked import Decision
-from csc.ir.calls import Call
+from csc.ir.capture_guards import Call, Decision
 from csc.torch_private.hooks import no_new_registration_hooks
 from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
 

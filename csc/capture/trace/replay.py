@@ -27,8 +27,7 @@ from csc.capture.module_tree import describe
 from csc.capture.trace.traced_model import HoistedCalls, LossOnly, metadata
 from csc.capture.trace.training_mode import as_traced
 from csc.capture.values.row_index import PREFIX
-from csc.ir.asked import Decision
-from csc.ir.calls import Call
+from csc.ir.capture_guards import Call, Decision
 from csc.torch_private.traces import replaying
 
 log = logging.getLogger("csc")

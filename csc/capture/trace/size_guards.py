@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.sizes import SizeGuards
+from csc.ir.capture_guards import SizeGuards
 from csc.torch_private.symbolic_sizes import assumed_of_sizes
 
 

@@ -32,7 +32,7 @@ from csc.capture.values.hoisted import Hoisted, unused
 from csc.capture.values.interpreter import Run, Watching
 from csc.capture.values.row_index import PREFIX, RowIndices
 from csc.errors import InputError
-from csc.ir.asked import Expression
+from csc.ir.capture_guards import Expression
 from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 
 NAMED = 4  # of the tensors that a model returned

@@ -20,9 +20,7 @@ import torch
 from torch.overrides import resolve_name
 
 from csc.capture.values.call_log import writes
-from csc.ir.asked import OBJECTS, Decision, Expression, QueryStep, function
-from csc.ir.sizes import expression_to_tree
-from csc.ir.unstorable import Unstorable
+from csc.ir.capture_guards import OBJECTS, Decision, Expression, QueryStep, Unstorable, expression_to_tree, function
 from csc.torch_private.traces import outside_tracing, pytree, random_state, unwatched
 
 MISSING = object()

@@ -1,4 +1,4 @@
-"""Writes down what a model's code calls, so that two runs of it can be compared (see csc.ir.calls).
+"""Writes down what a model's code calls, so that two runs of it can be compared (see csc.ir.capture_guards).
 
     recording = Recording({"input_ids": tensor, "model.embed.weight": tensor})      where tensors come from
     recording.add(func, args, kwargs, result)                                       of every call, in order
@@ -20,7 +20,7 @@ import torch
 from torch.overrides import resolve_name
 
 from csc import devices
-from csc.ir.calls import UNKNOWN, Call
+from csc.ir.capture_guards import UNKNOWN, Call
 from csc.torch_private.traces import in_functorch_transform, outside_tracing, pytree
 
 # Other operators that write (x += y) come under the name of a method (add_).

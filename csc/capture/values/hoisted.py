@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from csc.ir.asked import Expression
+from csc.ir.capture_guards import Expression
 from csc.torch_private.traces import pytree
 
 

@@ -28,7 +28,7 @@ from csc.capture.values.counts import TensorCounts
 from csc.capture.values.hit_loop import HitLoops
 from csc.capture.values.lazy_split import LazyChunks, LazyNumbers, length
 from csc.capture.values.row_index import RowIndices
-from csc.ir.asked import Expression
+from csc.ir.capture_guards import Expression
 from csc.torch_private.symbolic_sizes import as_hinted, assume_several, symbols_of
 from csc.torch_private.traces import in_functorch_transform, lists_from, outside_tracing, pytree
 

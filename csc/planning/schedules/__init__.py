@@ -8,7 +8,7 @@ activations (one number for all ranks, or one for each).
     stages_per_rank(name) -> stages that it wants on each rank
     placement(name, ranks, chunks=None) -> the rank of each stage
 
-Every schedule is valid for any stages (csc.ir.schedule_verifier): heterogeneous, frozen, a DAG. All stages run F, B and
+Every schedule is valid for any stages (csc.ir.schedule): heterogeneous, frozen, a DAG. All stages run F, B and
 W in one order of microbatches: 0, 1, ..., so that all schedules sum gradients in the same order. Only `auto` chooses
 another where microbatches differ in size, unless it is told not to.
 """
