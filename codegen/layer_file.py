@@ -43,10 +43,12 @@ def operators(functions: Sequence[str]) -> list[str]:
     """The modules of csc.kernels that define the operators which these functions call."""
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
     seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
-    others = seeded | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "vocabulary") | SINGLE
+    others = (
+        seeded | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "linear_cross_entropy") | SINGLE
+    )
     families = ("opaque", "context", "linear_cross_entropy")
     return sorted({
-        "begun" if name.startswith(BEGUN)
+        "collectives" if name.startswith(BEGUN)
         else next((family for family in families if name.startswith(family)), others.get(name, "attention"))
         for name in called
     })  # fmt: skip

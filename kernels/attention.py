@@ -19,11 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from csc.kernels import cpu, memory_layout, packing, token_groups
-from csc.kernels.light_operator import light_operator
-from csc.kernels.mask import Mask
+from csc.kernels import cpu, mask, operators, packing
+from csc.kernels.mask import Mask, Tiles
+from csc.kernels.operators import light_operator
 from csc.kernels.packing import Form
-from csc.kernels.tiles import Tiles
 
 from csc.errors import InputError
 
@@ -131,7 +130,7 @@ def _(ranges: Any, admits: Any, kinds: Any, keys: int) -> torch.Tensor:
 def _group_ranges(
     queries: torch.Tensor, keys: torch.Tensor, counting_queries: torch.Tensor, counting_keys: torch.Tensor
 ) -> torch.Tensor:
-    return token_groups.ranges(queries, keys, counting_queries, counting_keys)
+    return mask.ranges(queries, keys, counting_queries, counting_keys)
 
 
 @torch.library.register_fake("csc::group_ranges")
@@ -167,7 +166,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
     known, lists = _unpacked(mask, form)
-    q, k, v = map(memory_layout.dense, (q, k, v))
+    q, k, v = map(operators.dense, (q, k, v))
     if q.is_cpu:
         return cpu.forward(q, k, v, known, lists, scale, softcap, reordered)
     return _on_gpu().forward(q, k, v, known, lists, scale, softcap)
@@ -178,7 +177,7 @@ def _(
     q: Any, k: Any, v: Any, mask: Any, rules: int, kinds: bool, block_q: int, block_k: int, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _form(q, k, v, mask, rules, kinds, block_q, block_k, packing.words)
-    return memory_layout.heads_last(q), memory_layout.statistics(q)
+    return operators.heads_last(q), operators.statistics(q)
 
 
 @light_operator("attention_backward")
@@ -200,7 +199,7 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form = _form(q, k, v, mask, rules, kinds, block_q, block_k)
     known, lists = _unpacked(mask, form)
-    d_out, q, k, v = map(memory_layout.dense, (d_out, q, k, v))
+    d_out, q, k, v = map(operators.dense, (d_out, q, k, v))
     if q.is_cpu:
         return cpu.backward(d_out, q, k, v, out, lse, known, lists, scale, softcap, reordered)
     return _on_gpu().backward(d_out, q, k, v, out, lse, known, lists, scale, softcap)
@@ -208,7 +207,7 @@ def _attention_backward(
 
 @torch.library.register_fake("csc::attention_backward")
 def _(d_out: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return memory_layout.heads_last(q), memory_layout.heads_last(k), memory_layout.heads_last(v)
+    return operators.heads_last(q), operators.heads_last(k), operators.heads_last(v)
 
 
 def _on_gpu() -> Any:

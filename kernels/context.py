@@ -23,8 +23,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from csc.kernels.memory_layout import heads_last, statistics
-from csc.kernels.numbered import Numbered
+from csc.kernels.operators import Numbered, heads_last, statistics
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from csc.kernels.light_operator import light_operator
+from csc.kernels.operators import light_operator
 
 LEAST = 2**21  # multiplications, from which on a call that costs 10 us more is made up for
 LEAST_IN_HALVES = 2**28  # the same where 512 bits are computed in two steps, and oneDNN gains a tenth at most

@@ -1,13 +1,4 @@
-"""Modules that are kept as they are: one operator of the graph, run eagerly inside its stage.
-
-    opaque(module, like=0) -> the module
-    is_opaque(module) -> bool
-    csc::opaque(inputs, parameters, call) -> (result, state that it began with: csc.kernels.opaque_state)
-    csc::opaque_backward(d_result, inputs, parameters, state, call) -> gradients of floating inputs, then of parameters
-
-A `call` names a module and what it was called with besides tensors. It is the key of a table, the one thing that a
-graph cannot hold: an entry lives as long as its module does, in the process that made it.
-"""
+"""Modules that are kept as they are: one operator of the graph, run eagerly inside its stage."""
 
 from __future__ import annotations
 
@@ -17,13 +8,78 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from csc.kernels import opaque_state
 from torch import nn
 
 from csc import devices
 from csc.errors import CscError
 from csc.torch_private.autograd import under_autograd
 from csc.torch_private.traces import pytree
+
+# --- What the forward of an opaque module begins with, as bytes: its backward begins its own run of it with ... ------
+#
+# Terms: *state* is a uint8 tensor of three parts: the random generator, the module's buffers in their order, and what
+# tells two results apart (the sum of a result, and of its absolute values, as float64).
+
+
+TELLING = 16  # bytes
+
+
+def size(module: nn.Module) -> int:
+    """Bytes of a state of this module."""
+    return len(devices.generator(torch.device("cpu"))) + sum(map(_bytes_of, module.buffers())) + TELLING
+
+
+def begun(module: nn.Module, device: torch.device) -> torch.Tensor:
+    """Generator and buffers as they are."""
+    buffers = [_bytes(buffer.detach()).to(device) for buffer in module.buffers()]
+    return torch.cat([devices.generator(device).to(device), *buffers])
+
+
+def ended(state: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """With what tells the result from another."""
+    return torch.cat([state, _bytes(_telling(result))])
+
+
+def restored(state: torch.Tensor, module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """The buffers, by name, that forward began with; torch's generator is set to what it was."""
+    named = dict(module.named_buffers())
+    sizes = list(map(_bytes_of, named.values()))
+    generator, *parts, _ = state.split([len(state) - TELLING - sum(sizes), *sizes, TELLING])
+    devices.set_generator(device, generator.clone())
+    return {
+        name: part.clone().view(buffer.dtype).view(buffer.shape).to(buffer.device)
+        for part, (name, buffer) in zip(parts, named.items(), strict=True)
+    }
+
+
+def is_same(state: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether this is what the forward with this state gave, but for rounding: without gradients PyTorch has other
+    kernels for some modules (LSTM, TransformerEncoderLayer), and on an accelerator sums come in any order.
+    """
+    was, now = state[-TELLING:].clone().view(torch.float64).cpu(), _telling(result).cpu()
+    inexact = result.is_floating_point() or result.is_complex()
+    room = torch.finfo(result.dtype).eps ** 0.5 * float(was[1].abs()) if inexact else 0.0
+    return torch.allclose(was, now, rtol=0.0, atol=room, equal_nan=True)
+
+
+def _telling(result: torch.Tensor) -> torch.Tensor:
+    wide = torch.view_as_real(result) if result.is_complex() else result
+    return torch.stack([wide.detach().double().sum(), wide.detach().double().abs().sum()])
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# --- Modules that are kept as they are: one operator of the graph, run eagerly inside its stage ----------------------
+#
+# A `call` names a module and what it was called with besides tensors. It is the key of a table, the one thing that a
+# graph cannot hold: an entry lives as long as its module does, in the process that made it.
+
 
 Like = int | Callable[..., torch.Tensor]
 
@@ -137,10 +193,10 @@ def _run(
 def _forward(
     inputs: list[torch.Tensor], parameters: list[torch.Tensor], call: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    state = opaque_state.begun(_called(call)[1], inputs[0].device)
+    state = begun(_called(call)[1], inputs[0].device)
     with torch.no_grad():
         result = _run(call, inputs, parameters, {})
-    return result.clone(memory_format=torch.contiguous_format), opaque_state.ended(state, result)
+    return result.clone(memory_format=torch.contiguous_format), ended(state, result)
 
 
 @_forward.register_fake
@@ -151,7 +207,7 @@ def _(inputs: Any, parameters: Any, call: str) -> Any:
     else:
         args, kwargs = known.arguments(inputs)
         example = known.like(*args, **kwargs)
-    state = inputs[0].new_empty(opaque_state.size(module), dtype=torch.uint8)
+    state = inputs[0].new_empty(size(module), dtype=torch.uint8)
     return torch.empty_like(example, memory_format=torch.contiguous_format), state
 
 
@@ -168,9 +224,9 @@ def _backward(
     weights = [p.detach().requires_grad_(p.is_floating_point()) for p in parameters]
     device = inputs[0].device
     with devices.forked(device), under_autograd():
-        buffers = opaque_state.restored(state, _called(call)[1], device)
+        buffers = restored(state, _called(call)[1], device)
         result = _run(call, own, weights, buffers)
-        if not opaque_state.is_same(state, result):
+        if not is_same(state, result):
             raise CscError(
                 f"the opaque module {call!r} gives something else when it is run again for its backward: it computes "
                 "with what its forward changes, or with random numbers of its own",

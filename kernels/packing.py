@@ -17,8 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import SEEN, TileLists, Tiles, tiles, written_out
+from csc.kernels.mask import SEEN, Mask, TileLists, Tiles, tiles, written_out
 
 UNPACKED, PACKED = "_csc_unpacked", "_csc_packed"  # the names under which a tensor keeps it
 
@@ -75,9 +74,9 @@ def _listed(mask: Mask, block_q: int, block_k: int) -> Tiles:
     """The lists, by the kernels of a device that has some: there `tiles` would be a hundred launches, with waits."""
     if mask.ranges.is_cpu:
         return tiles(mask, block_q, block_k)
-    from csc.kernels import triton_tiles  # Triton is there only where GPUs are
+    from csc.kernels import triton_kernels  # Triton is there only where GPUs are
 
-    return triton_tiles.tiles(mask, block_q, block_k)
+    return triton_kernels.tiles(mask, block_q, block_k)
 
 
 def pack_once(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:

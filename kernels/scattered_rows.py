@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 import torch
-from csc.kernels.light_operator import light_operator
+from csc.kernels.operators import light_operator
 
 
 @light_operator("masked_scatter_backward")

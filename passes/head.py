@@ -3,7 +3,7 @@
 Terms
   head     the linear layer that makes the logits, and what bends or scales them before the loss
   logits   what it makes: tokens x classes, the largest value of most steps, held three times by a backward
-  large    with logits that take more than twice the room for those of a chunk (csc.kernels.head_sweep)
+  large    with logits that take more than twice the room for those of a chunk (csc.kernels.linear_cross_entropy)
   small    with logits of less than FASTER bytes, or of fewer tokens than the layer is wide: the gradient of its weight,
            which F keeps, would take more than their logits
 
@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from csc.kernels.head_sweep import room_on, rows_of, wide
-from csc.kernels.linear_cross_entropy import HEAD
+from csc.kernels.linear_cross_entropy import HEAD, room_on, rows_of, wide
 from torch import fx
 
 from csc.analysis.operators.moves import RESHAPES

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from csc.kernels.begun import APART
+from csc.kernels.collectives import APART
 from torch import fx
 
 from csc.analysis.operators.views import is_view

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from csc.kernels.collectives import ALL_REDUCE, GATHER_PIECES, SHARE
-from csc.kernels.vocabulary import DIVIDED_HEAD, DIVIDED_LOSS, ROWS
+from csc.kernels.linear_cross_entropy import DIVIDED_HEAD, DIVIDED_LOSS, ROWS
 from csc.passes.divided_dropout import divided_dropout
 from csc.passes.fewer_sums import DIVIDED, entries_summed, fewer_sums
 from csc.passes.local_stretches import stretch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from csc.kernels.attention import attention
-from csc.kernels.tiles import visible
+from csc.kernels.mask import visible
 
 from benchmarks.attention.masks import mask
 from benchmarks.attention.timing import seconds_on_cpu

@@ -12,8 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import counts
+from csc.kernels.mask import Mask, counts
 
 BLOCK = 128
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from csc.kernels.attention import blocks
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import visible
+from csc.kernels.mask import Mask, visible
 
 from benchmarks.attention.flex import Flex
 from benchmarks.attention.masks import NAMES, mask

@@ -1,4 +1,4 @@
-"""Times configurations of the kernels on the GPU at hand: what csc.kernels.triton_configs is to be set to.
+"""Times configurations of the kernels on the GPU at hand: what csc.kernels.triton_launch is to be set to.
 
     tune(head_dim, tokens, progress) -> list[Tried]      causal, bfloat16, every kernel alone
 
@@ -20,8 +20,8 @@ from multiprocessing import get_context
 
 import torch
 from csc.kernels import triton_launch
-from csc.kernels.tiles import tiles
-from csc.kernels.triton_configs import Config, HeadDimConfigs, architecture, choose
+from csc.kernels.mask import tiles
+from csc.kernels.triton_launch import Config, HeadDimConfigs, architecture, choose
 
 from benchmarks.attention.masks import mask
 from benchmarks.attention.timing import seconds_on_gpu

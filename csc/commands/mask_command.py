@@ -30,7 +30,7 @@ def mask(
     debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False,
 ) -> None:
     """What an attention mask hides: visible pairs and tiles, the tiles of each rank, and a picture."""
-    from csc.kernels.tiles import counts
+    from csc.kernels.mask import counts
     from csc.masks.spec import parse
 
     example = parse(spec)

@@ -29,7 +29,7 @@ KEPT_META = ("val", "source", "module", "role", "hint", "backward_of", "in_place
 METHOD = "_"
 
 SEEDED = frozenset({"csc::dropout", "csc::uniform", "csc::normal"})  # see csc.kernels.dropout
-# A head and its loss in one call, whole and of ranks that divide the words: see csc.kernels.head_sweep.
+# A head and its loss in one call, whole and of ranks that divide the words: see csc.kernels.linear_cross_entropy.
 HEADS = frozenset({"csc::linear_cross_entropy", "csc::divided_linear_cross_entropy"})
 
 

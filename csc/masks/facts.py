@@ -9,10 +9,10 @@ Terms
     area(mask) -> int                                        share(mask) -> float
     loads(mask) -> int64 [B, Tq]                             block_loads(mask, block) -> int64 [B, nQ]
     needed_keys(mask, owner, ranks) -> bool [B, ranks, Tk]   token by token
-    needed_blocks(pairs, owner, ranks) -> bool [B, ranks, nK]    in tiles, from `csc.kernels.tiles.counts`
+    needed_blocks(pairs, owner, ranks) -> bool [B, ranks, nK]    in tiles, from `csc.kernels.mask.counts`
 
 None of it looks at pairs one by one: a rule of a query is a range, so what a rank needs is a difference array over
-keys. Exact, in integers. Counts of tiles and tile lists: `csc.kernels.tiles`.
+keys. Exact, in integers. Counts of tiles and tile lists: `csc.kernels.mask`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from __future__ import annotations
 import torch
 
 from csc.errors import InputError
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import visible
+from csc.kernels.mask import Mask, visible
 from csc.masks.equal_runs import few
 
 
@@ -89,7 +88,7 @@ def needed_blocks(pairs: torch.Tensor, owner: torch.Tensor, ranks: int) -> torch
     """The blocks of keys of which a rank computes some tile.
 
     Args:
-        pairs: int [B, nQ, nK]: visible pairs of tiles, as csc.kernels.tiles.counts has them.
+        pairs: int [B, nQ, nK]: visible pairs of tiles, as csc.kernels.mask.counts has them.
         owner: int [nQ] or [B, nQ]: the rank of every block of queries.
         ranks: How many there are.
 

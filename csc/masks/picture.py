@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from csc.errors import InputError
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import counts
+from csc.kernels.mask import Mask, counts
 from csc.masks.equal_runs import begins
 
 MOST_CELLS = 1024

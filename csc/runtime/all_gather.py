@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from csc.kernels.memory_layout import exact
+from csc.kernels.operators import exact
 from csc.runtime.exchange import Membership, Places, count, places
 from csc.runtime.spread import Spread
 

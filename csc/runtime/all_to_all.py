@@ -20,7 +20,7 @@ import torch
 
 from csc.errors import InputError
 from csc.kernels.mask import Mask
-from csc.kernels.memory_layout import exact, heads_last
+from csc.kernels.operators import exact, heads_last
 from csc.runtime.exchange import Membership, Tensors, count, empty_blocks, in_blocks, in_heads, places, put, room, taken
 from csc.runtime.spread import Spread, backward, forward, part
 

@@ -21,7 +21,7 @@ import torch
 
 from csc.kernels import packing
 from csc.kernels.mask import Mask
-from csc.kernels.memory_layout import exact, heads_last
+from csc.kernels.operators import exact, heads_last
 from csc.runtime.exchange import (
     Membership,
     Tensors,

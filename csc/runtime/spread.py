@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from csc.kernels import packing
-from csc.kernels.mask import Mask
+from csc.kernels.mask import Mask, counts
 from csc.kernels.packing import Form
-from csc.kernels.tiles import counts
 from csc.planning.dispatch import EMPTY, FULL, PARTIAL, Dispatch, LayerMask, Rates, Workload, plan
 from csc.runtime.specs import ContextSpec
 

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 import triton
-from csc.kernels.triton_backward import dkv_kernel, dq_kernel
-from csc.kernels.triton_configs import Config, HeadDimConfigs, choose, padded
-from csc.kernels.triton_forward import forward_kernel
+from csc.kernels.triton_kernels import dkv_kernel, dq_kernel, forward_kernel
+from csc.kernels.triton_launch import Config, HeadDimConfigs, choose, padded
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

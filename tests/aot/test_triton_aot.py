@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from csc.kernels.triton_configs import choose
-from csc.kernels.triton_forward import forward_kernel
+from csc.kernels.triton_kernels import forward_kernel
+from csc.kernels.triton_launch import choose
 
 from tests.aot.building import SHARED_BYTES, Case, Resources, build, kernels, key
 from tests.aot.recorded import recorded, resources

@@ -14,10 +14,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from csc.kernels import triton_launch, triton_tiles
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import tiles
-from csc.kernels.triton_configs import choose
+from csc.kernels import triton_kernels, triton_launch
+from csc.kernels.mask import Mask, tiles
+from csc.kernels.triton_launch import choose
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -72,7 +71,7 @@ def test_tile_lists_of_other_lengths_compile_nothing_new(launches: list[str]) ->
     seen = []
     for length in (256, 257, 600, 1024):
         launches.clear()
-        triton_tiles.tiles(t.generation(length, 100), 128, 128)
+        triton_kernels.tiles(t.generation(length, 100), 128, 128)
         seen.append(list(launches))
     assert [name.split()[0] for name in seen[0]] == ["count_kernel", "list_kernel"]
     assert all(keys == seen[0] for keys in seen)

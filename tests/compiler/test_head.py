@@ -298,12 +298,12 @@ def test_small_logits_stay_whole_and_large_ones_do_not(monkeypatch: pytest.Monke
     assert not heads(made())
     logits = batch()["labels"].numel() * VOCABULARY * 4
     for room, chunked in ((logits // 2, False), (logits // 2 - 1, True)):
-        monkeypatch.setattr("csc.kernels.head_sweep.ROOM_ON_CPU", room)
+        monkeypatch.setattr("csc.kernels.linear_cross_entropy.ROOM_ON_CPU", room)
         assert bool(heads(made())) == chunked
     before = csc.compile(Head(TAKEN["half a loss"]), example=batch(), cache=False).history()[1 + TRACING.index(loss)]
     assert head(before, Options()) is not before
     assert head(before, Options(mesh=Mesh(tp=2))) is not before, "ranks cannot divide 103 words"
-    monkeypatch.setattr("csc.kernels.head_sweep.ROOM_ON_CPU", logits // 2)
+    monkeypatch.setattr("csc.kernels.linear_cross_entropy.ROOM_ON_CPU", logits // 2)
     assert head(before, Options(mesh=Mesh(tp=2))) is before
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from csc.codegen.python import body
-from csc.kernels.begun import APART
+from csc.kernels.collectives import APART
 from csc.passes.in_place import marked
 from csc.passes.runner import after
 from hypothesis import given, settings

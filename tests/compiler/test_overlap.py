@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from csc.kernels.begun import APART
+from csc.kernels.collectives import APART
 from torch import fx
 
 import csc

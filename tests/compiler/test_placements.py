@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import pytest
-from csc.kernels.begun import APART
-from csc.kernels.collectives import ALL_REDUCE, OWN_PART, REDUCE_SCATTER, SHARE
+from csc.kernels.collectives import ALL_REDUCE, APART, OWN_PART, REDUCE_SCATTER, SHARE
 from torch import fx
 
 import csc

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from csc.kernels import cpu, cpu_blocks, packing
+from csc.kernels import cpu, packing
 from csc.kernels.attention import CPU_BLOCKS, attention, attention_with_lse
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import tiles
+from csc.kernels.mask import Mask, tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,12 +66,12 @@ def test_any_mask(mask: Mask, heads: tuple[int, int], softcap: float, data: st.D
 
 
 @settings(max_examples=60, deadline=None)
-@given(masks(), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.sampled_from([0, cpu_blocks.ONE_CALL]))
+@given(masks(), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.sampled_from([0, cpu.ONE_CALL]))
 def test_small_tiles(mask: Mask, block_q: int, block_k: int, reordered: bool, one_call: int) -> None:
     q, k, v, d_out = inputs(mask.batch, (4, 2), (mask.queries, mask.keys), 8, torch.float64)
     lists = tiles(mask, block_q, block_k)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_blocks, "ONE_CALL", one_call)
+        patch.setattr(cpu, "ONE_CALL", one_call)
         out, lse = cpu.forward(q, k, v, mask, lists, 0.3, 0.0, reordered)
         gradients = cpu.backward(d_out, q, k, v, out, lse, mask, lists, 0.3, 0.0, reordered)
     wanted = dense.results(q, k, v, mask, 0.3, 0.0, d_out)
@@ -103,7 +102,7 @@ def test_grouped_heads(dtype: torch.dtype, softcap: float) -> None:
     st.sampled_from([4, 8]),
     st.sampled_from([0, 30, 10**9]),
     st.booleans(),
-    st.sampled_from([0, cpu_blocks.ONE_CALL]),
+    st.sampled_from([0, cpu.ONE_CALL]),
 )
 def test_each_visible_pair_is_in_one_block(
     mask: Mask, block_q: int, block_k: int, few: int, reordered: bool, one_call: int
@@ -112,9 +111,9 @@ def test_each_visible_pair_is_in_one_block(
     q = torch.zeros(mask.batch, 1, mask.queries, 4)
     met = torch.zeros(mask.batch, mask.queries, mask.keys, dtype=torch.int)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_blocks, "FEW", few)
-        patch.setattr(cpu_blocks, "ONE_CALL", one_call)
-        walk = cpu_blocks.blocks(q, mask.keys, replace(mask, known={}), tiles(mask, block_q, block_k), 1.0, reordered)
+        patch.setattr(cpu, "FEW", few)
+        patch.setattr(cpu, "ONE_CALL", one_call)
+        walk = cpu.blocks(q, mask.keys, replace(mask, known={}), tiles(mask, block_q, block_k), 1.0, reordered)
     for block in walk:
         keys = torch.arange(mask.keys)[block.keys]
         seen = torch.ones(mask.batch, mask.queries, len(keys), dtype=torch.bool)[block.samples, block.rows]
@@ -145,7 +144,7 @@ def test_samples_that_see_nearly_the_same_go_together() -> None:
         slots = torch.arange(1, length + 1)
         stops = torch.minimum(slots[None], padded.T).int()
         mask = Mask(torch.stack([torch.zeros_like(stops), stops], -1)[:, None], None, None, length)
-        walk = cpu_blocks.blocks(torch.zeros(2, 1, length, 4), length, mask, tiles(mask, 256, 128), 0.0)
+        walk = cpu.blocks(torch.zeros(2, 1, length, 4), length, mask, tiles(mask, 256, 128), 0.0)
         assert len(walk) == calls, walk
 
 
@@ -168,7 +167,7 @@ def test_few_pairs_are_one_call(length: int, padding: int, reordered: bool, call
     stops = torch.stack([slots, slots.clamp(max=length - padding)]).int()
     mask = Mask(torch.stack([torch.zeros_like(stops), stops], -1)[:, None], None, None, length)
     lists = tiles(mask, *CPU_BLOCKS)
-    walk = cpu_blocks.blocks(torch.zeros(2, 1, length, 4), length, mask, lists, 0.0, reordered)
+    walk = cpu.blocks(torch.zeros(2, 1, length, 4), length, mask, lists, 0.0, reordered)
     assert len(walk) == calls and walk[0].whole == (calls == 1)
     assert [block.keys.indices(length)[1] for block in walk if isinstance(block.keys, slice)] == [
         (i + 1) * length // calls for i in range(calls)

@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from csc.kernels import head_sweep, onednn
-from csc.kernels.head_sweep import FEWEST, ROOM, ROOM_ON_CPU, Head, _Sweep, rows_of
-from csc.kernels.linear_cross_entropy import _in_cache, linear_cross_entropy
+from csc.kernels import linear_cross_entropy as head_sweep
+from csc.kernels import onednn
+from csc.kernels.linear_cross_entropy import (
+    FEWEST,
+    ROOM,
+    ROOM_ON_CPU,
+    Head,
+    _in_cache,
+    _Sweep,
+    linear_cross_entropy,
+    rows_of,
+)
 from csc.kernels.onednn import LEAST
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,7 +137,7 @@ def test_a_label_whose_chance_is_too_small_for_a_number_has_its_loss() -> None:
 
 @pytest.mark.parametrize("rows", [7, 64])
 def test_a_few_rows_at_a_time_are_those_of_a_chunk(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from csc.kernels import head_sweep
+    from csc.kernels import linear_cross_entropy as head_sweep
 
     given = operands(40, 23, 5, torch.float32, biased=True, seed=2)
     whole = call(given, [True] * 4, rows)
@@ -154,7 +163,7 @@ def test_tokens_without_labels_have_no_logits(labels: int) -> None:
 @pytest.mark.parametrize("mean", [True, False])
 def test_a_sweep_over_all_tokens_gives_the_same(mean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it walks while a device records what it launches."""
-    from csc.kernels import head_sweep
+    from csc.kernels import linear_cross_entropy as head_sweep
 
     given = operands(40, 23, 5, torch.float64, biased=True, seed=2)
     found = results(linear_cross_entropy(**given, rows=7, ignored=IGNORED, mean=mean), given)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from csc.kernels import packing
 from csc.kernels.attention import CPU_BLOCKS
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import SEEN
+from csc.kernels.mask import SEEN, Mask
 
 TOKENS = 12
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from csc.kernels import tiles as t
+from csc.kernels import mask as t
 from csc.kernels.mask import EVERYTHING, Mask
 from hypothesis import given, settings
 from hypothesis import strategies as st

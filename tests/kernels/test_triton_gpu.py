@@ -10,9 +10,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU: compiled kernels are compared with dense attention on one", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from csc.kernels import scattered_rows, triton_tiles  # noqa: F401  the first registers an operator
+from csc.kernels import scattered_rows, triton_kernels  # noqa: F401  the first registers an operator
 from csc.kernels.attention import attention_with_lse
-from csc.kernels.tiles import tiles
+from csc.kernels.mask import tiles
 
 from tests.kernels import dense
 from tests.kernels import triton_cases as t
@@ -70,7 +70,7 @@ def test_cross_attention(queries: int, keys: int) -> None:
 def test_tile_lists(name: str, length: int) -> None:
     """Those that are computed without the kernels."""
     mask = MASKS[name](length)
-    found, wanted = triton_tiles.tiles(mask.to("cuda"), 128, 128), tiles(mask, 128, 128)
+    found, wanted = triton_kernels.tiles(mask.to("cuda"), 128, 128), tiles(mask, 128, 128)
     for one, other in ((found.of_queries, wanted.of_queries), (found.of_keys, wanted.of_keys)):
         assert torch.equal(one.counts.cpu(), other.counts) and torch.equal(one.index.cpu(), other.index)
 

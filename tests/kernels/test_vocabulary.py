@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from csc.kernels import vocabulary
+from csc.kernels import linear_cross_entropy
 from csc.kernels.collectives import numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,7 +62,7 @@ def divided(threads: Threads, given: dict[str, Any], rows: int, scale: float, so
         own = slice(index * each, (index + 1) * each)
         bias = None if given["bias"] is None else given["bias"][own]
         mask = [True, True, True, bias is not None]
-        return vocabulary.DIVIDED_HEAD(
+        return linear_cross_entropy.DIVIDED_HEAD(
             given["x"], given["weight"][own], bias, given["labels"], number, scale, softcap, IGNORED, mean, rows, mask
         )
 
@@ -129,7 +129,7 @@ def test_the_whole_loss_over_divided_logits_of_such_words() -> None:
 
     def of_rank(index: int, number: torch.Tensor) -> torch.Tensor:
         own = logits[:, 4 * index : 4 * index + 4]
-        return vocabulary.DIVIDED_LOSS(own, operand["labels"], number, IGNORED, True)[0]
+        return linear_cross_entropy.DIVIDED_LOSS(own, operand["labels"], number, IGNORED, True)[0]
 
     for loss in Threads(2).run(of_rank):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -143,7 +143,7 @@ def test_the_whole_loss_over_divided_logits() -> None:
 
     def of_rank(index: int, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         own = logits.detach()[:, 4 * index : 4 * index + 4].requires_grad_(True)
-        loss, _ = vocabulary.DIVIDED_LOSS(own, operand["labels"], number, IGNORED, True)
+        loss, _ = linear_cross_entropy.DIVIDED_LOSS(own, operand["labels"], number, IGNORED, True)
         return loss.detach(), torch.autograd.grad(2 * loss, [own])[0]
 
     found = Threads(3).run(of_rank)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from csc.kernels import triton_launch
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import tiles
+from csc.kernels.mask import Mask, tiles
 
 from tests.kernels import dense
 

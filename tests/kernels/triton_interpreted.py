@@ -10,9 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from csc.kernels import triton_launch, triton_tiles
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import tiles
+from csc.kernels import triton_kernels, triton_launch
+from csc.kernels.mask import Mask, tiles
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -165,9 +164,9 @@ def test_what_is_refused() -> None:
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(masks(most=70), st.sampled_from([4, 16]), st.sampled_from([8, 16]), st.sampled_from([4, 256]))
 def test_tile_lists(mask: Mask, block_q: int, block_k: int, chunk: int) -> None:
-    """Those of csc.kernels.tiles, whichever part of a row is listed at once."""
-    with mock.patch.object(triton_tiles, "CHUNK", chunk):
-        found = triton_tiles.tiles(mask, block_q, block_k)
+    """Those of csc.kernels.mask, whichever part of a row is listed at once."""
+    with mock.patch.object(triton_kernels, "CHUNK", chunk):
+        found = triton_kernels.tiles(mask, block_q, block_k)
     wanted = tiles(mask, block_q, block_k)
     for one, other in ((found.of_queries, wanted.of_queries), (found.of_keys, wanted.of_keys)):
         assert torch.equal(one.counts, other.counts) and torch.equal(one.index, other.index)

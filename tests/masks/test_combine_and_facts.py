@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from csc.kernels.mask import Mask
-from csc.kernels.tiles import counts
+from csc.kernels.mask import Mask, counts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

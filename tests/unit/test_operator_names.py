@@ -42,7 +42,7 @@ NAMES = {
     "csc.codegen.torch_calls": "how the call of one is written",
     "csc.kernels.cpu": "runs ATen's kernels",
     "csc.kernels.scattered_rows": "runs ATen's kernels",
-    "csc.kernels.vocabulary": "runs ATen's kernels",
+    "csc.kernels.linear_cross_entropy": "runs ATen's kernels",
     "csc.masks.mask_mod": "indexes while a mask_mod is traced",
     "csc.passes.attention": "writes masks as ranges and kinds",
     "csc.passes.differentiate": "tidies what autograd traced",
