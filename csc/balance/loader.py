@@ -24,7 +24,7 @@ from csc.driver.share import ReplicaShare
 from csc.errors import InputError
 from csc.planning.assign.layout import Size
 from csc.runtime.words import digest
-from csc.torch_private.processes import unattended_workers
+from csc.torch_private.process_state import unattended_workers
 
 log = logging.getLogger("csc")
 

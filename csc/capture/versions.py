@@ -17,7 +17,7 @@ from operator import is_
 from types import MappingProxyType
 from typing import Any
 
-from csc.torch_private.dict_versions import dict_version
+from csc.torch_private.fast_guards import dict_version
 
 Holds = Callable[[], bool]
 

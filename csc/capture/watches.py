@@ -23,7 +23,7 @@ from operator import attrgetter, is_
 from typing import Any, TypeGuard
 
 from csc.capture.versions import Versioned, counted, kind_of, members_hold
-from csc.torch_private.dict_versions import dict_version
+from csc.torch_private.fast_guards import dict_version
 
 ABSENT = object()
 Read = Callable[[], list[Any]]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from csc.torch_private.lists import norms, norms_of_differences
+from csc.torch_private.fast_guards import norms, norms_of_differences
 
 NOISE = 1e-4
 # Elements: on a CPU what lies in a cache, and few enough that float32 adds up their squares to 1e-6.

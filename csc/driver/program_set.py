@@ -56,7 +56,7 @@ from csc.runtime.specs import Manifest
 from csc.runtime.trainer import Trainer
 from csc.runtime.words import NOTHING, Said
 from csc.torch_private.autograd import below_autograd
-from csc.torch_private.processes import is_profiled
+from csc.torch_private.process_state import is_profiled
 
 log = logging.getLogger("csc")
 

@@ -34,7 +34,7 @@ from csc.runtime.function_order import FunctionOrder, code, form_of
 from csc.runtime.outside_reads import outside_read
 from csc.runtime.tried_function import tried
 from csc.runtime.weight_names import Under
-from csc.torch_private.same_layouts import same_layouts
+from csc.torch_private.fast_guards import same_layouts
 
 log = logging.getLogger("csc")
 

@@ -1,12 +1,4 @@
-"""What torch keeps for a process and its threads, beside tensors and modules: what is on, and what is pushed.
-
-    with process_state_kept(): ...      leaves all of it as it was, however the block ends
-    process_state() -> {name: value}    to be compared with what it is later
-
-A trace runs the code of a model. That may set what it does not set back (`torch.set_grad_enabled(False)`), and what
-torch has on in a trace may fail while it is taken down (`torch.func.jvp` leaves its level pushed); from then on
-nothing else in the process would be right.
-"""
+"""What torch keeps for a process and its threads, beside tensors and modules: what is on, and what is pushed."""
 
 from __future__ import annotations
 
@@ -28,6 +20,31 @@ from torch.utils import _device as devices
 from torch.utils import _python_dispatch as dispatch
 
 from csc.torch_private.hooks import hooks_of_all_modules
+
+# --- What runs beside a step: profilers, torch.compile, the workers of a DataLoader ----------------------------------
+
+
+def unattended_workers(batches: Iterator[Any]) -> Iterator[Any]:
+    """The iterator of a DataLoader, whose workers' deaths are found when a batch is waited for (within five seconds).
+    Torch's handler of SIGCHLD else raises wherever the process is just then: in the middle of a step.
+    """
+    if getattr(batches, "_worker_pids_set", False):
+        torch._C._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False  # type: ignore[attr-defined]
+    return batches
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's is on, emit_nvtx included."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+# --- What torch keeps for a process and its threads, beside tensors and modules: what is on, and what is pushed ------
+#
+# A trace runs the code of a model. That may set what it does not set back (`torch.set_grad_enabled(False)`), and what
+# torch has on in a trace may fail while it is taken down (`torch.func.jvp` leaves its level pushed); from then on
+# nothing else in the process would be right.
+
 
 _DEVICES = ("cpu", *(one.type for one in [torch.accelerator.current_accelerator()] if one is not None))
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what writes it

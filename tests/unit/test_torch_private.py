@@ -33,16 +33,16 @@ from csc import devices
 from csc.errors import InputError
 from csc.torch_private import artifacts as private_artifacts
 from csc.torch_private import autograd as private_autograd
-from csc.torch_private import dict_versions as private_versions
 from csc.torch_private import distributed_checkpoint as private_checkpoints
 from csc.torch_private import dropped_attention as private_attention
 from csc.torch_private import exported as private_exported
+from csc.torch_private import fast_guards as private_layouts
+from csc.torch_private import fast_guards as private_lists
+from csc.torch_private import fast_guards as private_versions
 from csc.torch_private import hooks as private_hooks
-from csc.torch_private import lists as private_lists
+from csc.torch_private import process_state as private_processes
 from csc.torch_private import process_state as private_state
-from csc.torch_private import processes as private_processes
 from csc.torch_private import real_layouts as private_real_layouts
-from csc.torch_private import same_layouts as private_layouts
 from csc.torch_private import symbolic_sizes as private_sizes
 from csc.torch_private import traces as private_traces
 from tests import launching
