@@ -402,7 +402,7 @@ def _wait(options: Arguments, program: Any, launch: Any, ending: _Ending) -> Non
 def _record(options: Arguments, traces: Sequence[Any], manifest: Any, name: str) -> None:
     """Write a timeline of the steps that were recorded, if any were. All ranks call it."""
     from csc.runtime.timelines import record
-    from csc.simulation.look import seconds_text
+    from csc.simulation.page import seconds_text
 
     if options.timeline is None or not traces:
         return

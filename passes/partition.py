@@ -27,7 +27,7 @@ from csc.planning.partition import at_cuts
 from csc.planning.pipeline_plan import PipelinePlan as Decided
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, channels
-from csc.simulation.pipeline_file import to_json
+from csc.simulation.pipeline import to_json
 
 FEWEST_CHUNKS = 2  # that schedules with several stages on a rank are made for
 

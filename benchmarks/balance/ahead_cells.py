@@ -24,8 +24,7 @@ from csc.planning.encode_ahead import fit_ahead
 from csc.planning.pipeline_plan import PipelinePlan
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, Value
-from csc.simulation.pipeline import Link, Pipeline, StageWork
-from csc.simulation.pipeline_file import to_json
+from csc.simulation.pipeline import Link, Pipeline, StageWork, to_json
 from csc.simulation.simulate import makespan
 
 LENGTHS = "mixture"

@@ -20,8 +20,7 @@ from benchmarks.pipeline.emulated_ranks import TARGET, stretched, work
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import Groups, SampleCosts
 from csc.planning.schedules.timing import peaks
-from csc.simulation.pipeline import Link, Loads, Pipeline
-from csc.simulation.pipeline_file import to_json
+from csc.simulation.pipeline import Link, Loads, Pipeline, to_json
 from csc.simulation.simulate import makespan
 
 SEED = 100

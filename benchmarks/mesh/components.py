@@ -39,7 +39,7 @@ from csc.planning.meshes import MeshLayout
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, pipeline
 from csc.planning.schedules import SCHEDULES
-from csc.simulation.messages import peaks
+from csc.simulation.pipeline import peaks
 from csc.simulation.simulate import simulate
 
 SIZES = (1, 2, 4, 8)  # of tp

@@ -37,7 +37,7 @@ from csc.planning.mesh_bounds import least_memory, least_seconds
 from csc.planning.meshes import MeshLayout
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, placement
-from csc.simulation.messages import peaks
+from csc.simulation.pipeline import peaks
 from csc.simulation.simulate import simulate
 
 SCHEDULED = (("1f1b", 1), ("interleaved-1f1b", 2))

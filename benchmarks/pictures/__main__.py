@@ -24,7 +24,7 @@ from benchmarks.mllm.models import batch, build
 from csc.commands.mask_command import Dispatcher
 from csc.commands.mask_command import mask as draw_mask
 from csc.reports.forecast import Forecast, forecast
-from csc.simulation.vector import svg
+from csc.simulation.page import svg
 
 MICROBATCHES = 24
 RANKS, HARDWARE = 8, "h100"

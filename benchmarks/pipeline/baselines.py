@@ -29,8 +29,7 @@ from csc.planning.partition import balance
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES
 from csc.planning.schedules import placement as placed
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Pipeline
+from csc.simulation.pipeline import Pipeline, peak_memory
 from csc.simulation.simulate import makespan
 
 Split = tuple[tuple[int, ...], ...]

@@ -43,9 +43,7 @@ from csc.planning.plan import plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES
 from csc.reports.host_time import HostTime
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Network, Pipeline, hosted, slower
-from csc.simulation.pipeline_file import to_json
+from csc.simulation.pipeline import Link, Network, Pipeline, hosted, peak_memory, slower, to_json
 from csc.simulation.simulate import makespan
 
 TARGET = 2.5  # seconds of a step, at least

@@ -33,8 +33,7 @@ from csc.planning.partition_bound import lower_bound, shared_lower_bound
 from csc.planning.pipeline_plan import PipelinePlan
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, pipeline
-from csc.simulation.memory import peak_memory
-from csc.simulation.messages import peaks
+from csc.simulation.pipeline import peak_memory, peaks
 from csc.simulation.simulate import simulate
 
 LIMITS = {"equal": (1, None), "double": (2, None), "equal, one stage": (1, 1), "double, one stage": (2, 1)}

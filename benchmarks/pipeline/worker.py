@@ -30,7 +30,7 @@ from csc.reports import host_time
 from csc.reports.wire_profile import SIZES, fastest, there_and_back, wire
 from csc.runtime.c10d import Distributed
 from csc.runtime.emulated import emulated, run
-from csc.simulation.pipeline_file import from_json
+from csc.simulation.pipeline import from_json
 
 TIMEOUT = timedelta(seconds=120)
 CPU = torch.device("cpu")

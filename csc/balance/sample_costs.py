@@ -32,8 +32,8 @@ from csc.planning.problem import Problem, pipeline, placed
 from csc.planning.rates import SizeRates, fitted, loads, mean
 from csc.planning.schedules.work import orders_of
 from csc.simulation.pipeline import Pipeline
-from csc.simulation.pipeline_file import from_json as pipeline_from_json
-from csc.simulation.pipeline_file import to_json as written
+from csc.simulation.pipeline import from_json as pipeline_from_json
+from csc.simulation.pipeline import to_json as written
 
 log = logging.getLogger("csc")
 

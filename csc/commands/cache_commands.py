@@ -31,7 +31,7 @@ def list_command(
     """Programs and traced graphs: of which model, for which mesh and sizes, how large, when used last, how often."""
     from csc.cache.store import SHOWN as KINDS
     from csc.cache.store import store
-    from csc.simulation.look import bytes_text
+    from csc.simulation.page import bytes_text
 
     found = store()
     entries = [entry for entry in (found.entries() if found is not None else []) if entry.kind in KINDS]

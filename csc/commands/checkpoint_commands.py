@@ -44,7 +44,7 @@ def list_command(
     """Checkpoints of a run: step, when, of what, saved on which mesh, how large; and saves that were cut off."""
     from csc.checkpoints import step_index
     from csc.errors import InputError
-    from csc.simulation.look import bytes_text
+    from csc.simulation.page import bytes_text
 
     if not run.is_dir():
         raise InputError("there is no such directory", str(run), "give the directory that a CheckpointManager saves to")
@@ -86,7 +86,7 @@ def show(
 ) -> None:
     """What is in a checkpoint: parameters that train or not, the optimizer and its groups, other state, files."""
     from csc.checkpoints import step_index
-    from csc.simulation.look import bytes_text
+    from csc.simulation.page import bytes_text
 
     found = step_index.read(step_index.find(path, step))
     rows = _summary(found)

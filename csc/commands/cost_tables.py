@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from csc.commands.printing import table as folding
 from csc.commands.rows import Column, Rows
-from csc.simulation.look import bytes_text, seconds_text
+from csc.simulation.page import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from csc.analysis.hardware import Wire

@@ -10,7 +10,7 @@ import typer
 from csc.commands.lengths_options import LENGTHS, BatchSizeOption, MultipleOption, PackedOption
 from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.simulation.look import seconds_text
+from csc.simulation.page import seconds_text
 
 SHOWN = 24  # sizes
 

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from csc.errors import InputError
-from csc.simulation.look import seconds_text
+from csc.simulation.page import seconds_text
 
 
 class Dispatcher(StrEnum):

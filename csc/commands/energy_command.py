@@ -12,7 +12,7 @@ from rich.markup import escape
 from csc.commands.model_options import Opening, PipelineOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.rows import Column
-from csc.simulation.look import bytes_text, seconds_text
+from csc.simulation.page import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from csc.reports.energy_report import EnergyReport

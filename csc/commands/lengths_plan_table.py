@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from csc.commands.printing import console, table
 from csc.commands.rows import Column
-from csc.simulation.look import bytes_text, seconds_text
+from csc.simulation.page import bytes_text, seconds_text
 
 
 def show_lengths_plan(found: Any, batch_size: int, batches: int) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from csc.commands.printing import console, table
 from csc.simulation.idle import CAUSES
-from csc.simulation.look import unit
+from csc.simulation.page import unit
 
 if TYPE_CHECKING:
     from csc.reports.limits import Limits

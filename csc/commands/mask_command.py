@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from csc.commands.dispatching import Dispatcher, compared, owners, why
 from csc.commands.printing import console, print_json, table
-from csc.simulation.look import seconds_text
+from csc.simulation.page import seconds_text
 
 
 def mask(

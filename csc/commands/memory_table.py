@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from csc.commands.printing import table
 from csc.commands.rows import Column, Rows
-from csc.simulation.look import bytes_text
+from csc.simulation.page import bytes_text
 
 if TYPE_CHECKING:
     from csc.reports.memory_forecast import RankMemory

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from csc.commands.printing import console, table
 from csc.commands.rows import Column
-from csc.simulation.look import bytes_text, seconds_text
+from csc.simulation.page import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from csc.driver.mesh_rows import MeshChoice

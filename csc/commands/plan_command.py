@@ -21,7 +21,7 @@ from csc.commands.rows import Column, Rows
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.driver.search_clock import SECONDS
 from csc.errors import InputError
-from csc.simulation.look import bytes_text, seconds_text
+from csc.simulation.page import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from csc.reports.advice import Advice, Row

@@ -24,7 +24,7 @@ from csc.commands.timeline_files import (
     SvgOption,
     write_timelines,
 )  # fmt: skip
-from csc.simulation.look import bytes_text, seconds_text
+from csc.simulation.page import bytes_text, seconds_text
 
 
 @on_target
@@ -47,7 +47,7 @@ def simulate(
     """What the plan will take: makespan, bubble and memory by rank, the lower bound, and a frozen-agnostic baseline."""
     from csc.reports.forecast import forecast
     from csc.reports.memory_forecast import memory_forecast
-    from csc.simulation.jitter import J3
+    from csc.simulation.simulate import J3
 
     with opening as compiled:
         compiled = over(pp, compiled)

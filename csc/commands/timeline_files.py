@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-from csc.simulation.chrome import chrome_trace
+from csc.simulation.page import chrome_trace
 from csc.simulation.page import page as page_text
+from csc.simulation.page import svg as svg_text
 from csc.simulation.timeline import Timeline, to_json
-from csc.simulation.vector import svg as svg_text
 
 
 class Scale(StrEnum):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from csc.commands.printing import table as folding
 from csc.commands.rows import Column, Rows
-from csc.simulation.look import bytes_text
+from csc.simulation.page import bytes_text
 
 STEPS = {  # of the way through, and what of it stands in program.json
     "capture": ("capture",),

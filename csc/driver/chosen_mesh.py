@@ -30,7 +30,7 @@ from csc.ir.program import Options
 from csc.passes.recompute import NONE
 from csc.runtime.broadcast import broadcast_group, first_makes
 from csc.runtime.launch import join_group
-from csc.simulation.look import bytes_text, seconds_text
+from csc.simulation.page import bytes_text, seconds_text
 
 log = logging.getLogger("csc")
 

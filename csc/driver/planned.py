@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from csc.runtime.loaded_program import LoadedProgram
-from csc.simulation.look import bytes_text
-from csc.simulation.messages import peaks as peaks_of_run
-from csc.simulation.pipeline_file import from_json as read_pipeline
+from csc.simulation.page import bytes_text
+from csc.simulation.pipeline import from_json as read_pipeline
+from csc.simulation.pipeline import peaks as peaks_of_run
 from csc.simulation.simulate import simulate
 
 

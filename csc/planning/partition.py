@@ -29,7 +29,7 @@ from csc.planning.problem import Problem
 from csc.planning.room import Room
 from csc.planning.segment_bounds import ChainTables, segments, stages_between
 from csc.planning.unit_moves import depths, held, homes, settle
-from csc.simulation.look import bytes_text
+from csc.simulation.page import bytes_text
 
 Layout = Literal["any", "apart", "colocated"]
 InFlight = Callable[[int], float]

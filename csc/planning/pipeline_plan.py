@@ -20,9 +20,8 @@ from csc.planning.partition import describe
 from csc.planning.partition_bound import Bound, lower_bound, shared_lower_bound
 from csc.planning.problem import Problem, pipeline
 from csc.planning.ways import Placement
-from csc.simulation.memory import peak_memory
-from csc.simulation.messages import peaks as peaks_of_run
-from csc.simulation.pipeline import Pipeline
+from csc.simulation.pipeline import Pipeline, peak_memory
+from csc.simulation.pipeline import peaks as peaks_of_run
 from csc.simulation.simulate import makespan, simulate
 
 

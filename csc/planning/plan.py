@@ -35,7 +35,7 @@ from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, timed
 from csc.planning.unit_moves import homes, moved, neighbours
 from csc.planning.ways import Placement, checked, one, partitions, placements
-from csc.simulation.memory import peak_memory
+from csc.simulation.pipeline import peak_memory
 from csc.simulation.simulate import makespan
 
 MOVES = 60  # partitions tried around the best one under a named schedule

@@ -32,7 +32,7 @@ from csc.planning.partition import balance
 from csc.planning.problem import Problem
 from csc.planning.variations import Outcome, Variation, tried
 from csc.simulation.pipeline import Network
-from csc.simulation.pipeline_file import from_json as read_pipeline
+from csc.simulation.pipeline import from_json as read_pipeline
 
 ONE_ON_A_RANK = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 IN_TURNS = ("interleaved-1f1b", "interleaved-zb")

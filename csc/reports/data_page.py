@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from csc.planning.assign.layout import Size
 from csc.reports.data import DataReport, Histogram
-from csc.simulation.look import BASE, MEMORY, seconds_text
+from csc.simulation.page import BASE, MEMORY, seconds_text
 
 WIDTH, HEIGHT, LEFT, FOOT = 720, 180, 90, 24
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"

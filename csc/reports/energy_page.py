@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from csc.planning.energy.frontier import EnergyPoint
 from csc.reports.energy_report import EnergyReport
-from csc.simulation.look import seconds_text
+from csc.simulation.page import seconds_text
 from csc.simulation.simulate import simulate
 
 WIDTH, CHART, LEFT, RIGHT, LANE, SPACE = 1000, 300, 84, 24, 18, 6

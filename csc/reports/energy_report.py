@@ -34,7 +34,7 @@ from csc.planning.energy.frontier import (
 from csc.planning.variations import tried
 from csc.reports.advice import alternatives, as_compiled, now_of, recomputations
 from csc.runtime.clock_file import clocks_document
-from csc.simulation.pipeline_file import from_json as read_pipeline
+from csc.simulation.pipeline import from_json as read_pipeline
 from csc.simulation.simulate import simulate
 
 ORDER_SECONDS = 45.0

@@ -30,10 +30,9 @@ from csc.planning.plan import plan
 from csc.planning.problem import Problem
 from csc.reports.limits import Limits, limits
 from csc.runtime.loaded_program import load
-from csc.simulation.jitter import Jitter
-from csc.simulation.look import bytes_text
-from csc.simulation.pipeline_file import from_json as read_pipeline
-from csc.simulation.simulate import simulate
+from csc.simulation.page import bytes_text
+from csc.simulation.pipeline import from_json as read_pipeline
+from csc.simulation.simulate import Jitter, simulate
 from csc.simulation.timeline import Timeline, from_json
 
 FAR = 1.5  # a measured makespan over the plan's, or the plan's over it, that calls for a remedy

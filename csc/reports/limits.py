@@ -1,7 +1,7 @@
 """What limits a planned step: the lower bound and what it comes from, the busiest rank, idle seconds by cause.
 
 Terms: causes as in csc.simulation.idle. The *busiest* rank is the one with the most work: the step is its work and the
-seconds in which it is idle. The *longest path* is what the end of the step waited for (csc.simulation.longest_path).
+seconds in which it is idle. The *longest path* is what the end of the step waited for (csc.simulation.idle).
 
     limits(problem, pipeline, schedule, timeline, several) -> Limits
 """
@@ -14,9 +14,8 @@ from typing import Any
 from csc.ir.schedule import Schedule
 from csc.planning.partition_bound import lower_bound, shared_lower_bound
 from csc.planning.problem import Problem
-from csc.simulation.idle import CAUSES, Causes, idle
-from csc.simulation.longest_path import Path as LongestPath
-from csc.simulation.longest_path import longest_path
+from csc.simulation.idle import CAUSES, Causes, idle, longest_path
+from csc.simulation.idle import Path as LongestPath
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.timeline import Timeline
 

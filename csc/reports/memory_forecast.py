@@ -1,6 +1,6 @@
 """What each pipeline rank will hold at its fullest moment, by kind, before anything runs.
 
-Terms: sizes are bytes of one rank, as the plan accounts for them (csc.analysis.costs, csc.simulation.memory). Ranks of
+Terms: sizes are bytes of one rank, as the plan accounts for them (csc.analysis.costs, csc.simulation.pipeline). Ranks of
 one pipeline position hold the same.
 
     memory_forecast(program, options) -> [RankMemory]      one for each position on the pp axis
@@ -16,9 +16,9 @@ from csc.analysis.costs import stored_dtypes, variant_cost
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import recorded
-from csc.simulation.memory import peak_memory, states
-from csc.simulation.messages import peaks as peaks_of_run
-from csc.simulation.pipeline_file import from_json as read_pipeline
+from csc.simulation.pipeline import from_json as read_pipeline
+from csc.simulation.pipeline import peak_memory, states
+from csc.simulation.pipeline import peaks as peaks_of_run
 from csc.simulation.simulate import simulate
 
 

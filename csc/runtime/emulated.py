@@ -34,8 +34,7 @@ from csc.runtime.made_once import Constants
 from csc.runtime.rank import Rank
 from csc.runtime.specs import LossSpec, Manifest, MessageSpec, StageSpec, ValueSpec
 from csc.runtime.transport import Transport
-from csc.simulation.pipeline import Pipeline, slower
-from csc.simulation.pipeline_file import from_json
+from csc.simulation.pipeline import Pipeline, from_json, slower
 from csc.simulation.simulate import makespan
 
 VALUE = "value"

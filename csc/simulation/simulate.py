@@ -1,31 +1,78 @@
-"""The simulator: when every action of a schedule starts and ends on a pipeline.
-
-Terms: see csc.ir.schedule and csc.simulation.pipeline. A rank runs its list in order, one compute at a time. SEND
-takes none of its time: the message leaves at once, behind those that the same rank sent to the same rank before;
-the link is taken for size / bandwidth, and the message arrives one latency later. RECV waits for the arrival, so
-transfers overlap with compute. GATHER takes none of its time either: a rank's gathers follow each other, and what a
-stage computes waits for its own. REDUCE takes no time here.
-
-    simulate(pipeline, schedule, jitter, name, seconds) -> Timeline
-    makespan(pipeline, schedule, jitter, seconds) -> seconds   the same without the timeline, for searches
-    compute_seconds(pipeline, schedule) -> per rank the modelled seconds of every compute
-
-Who sends on a directed pair of ranks is one rank, in its own order. So every time follows from what is known when a
-rank reaches an action, and no queue of events sorted by time is needed: O(actions).
-"""
+"""The simulator: when every action of a schedule starts and ends on a pipeline."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from csc.errors import ScheduleError
+from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import PARTS, WHOLE, Action, Message, Schedule
-from csc.simulation.jitter import Jitter, disturbed
-from csc.simulation.memory import changes, states
-from csc.simulation.pipeline import Pipeline
-from csc.simulation.pipeline_figures import check_pipeline
+from csc.simulation.pipeline import Pipeline, changes, check_pipeline, states
 from csc.simulation.timeline import Curve, Event, Timeline, Transfer
+
+# --- Jitter: computes that now and then take longer than modelled ----------------------------------------------------
+#
+# alpha max(burst, e) (0.5 + U) seconds to one compute, U uniform on [0, 1); each compute is hit with `probability`.
+# The model and the figures of J3 are those of RRFP (arXiv 2605.18750).
+
+
+MEMORY = 0.9  # share of the running mean that the next compute leaves in place
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """How often and how long computes are held up. `burst` is in seconds. The same seed gives the same delays."""
+
+    probability: float
+    burst: float
+    alpha: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise InputError(f"the probability is {self.probability}", "jitter", "It lies between 0 and 1")
+        for name, value in (("burst", self.burst), ("alpha", self.alpha)):
+            if not 0 <= value < float("inf"):
+                raise InputError(f"{name} is {value}", "jitter", "It is a finite number of at least 0")
+
+
+J3 = Jitter(probability=0.3, burst=0.015, alpha=1.5)
+
+
+def disturbed(jitter: Jitter, seconds: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The modelled `seconds` of each rank's computes, in its order, with the delays added.
+
+    Each rank draws from a stream of its own: what one rank is held up by does not depend on the others.
+    """
+    return [_rank(jitter, rank, modelled) for rank, modelled in enumerate(seconds)]
+
+
+def _rank(jitter: Jitter, rank: int, modelled: Sequence[float]) -> list[float]:
+    draw = random.Random(f"{jitter.seed} {rank}").random
+    mean = modelled[0] if modelled else 0.0
+    longer = []
+    for cost in modelled:
+        mean = MEMORY * mean + (1 - MEMORY) * cost
+        hit, length = draw(), draw()
+        longer.append(
+            cost + (jitter.alpha * max(jitter.burst, mean) * (0.5 + length) if hit < jitter.probability else 0.0)
+        )
+    return longer
+
+
+# --- The simulator: when every action of a schedule starts and ends on a pipeline ------------------------------------
+#
+# Terms: see csc.ir.schedule and csc.simulation.pipeline. A rank runs its list in order, one compute at a time. SEND
+# takes none of its time: the message leaves at once, behind those that the same rank sent to the same rank before; the
+# link is taken for size / bandwidth, and the message arrives one latency later. RECV waits for the arrival, so
+# transfers overlap with compute. GATHER takes none of its time either: a rank's gathers follow each other, and what a
+# stage computes waits for its own. REDUCE takes no time here.
+#
+# Who sends on a directed pair of ranks is one rank, in its own order. So every time follows from what is known when a
+# rank reaches an action, and no queue of events sorted by time is needed: O(actions).
+
 
 Lengths = Sequence[Sequence[float]]
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.pictures.__main__ import MICROBATCHES, plan_picture, small
 from csc.reports.forecast import forecast
-from csc.simulation.look import BASE, LIMIT, MEMORY
+from csc.simulation.page import BASE, LIMIT, MEMORY
 from tests import launching
 
 pytestmark = pytest.mark.usefixtures("traces")

@@ -45,9 +45,7 @@ from csc.errors import CscError, InputError
 from csc.ir.schedule import Action, verify
 from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules import SCHEDULES
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
-from csc.simulation.pipeline_file import to_json
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork, peak_memory, to_json
 from csc.simulation.simulate import makespan
 from csc.simulation.timeline import Event, Timeline
 

@@ -18,7 +18,7 @@ from csc.planning.schedules import SCHEDULES
 from csc.reports.verification import verify
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
-from csc.simulation.pipeline_file import from_json
+from csc.simulation.pipeline import from_json
 from csc.simulation.simulate import simulate
 from tests.compiler import small
 from tests.exactness import FLOAT32

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from csc.runtime.loaded_program import load
-from csc.simulation.pipeline import Pipeline, StageWork, slower
-from csc.simulation.pipeline_file import to_json
+from csc.simulation.pipeline import Pipeline, StageWork, slower, to_json
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import from_json
 from csc.simulation.timeline import to_json as timeline_json

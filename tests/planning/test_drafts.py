@@ -20,8 +20,7 @@ from csc.planning.pipeline_plan import PipelinePlan
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, Value
 from csc.planning.ways import placements
-from csc.simulation.messages import peaks
-from csc.simulation.pipeline import Link
+from csc.simulation.pipeline import Link, peaks
 from csc.simulation.simulate import simulate
 from tests.planning.graphs import chain, mllm, problem_of, problems
 from tests.planning.test_plan import check

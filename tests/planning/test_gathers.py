@@ -14,10 +14,8 @@ from csc.planning.gathers import held_whole, seconds_waited_for, with_gathers
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, Unit, Value, pipeline
 from csc.planning.schedules import SCHEDULES
-from csc.simulation.idle import idle
-from csc.simulation.longest_path import Path, longest_path
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Pipeline, StageWork
+from csc.simulation.idle import Path, idle, longest_path
+from csc.simulation.pipeline import Link, Pipeline, StageWork, peak_memory
 from csc.simulation.simulate import makespan, simulate
 from csc.simulation.timeline import from_json, to_json
 from tests.planning.schedule_cases import Case, cases, chain

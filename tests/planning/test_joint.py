@@ -22,8 +22,7 @@ from csc.planning.plan import plan
 from csc.planning.problem import Problem, RankKind, pipeline, unequal
 from csc.planning.schedules import SCHEDULES, placement
 from csc.planning.ways import partitions, spread
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Network, RankNodes
+from csc.simulation.pipeline import Link, Network, RankNodes, peak_memory
 from csc.simulation.simulate import makespan
 from tests.planning.graphs import chain, mllm, problem_of, problems
 from tests.planning.test_plan import check

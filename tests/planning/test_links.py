@@ -6,8 +6,7 @@ from csc.passes.pipeline_problem import links
 
 from csc.analysis.hardware import hardware
 from csc.ir.mesh import Mesh
-from csc.simulation.pipeline import Link, Network, Pipeline
-from csc.simulation.pipeline_file import from_json, to_json
+from csc.simulation.pipeline import Link, Network, Pipeline, from_json, to_json
 
 H100, A100 = hardware("h100"), hardware("a100")
 NEAR, FAR = Link(*H100.within), Link(*H100.between)

@@ -14,7 +14,7 @@ from csc.planning.plan import plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, auto, placement
 from csc.planning.screen import FEW, screen
-from csc.simulation.memory import peak_memory
+from csc.simulation.pipeline import peak_memory
 from csc.simulation.simulate import makespan
 from tests.planning.graphs import mllm
 

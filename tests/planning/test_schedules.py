@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import Schedule, parse, verify, with_messages
 from csc.planning.schedules import SCHEDULES, placement, stages_per_rank, timed
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Loads, Pipeline, StageWork
+from csc.simulation.pipeline import Loads, Pipeline, StageWork, peak_memory
 from csc.simulation.simulate import makespan, simulate
 from tests.planning.in_flight import peak_in_flight
 from tests.planning.schedule_cases import Case, cases, chain

@@ -19,8 +19,7 @@ from csc.planning.schedules.search import improve
 from csc.planning.schedules.timing import makespan as replayed
 from csc.planning.schedules.timing import peaks
 from csc.planning.schedules.work import WorkTables
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork, peak_memory
 from csc.simulation.simulate import makespan
 from tests.planning.schedule_cases import Case, cases, chain
 

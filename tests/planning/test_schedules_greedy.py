@@ -15,8 +15,7 @@ from csc.planning.schedules.greedy import Rule, order, run
 from csc.planning.schedules.makespan_bound import lower_bound
 from csc.planning.schedules.timing import makespan, peaks, start_times
 from csc.planning.schedules.work import WorkTables, actions
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Pipeline, StageWork
+from csc.simulation.pipeline import Pipeline, StageWork, peak_memory
 from csc.simulation.simulate import makespan as simulated
 from csc.simulation.simulate import simulate
 from tests.planning.schedule_cases import Case, cases, chain

@@ -18,9 +18,8 @@ from csc.planning.schedules.timing import start_times
 from csc.planning.schedules.waiting import peaks
 from csc.planning.schedules.work import WorkTables, orders_of
 from csc.planning.ways import partitions
-from csc.simulation import messages
-from csc.simulation.memory import states
-from csc.simulation.pipeline import Link, Network
+from csc.simulation import pipeline as messages
+from csc.simulation.pipeline import Link, Network, states
 from csc.simulation.simulate import simulate
 from tests.planning.graphs import chain, problem_of, problems
 

@@ -18,8 +18,7 @@ from csc.runtime.loaded_program import load
 from csc.runtime.timelines import gathered, record, timeline
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
-from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork
-from csc.simulation.pipeline_file import from_json, to_json
+from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork, from_json, to_json
 from csc.simulation.simulate import makespan
 from csc.simulation.timeline import from_json as read_timeline
 from tests.launching import torchrun

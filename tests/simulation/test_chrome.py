@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from csc.ir.schedule import Action, Schedule
-from csc.simulation.chrome import chrome_trace
+from csc.simulation.page import chrome_trace
 from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Event, Timeline

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.ir.schedule import Action, Schedule, parse
-from csc.simulation.idle import CAUSES, idle
-from csc.simulation.longest_path import longest_path
-from csc.simulation.memory import changes, peak_memory, states
-from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
+from csc.simulation.idle import CAUSES, idle, longest_path
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork, changes, peak_memory, states
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Timeline
 

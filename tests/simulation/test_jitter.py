@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from csc.errors import InputError
-from csc.simulation.jitter import J3, Jitter, disturbed
 from csc.simulation.pipeline import Pipeline, StageWork
-from csc.simulation.simulate import makespan, simulate
+from csc.simulation.simulate import J3, Jitter, disturbed, makespan, simulate
 
 from .orders import chain, one_f_one_b
 

@@ -8,10 +8,9 @@ from itertools import combinations
 import pytest
 
 from csc.ir.schedule import parse
-from csc.simulation.look import BASE, TINTS, bytes_text, colour, levels, seconds_text, unit
+from csc.simulation.page import BASE, COLUMNS, TINTS, bytes_text, colour, levels, rows, seconds_text, unit
 from csc.simulation.pipeline import Pipeline, StageWork
 from csc.simulation.simulate import simulate
-from csc.simulation.summary import COLUMNS, rows
 
 # Viénot, Brettel and Mollon 1999: linear RGB as seen without L cones, without M cones.
 BLINDNESS = {

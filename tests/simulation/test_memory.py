@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from csc.ir.schedule import Schedule, parse
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Pipeline, StageWork
+from csc.simulation.pipeline import Pipeline, StageWork, peak_memory
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Timeline
 from tests.simulation.random_loads import taken

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from csc.ir.schedule import parse
-from csc.simulation.memory import peak_memory
-from csc.simulation.messages import peaks
-from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
-from csc.simulation.pipeline_file import from_json, to_json
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork, from_json, peak_memory, peaks, to_json
 from csc.simulation.simulate import simulate
 
 SENDING = "rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | SEND F 0>1 1 | RECV B 1>0 0 | B 0 0 | RECV B 1>0 1 | B 0 1 | REDUCE\n"

@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given, settings
 
 from csc.ir.schedule import Action, Schedule
-from csc.simulation.look import BASE, GAP, MEANING, NUMBER
-from csc.simulation.page import page
+from csc.simulation.page import BASE, GAP, LEFT, LETTER, MEANING, NUMBER, RIGHT, WIDTH, page, svg
 from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
 from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Event, Timeline
-from csc.simulation.vector import LEFT, LETTER, RIGHT, WIDTH, svg
 
 from .orders import chain, gpipe, interleaved, one_f_one_b, runs
 

@@ -1,6 +1,6 @@
-"""Bytes with the messages that wait, of orders that a search tries: csc.simulation.messages without the timeline.
+"""Bytes with the messages that wait, of orders that a search tries: csc.simulation.pipeline without the timeline.
 
-Terms: see work.py and csc.simulation.messages. A *span* is the time for which a rank holds a message, and its bytes.
+Terms: see work.py and csc.simulation.pipeline. A *span* is the time for which a rank holds a message, and its bytes.
 
     peaks(work, orders, starts) -> for each rank the most bytes of activations and messages; starts: of start_times
     excess(work, orders, room, starts) -> for each rank the bytes above its room, inf for a deadlock; or None
@@ -54,7 +54,7 @@ class _RankActions:
 def peaks(
     work: WorkTables, orders: Sequence[Sequence[int]], starts: Sequence[Sequence[float]]
 ) -> list[float]:  # fmt: skip
-    """As csc.simulation.messages.peaks, without what is there for the whole step."""
+    """As csc.simulation.pipeline.peaks, without what is there for the whole step."""
     run = _run(work, orders, np.array(starts))
     ranks = np.repeat(np.arange(len(orders)), np.diff([*run.first, len(run.begin)]))
     rows = [(ranks, run.begin, run.before), (ranks, run.end, run.after)]

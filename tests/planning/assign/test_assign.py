@@ -21,8 +21,7 @@ from csc.planning.assign.step import SampleCosts
 from csc.planning.schedules import SCHEDULES
 from csc.planning.schedules.named import one_f_one_b
 from csc.planning.schedules.work import WorkTables, actions, orders_of
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Loads, StageWork
+from csc.simulation.pipeline import Loads, StageWork, peak_memory
 from csc.simulation.simulate import makespan
 from tests.planning.assign.random_steps import of_rates, steps
 from tests.planning.schedule_cases import Case, cases

@@ -15,8 +15,7 @@ from csc.planning.assign.learned import learned
 from csc.planning.assign.linear_step import LinearStep
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import SampleCosts
-from csc.simulation.memory import peak_memory
-from csc.simulation.pipeline import Loads, Pipeline
+from csc.simulation.pipeline import Loads, Pipeline, peak_memory
 from csc.simulation.simulate import makespan
 from tests.planning.assign.random_steps import steps
 from tests.planning.assign.test_assign import chain_of_four
