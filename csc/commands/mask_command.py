@@ -1,6 +1,6 @@
 """`csc mask SPEC`: what a mask costs in tiles, which rank computes each, and its picture.
 
-Terms: see csc.masks.spec for SPEC. A *dispatch* gives blocks of queries to context-parallel ranks.
+Terms: see csc.masks.gallery for SPEC. A *dispatch* gives blocks of queries to context-parallel ranks.
 
     mask(spec, block, ranks, dispatch, link, svg_file, png_file, json_output, debug)         the command
 """
@@ -31,7 +31,7 @@ def mask(
 ) -> None:
     """What an attention mask hides: visible pairs and tiles, the tiles of each rank, and a picture."""
     from csc.kernels.mask import counts
-    from csc.masks.spec import parse
+    from csc.masks.gallery import parse
 
     example = parse(spec)
     pairs = counts(example.mask, block, block)[0]
@@ -107,8 +107,7 @@ def _shared(pairs: Any, owner: Any, ranks: int) -> dict[str, Any]:
 def _draw(
     spec: str, example: Any, block: int, owner: Any, ranks: int | None, svg_file: Path | None, png_file: Path | None
 ) -> None:
-    from csc.masks.picture import picture
-    from csc.masks.plot import plot
+    from csc.masks.picture import picture, plot
 
     drawn = picture(Path(spec).name, example.mask, block, owner, ranks, example.types[0], example.documents[0])
     if svg_file is not None:

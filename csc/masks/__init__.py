@@ -7,14 +7,27 @@ Facts: `area`, `share`, `loads`, `block_loads`, `needed_keys`, `needed_blocks`.
 """
 
 from csc.kernels.mask import Mask
-from csc.masks.bitfields import bitfields
-from csc.masks.combine import intersection, union
-from csc.masks.cross import cross, cross_documents
-from csc.masks.documents import documents, ids_of_lengths, ids_of_positions, padded, padding, within
-from csc.masks.facts import area, block_loads, loads, needed_blocks, needed_keys, share
+from csc.masks.builders import (
+    TEXT,
+    Sees,
+    bidirectional,
+    bitfields,
+    causal,
+    cross,
+    cross_documents,
+    documents,
+    ids_of_lengths,
+    ids_of_positions,
+    padded,
+    padding,
+    prefix,
+    spans,
+    tokens_of,
+    window,
+    within,
+)
+from csc.masks.combine import area, block_loads, intersection, loads, needed_blocks, needed_keys, share, union
 from csc.masks.mask_mod import from_mask_mod
-from csc.masks.plain import bidirectional, causal, prefix, window
-from csc.masks.spans import TEXT, Sees, spans, tokens_of
 
 __all__ = [
     "TEXT",

@@ -1,18 +1,4 @@
-"""Unions and intersections of masks, and a mask with as few rules as it needs.
-
-Terms
-  class    keys that every mask of a combination takes for the same kind; each key has exactly one, so that sets of
-           classes can be cut as well as joined
-  compact  rules that touch and admit the same are one rule, covered rules are gone, kinds that decide nothing too
-
-    union(*masks) -> Mask                    what any of them lets through
-    intersection(*masks) -> Mask             what all of them let through
-    compact(ranges, admits, kinds, keys) -> Mask
-    classes(*columns) -> (representatives int64 [n, columns], index int64 [B, T])
-    bits(chosen) -> int64 [n]                sets of classes as numbers
-
-Up to 63 classes and, after compaction, 8 rules; more is an InputError.
-"""
+"""Unions and intersections of masks, a mask with as few rules as it needs, and facts that planners ask for."""
 
 from __future__ import annotations
 
@@ -21,8 +7,65 @@ from itertools import combinations
 import torch
 
 from csc.errors import InputError
-from csc.kernels.mask import EVERYTHING, MOST_RULES, Mask
-from csc.masks.equal_runs import few
+from csc.kernels.mask import EVERYTHING, MOST_RULES, Mask, visible
+
+# --- Runs of equal numbers along rows: where each begins and ends, and whether a number comes back -------------------
+#
+# Terms: a *run* is a longest stretch of equal numbers in a row; a number is *whole* in a row if it has one run there.
+#
+# All of it is O(B T) without a loop over positions.
+
+
+def begins(values: torch.Tensor) -> torch.Tensor:
+    """bool [B, T]: the number differs from the one before it, or is the first."""
+    first = torch.ones_like(values[:, :1], dtype=torch.bool)
+    return torch.cat([first, values[:, 1:] != values[:, :-1]], 1)
+
+
+def bounds(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [B, T] each: the first position of the run that a position is in, and the one behind its last."""
+    return bounds_of(begins(values))
+
+
+def bounds_of(start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from bool [B, T], True where a run begins (position 0 always is one)."""
+    length = start.shape[1]
+    slot = torch.arange(length, device=start.device)
+    lo = torch.where(start, slot, 0).cummax(1).values
+    # The end of a run is the next beginning: look from the back.
+    end = torch.where(start, slot, length).roll(-1, 1)
+    end[:, -1] = length
+    hi = end.flip(1).cummin(1).values.flip(1)
+    return lo, hi
+
+
+def returns(values: torch.Tensor) -> torch.Tensor:
+    """bool [B, T]: True at the beginning of every run whose number already had a run in this row."""
+    found = torch.zeros_like(values, dtype=torch.bool)
+    row, position = begins(values).nonzero(as_tuple=True)  # as many as there are runs
+    pairs = torch.stack([row, values[row, position]], 1)
+    _, which = pairs.unique(dim=0, return_inverse=True)
+    first = torch.full((int(which.max()) + 1,), len(which), device=values.device)
+    first.scatter_reduce_(0, which, torch.arange(len(which), device=values.device), "amin")
+    again = first[which] != torch.arange(len(which), device=values.device)
+    found[row[again], position[again]] = True
+    return found
+
+
+def few(values: torch.Tensor) -> torch.Tensor:
+    """int64 [n]: the different numbers of [B, T], ascending. Neighbours are mostly equal, so few are left to sort."""
+    return values[begins(values)].unique()
+
+
+# --- Unions and intersections of masks, and a mask with as few rules as it needs -------------------------------------
+#
+# Terms
+#   class    keys that every mask of a combination takes for the same kind; each key has exactly one, so that sets of
+#            classes can be cut as well as joined
+#   compact  rules that touch and admit the same are one rule, covered rules are gone, kinds that decide nothing too
+#
+# Up to 63 classes and, after compaction, 8 rules; more is an InputError.
+
 
 MOST_CLASSES = 63
 LOOKED_THROUGH = 8  # different sets of kinds, in the search for kinds that decide nothing
@@ -212,3 +255,107 @@ def _idle(lo: torch.Tensor, hi: torch.Tensor, admits: torch.Tensor, kinds: torch
         if bool(((unseen.gather(1, low) != unseen.gather(1, high)) & there & (let == value)).any()):
             return False
     return True
+
+
+# --- Facts of a mask that planners ask for: area, loads, and the keys that a set of queries needs --------------------
+#
+# Terms
+#   area      visible pairs; its share is of all pairs of the batch
+#   load      visible keys of a query: what a token costs
+#   owner     the rank of every query, int [Tq] or [B, Tq], 0 .. ranks - 1; -1: nobody's
+#   needed    the keys that some query of a rank sees
+#
+# None of it looks at pairs one by one: a rule of a query is a range, so what a rank needs is a difference array over
+# keys. Exact, in integers. Counts of tiles and tile lists: `csc.kernels.mask`.
+
+
+def area(mask: Mask) -> int:
+    """Visible pairs, of all rows of the batch (of one row where the mask holds for the whole batch)."""
+    return int(visible(mask).sum())
+
+
+def share(mask: Mask) -> float:
+    """Visible pairs over all pairs."""
+    return area(mask) / (mask.batch * mask.queries * mask.keys)
+
+
+def loads(mask: Mask) -> torch.Tensor:
+    """int64 [B, Tq]: the keys that each query sees."""
+    return visible(mask)
+
+
+def block_loads(mask: Mask, block: int) -> torch.Tensor:
+    """Visible pairs of every block of queries.
+
+    Args:
+        mask: Any.
+        block: Queries of a block; the last one may be short.
+
+    Returns:
+        int64 [B, nQ].
+    """
+    seen = visible(mask)
+    blocks = -(-mask.queries // block)
+    padded = torch.nn.functional.pad(seen, (0, blocks * block - mask.queries))
+    return padded.view(len(seen), blocks, block).sum(-1)
+
+
+def needed_keys(mask: Mask, owner: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The keys that some query of a rank sees, exact to the token.
+
+    Args:
+        mask: Any.
+        owner: int [Tq] or [B, Tq]: the rank of every query, -1 for none.
+        ranks: How many there are.
+
+    Returns:
+        bool [B, ranks, Tk].
+    """
+    device, keys = mask.ranges.device, mask.keys
+    owner = _owners(owner, (mask.batch, mask.queries), ranks).to(device)
+    lo, hi = mask.ranges[..., 0].clamp(0, keys).long(), mask.ranges[..., 1].clamp(0, keys).long()
+    there = (lo < hi) & (owner >= 0)[:, None]
+    found = torch.zeros(mask.batch, ranks, keys, dtype=torch.bool, device=device)
+    values = [None] if mask.admits is None else few(mask.admits.flatten(0, -2)).tolist()
+    line = owner.clamp(min=0)[:, None] * (keys + 1)
+    for value in values:
+        applies = there if value is None or mask.admits is None else there & (mask.admits == value)
+        step = applies.to(torch.int32).flatten(1)
+        open_ranges = torch.zeros(mask.batch, ranks * (keys + 1), dtype=torch.int32, device=device)
+        open_ranges.scatter_add_(1, (line + lo).flatten(1), step)
+        open_ranges.scatter_add_(1, (line + hi).flatten(1), -step)
+        covered = open_ranges.view(mask.batch, ranks, keys + 1)[..., :-1].cumsum(-1) > 0
+        found |= covered if value is None or mask.kinds is None else covered & ((mask.kinds & value) != 0)[:, None]
+    return found
+
+
+def needed_blocks(pairs: torch.Tensor, owner: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The blocks of keys of which a rank computes some tile.
+
+    Args:
+        pairs: int [B, nQ, nK]: visible pairs of tiles, as csc.kernels.mask.counts has them.
+        owner: int [nQ] or [B, nQ]: the rank of every block of queries.
+        ranks: How many there are.
+
+    Returns:
+        bool [B, ranks, nK].
+    """
+    owner = _owners(owner, (pairs.shape[0], pairs.shape[1]), ranks).to(pairs.device)
+    mine = owner[:, None] == torch.arange(ranks, device=pairs.device)[:, None]  # [B, ranks, nQ]
+    return torch.bmm(mine.to(torch.float32), (pairs > 0).to(torch.float32)) > 0
+
+
+def _owners(owner: torch.Tensor, shape: tuple[int, int], ranks: int) -> torch.Tensor:
+    table = owner[None] if owner.dim() == 1 else owner
+    if (
+        table.dim() != 2
+        or table.shape[0] not in (1, shape[0])
+        or table.shape[1] != shape[1]
+        or table.is_floating_point()
+    ):
+        raise InputError(
+            f"owner is {table.dtype} {list(owner.shape)}, not integers [{shape[1]}] or {list(shape)}", "owner"
+        )
+    if bool(((table < -1) | (table >= ranks)).any()):
+        raise InputError(f"a rank outside of 0 .. {ranks - 1}", "owner", "Queries that no rank computes have -1")
+    return table.long().expand(shape)

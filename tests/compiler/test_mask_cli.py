@@ -11,7 +11,7 @@ import pytest
 
 from csc import masks
 from csc.commands.main import main
-from csc.masks.spec import parse
+from csc.masks.gallery import parse
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:

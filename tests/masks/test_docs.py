@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from csc.masks.gallery import NAMES
-from csc.masks.spec import OPTIONS
+from csc.masks.gallery import NAMES, OPTIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "masks.md").read_text()
 

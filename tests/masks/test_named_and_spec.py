@@ -11,7 +11,7 @@ import torch
 from csc import masks
 from csc.errors import InputError
 from csc.masks import gallery
-from csc.masks.spec import parse
+from csc.masks.gallery import parse
 
 # Visible pairs at 128k tokens over several seeds: what the tables say, and how far a seed may be from it.
 SHARES = {

@@ -12,8 +12,7 @@ import torch
 from csc import masks
 from csc.errors import InputError
 from csc.masks import gallery
-from csc.masks.picture import EMPTY, picture, ticks
-from csc.masks.plot import plot
+from csc.masks.picture import EMPTY, picture, plot, ticks
 
 PART = "{http://www.w3.org/2000/svg}"
 
