@@ -14,8 +14,7 @@ from csc.passes.written_out import written_out
 from torch import fx
 
 from csc.analysis import visibility
-from csc.analysis.operators.moves import RESHAPES
-from csc.analysis.operators.products import SDPA
+from csc.analysis.operators.table import RESHAPES, SDPA
 from csc.analysis.visibility import OWN_PLACE, ZERO, Clause, KeyBound, Predicate, SameGroup, Unrecognised
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call

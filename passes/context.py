@@ -15,7 +15,7 @@ from torch import fx
 
 from csc.analysis.axes import counting
 from csc.analysis.cutting import shared_nodes
-from csc.analysis.operators.reductions import LABELS
+from csc.analysis.operators.table import LABELS
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program

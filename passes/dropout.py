@@ -16,9 +16,8 @@ from csc.passes.differentiate import in_layout
 from torch import fx
 
 from csc.analysis.cutting import label
-from csc.analysis.operators.products import SDPA
-from csc.analysis.operators.randomness import DROPOUTS, FILLED_AT_RANDOM, is_random
-from csc.analysis.operators.reductions import RECURRENT
+from csc.analysis.operators.execution import DROPOUTS, FILLED_AT_RANDOM, is_random
+from csc.analysis.operators.table import RECURRENT, SDPA
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call

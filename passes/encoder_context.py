@@ -22,8 +22,8 @@ from torch import fx
 
 from csc.analysis.axes import Axis, apart, axes
 from csc.analysis.cutting import shared_nodes
-from csc.analysis.operators.products import ATTENTION, SDPA
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import is_view
+from csc.analysis.operators.table import ATTENTION, SDPA
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.groups import group_over

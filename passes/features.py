@@ -10,7 +10,7 @@ from csc.passes.partition import stage_of
 from csc.passes.split import divided
 from torch import fx
 
-from csc.analysis.operators.randomness import draws
+from csc.analysis.operators.execution import draws
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import identifier, unique

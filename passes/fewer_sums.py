@@ -26,10 +26,8 @@ from csc.passes.local_values import is_parameter
 from torch import fx
 
 from csc.analysis.gradient_flow import carrying
-from csc.analysis.operators.moves import LOOK_UPS
-from csc.analysis.operators.pointwise import ARITHMETIC, SCALES
-from csc.analysis.operators.randomness import draws
-from csc.analysis.operators.table import is_linear
+from csc.analysis.operators.execution import draws
+from csc.analysis.operators.table import ARITHMETIC, LOOK_UPS, SCALES, is_linear
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, Writer
 

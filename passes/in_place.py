@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from csc.analysis.operators.in_place import EITHER, MAY_BE_OPERANDS, OWN, WAYS
-from csc.analysis.operators.views import is_view, maker
+from csc.analysis.operators.execution import EITHER, MAY_BE_OPERANDS, OWN, WAYS, is_view, maker
 from csc.ir import graph as g
 from csc.ir.program import Options, Program, Variant
 from csc.ir.strides import dense

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from csc.analysis.operators.views import OWN_LAYOUT, is_view
+from csc.analysis.operators.execution import OWN_LAYOUT, is_view
 from csc.ir import graph as g
 
 

@@ -9,9 +9,8 @@ import torch
 from csc.passes import loss_terms
 from torch import fx
 
-from csc.analysis.operators.moves import COPIES
-from csc.analysis.operators.reductions import LABELS
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import is_view
+from csc.analysis.operators.table import COPIES, LABELS
 from csc.analysis.samples.combining import assumed, proven
 from csc.analysis.samples.loss_rules import MEAN
 from csc.errors import InputError

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.reductions import LABELS
+from csc.analysis.operators.table import LABELS
 from csc.ir import graph as g
 from csc.ir.graph import Writer
 from csc.ir.groups import LOSS_WEIGHTS

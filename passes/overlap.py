@@ -9,7 +9,7 @@ from typing import Any
 from csc.kernels.collectives import APART
 from torch import fx
 
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import is_view
 from csc.ir import graph as g
 from csc.ir.graph import Writer
 from csc.ir.groups import Group

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.execution import COMPUTE, FLOAT32, LOSSES, serves_in_low
-from csc.analysis.operators.randomness import is_random
+from csc.analysis.operators.execution import COMPUTE, FLOAT32, LOSSES, is_random, serves_in_low
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer

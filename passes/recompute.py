@@ -38,7 +38,7 @@ from csc.analysis.costs import call_of, dense_bytes, held_bytes, seconds
 from csc.analysis.fused_work import fusible, is_elementwise
 from csc.analysis.hardware import Hardware
 from csc.analysis.kernel_calls import Kernels
-from csc.analysis.operators.randomness import is_random
+from csc.analysis.operators.execution import is_random
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import unique

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from csc.analysis import cutting, gradient_flow
-from csc.analysis.operators.randomness import is_random
-from csc.analysis.operators.views import VIEWS
+from csc.analysis.operators.execution import VIEWS, is_random
 from csc.ir import graph as g
 from csc.ir.graph import add_call, extract, identifier, template_name, unique, value_name
 from csc.ir.groups import OF_RANKS

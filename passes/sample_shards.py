@@ -30,9 +30,8 @@ from torch import fx
 
 from csc.analysis.dimension_trees import Dim, contains, flat, found, leaf, leaves
 from csc.analysis.gradient_flow import carrying
-from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION
-from csc.analysis.operators.randomness import draws
-from csc.analysis.operators.table import SIZES, relation, resized
+from csc.analysis.operators.execution import draws
+from csc.analysis.operators.table import ATTENTION, CONTEXT_ATTENTION, SIZES, relation, resized
 from csc.analysis.tensor_axes import Trees
 from csc.errors import InputError
 from csc.ir import graph as g

@@ -11,9 +11,8 @@ import torch
 from torch import fx
 
 from csc.analysis.cutting import label
-from csc.analysis.operators.made import filled_with
-from csc.analysis.operators.moves import COPIES, STOPS
-from csc.analysis.operators.views import VIEWS
+from csc.analysis.operators.execution import VIEWS
+from csc.analysis.operators.table import COPIES, STOPS, filled_with
 from csc.analysis.sized import called_value, given_value
 from csc.errors import InputError
 from csc.ir import graph as g

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import is_view
+from csc.analysis.operators.table import COPIES, SIZED_VIEWS
 from csc.ir import graph as g
 from csc.torch_private.traces import FakeTensorMode
 

@@ -26,9 +26,7 @@ from csc.passes.spread_masks import SpreadMasks, TokenSizes
 from csc.passes.token_sums import TokenSums
 from torch import fx
 
-from csc.analysis.operators.made import NEW
-from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
-from csc.analysis.operators.reductions import LABELS
+from csc.analysis.operators.table import COPIES, LABELS, NEW, SIZED_VIEWS
 from csc.analysis.routing import TOKENS, SortedRows, positions
 from csc.analysis.token_order import Place, TokenOrder
 from csc.analysis.tokens import mixes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.pointwise import ARITHMETIC, NEUTRAL, SCALES
+from csc.analysis.operators.table import ARITHMETIC, NEUTRAL, SCALES
 from csc.ir import graph as g
 from csc.ir.graph import Writer, values_of
 from csc.ir.program import Options, Program, Template

@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx
 
 from csc.analysis.flops import call_flops, count
-from csc.analysis.operators.made import FACTORIES
-from csc.analysis.operators.views import OF_ALL, is_view
+from csc.analysis.operators.execution import OF_ALL, is_view
+from csc.analysis.operators.table import FACTORIES
 from csc.ir import graph as g
 from csc.ir.graph import narrow_outputs
 from csc.ir.program import Options, Program, Template, Variant

@@ -34,13 +34,24 @@ from torch import fx
 from csc.analysis.dimension_trees import Dim, flat, leaves
 from csc.analysis.divisions import Division
 from csc.analysis.gradient_flow import carrying
-from csc.analysis.operators import pointwise
-from csc.analysis.operators.made import FILLED, NEW
-from csc.analysis.operators.moves import PARTS, SIZED_VIEWS
-from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, GROUPED, PRODUCTS, SDPA
-from csc.analysis.operators.randomness import draws
-from csc.analysis.operators.reductions import HEAD
-from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation_of_features, resized
+from csc.analysis.operators import table
+from csc.analysis.operators.execution import draws
+from csc.analysis.operators.table import (
+    ATTENTION,
+    CONTEXT_ATTENTION,
+    FILLED,
+    GROUPED,
+    HEAD,
+    NEW,
+    PARTS,
+    PRODUCTS,
+    RULES,
+    SAME_ON_SHARDS,
+    SDPA,
+    SIZED_VIEWS,
+    relation_of_features,
+    resized,
+)
 from csc.analysis.tensor_axes import Trees
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, Writer
@@ -50,7 +61,7 @@ aten = torch.ops.aten
 MEAN, SUM = 1, 2  # reductions of a loss
 MAKES_SHARDS = FILLED | NEW | {"aten::expand"}  # of equal operands, or of none
 WITHOUT_BIAS = {"aten::linear": aten.linear.default, "aten::addmm": aten.mm.default, "aten::baddbmm": aten.bmm.default}
-ENTRY_BY_ENTRY = (pointwise.broadcasting, pointwise.elementwise, pointwise.typed)
+ENTRY_BY_ENTRY = (table.broadcasting, table.elementwise, table.typed)
 
 
 class ShardedGraph:
@@ -205,7 +216,7 @@ class ShardedGraph:
                 self._put(node, *found)
         elif name in SIZED_VIEWS or name in MAKES_SHARDS:
             self._sized(node)
-        elif name in SAME_ON_SHARDS or RULES.get(name, pointwise.broadcasting) in ENTRY_BY_ENTRY:
+        elif name in SAME_ON_SHARDS or RULES.get(name, table.broadcasting) in ENTRY_BY_ENTRY:
             self._same(node)
         else:
             raise Undivided(node, "is none that csc can divide")

@@ -25,14 +25,20 @@ from csc.passes.fewer_sums import DIVIDED
 from csc.passes.tensor_graph import ENTRY_BY_ENTRY
 from torch import fx
 
-from csc.analysis.operators import pointwise
-from csc.analysis.operators.moves import EXPAND, RESHAPES, SIZED_VIEWS, SLICE
-from csc.analysis.operators.products import PRODUCTS
-from csc.analysis.operators.randomness import draws
-from csc.analysis.operators.reductions import reduction
-from csc.analysis.operators.relation import Use
-from csc.analysis.operators.table import RULES, SAME_ON_SHARDS, relation
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators import table
+from csc.analysis.operators.execution import draws, is_view
+from csc.analysis.operators.table import (
+    EXPAND,
+    PRODUCTS,
+    RESHAPES,
+    RULES,
+    SAME_ON_SHARDS,
+    SIZED_VIEWS,
+    SLICE,
+    Use,
+    reduction,
+    relation,
+)
 from csc.ir import graph as g
 
 aten = torch.ops.aten
@@ -122,7 +128,7 @@ class TokenRows:
             return self.rows[shards[0]] if node.args[0] is shards[0] else None
         if name in RESHAPES:
             return _reshaped(self.rows[shards[0]], shards[0].meta["val"].shape, val.shape)
-        by_entry = RULES.get(name, pointwise.broadcasting) in ENTRY_BY_ENTRY
+        by_entry = RULES.get(name, table.broadcasting) in ENTRY_BY_ENTRY
         reduced = RULES.get(name) is reduction
         allowed = by_entry or reduced or name in SAME_ON_SHARDS or name in PRODUCTS or name in (EXPAND, SLICE)
         known = relation(node)

@@ -21,8 +21,7 @@ from csc.passes.token_rows import RowShards, TokenRows, rows_of
 from torch import fx
 
 from csc.analysis.gradient_flow import carrying
-from csc.analysis.operators.moves import SIZED_VIEWS
-from csc.analysis.operators.table import relation, resized
+from csc.analysis.operators.table import SIZED_VIEWS, relation, resized
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, Writer
 

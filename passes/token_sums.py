@@ -20,8 +20,7 @@ import torch
 from csc.passes.loss_terms import counted_labels
 from torch import fx
 
-from csc.analysis.operators.reductions import ELEMENTS, LABELS
-from csc.analysis.operators.table import is_linear
+from csc.analysis.operators.table import ELEMENTS, LABELS, is_linear
 from csc.analysis.token_order import Place, TokenOrder
 from csc.errors import InputError
 from csc.ir import graph as g

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.moves import RESHAPES
-from csc.analysis.operators.views import VIEWS, strides_as
+from csc.analysis.operators.execution import VIEWS, strides_as
+from csc.analysis.operators.table import RESHAPES
 from csc.ir import graph as g
 from csc.ir.graph import add_call
 from csc.ir.program import Options, Program, Template

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.moves import COPIES, STOPS
+from csc.analysis.operators.table import COPIES, STOPS
 from csc.ir import graph as g
 
 TRANSPOSED = ((2, 3), (3, 2), (-1, -2), (-2, -1))

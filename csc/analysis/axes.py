@@ -3,7 +3,7 @@
 Terms
   axis   (dim, inner): index i of dimension `dim` belongs to token i // inner % count. inner is 1 unless a reshape has
          joined the tokens with what stood behind them; the dimension is longer than `count` where it joined any
-  link   see csc.analysis.operators.relation
+  link   see csc.analysis.operators.table
 
     counting(calls, seeds) -> {node: dims}                 of the calls and of what enters them, from any value
     axes(calls, attentions, tokens) -> {node: Axis}        the same, from attentions
@@ -23,11 +23,21 @@ from math import prod
 
 from torch import fx
 
-from csc.analysis.operators.moves import RESHAPES
-from csc.analysis.operators.products import ATTENTION
-from csc.analysis.operators.relation import Axis, Link, Relation, Use, alike, reshaped, several, shape_of
-from csc.analysis.operators.table import links, relation
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import is_view
+from csc.analysis.operators.table import (
+    ATTENTION,
+    RESHAPES,
+    Axis,
+    Link,
+    Relation,
+    Use,
+    alike,
+    links,
+    relation,
+    reshaped,
+    several,
+    shape_of,
+)
 from csc.analysis.tokens import mixes
 from csc.ir import graph as g
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.moves import EXACT_COPIES, UNSQUEEZED
-from csc.analysis.operators.randomness import is_random
+from csc.analysis.operators.execution import is_random
+from csc.analysis.operators.table import EXACT_COPIES, UNSQUEEZED
 from csc.ir import graph as g
 
 

@@ -36,8 +36,7 @@ from csc.analysis.flops import call_flops
 from csc.analysis.fused_work import fused
 from csc.analysis.hardware import Hardware, Seconds
 from csc.analysis.kernel_calls import KernelCall, Kernels
-from csc.analysis.operators.execution import LOOK_UPS
-from csc.analysis.operators.views import base, is_view
+from csc.analysis.operators.execution import LOOK_UPS, base, is_view
 from csc.analysis.visible import mask_of, named, shares
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from csc.analysis.operators.randomness import draws
+from csc.analysis.operators.execution import draws
 from csc.ir import graph as g
 from csc.ir.program import ModuleInfo
 

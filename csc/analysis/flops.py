@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from csc.analysis import head_costs
 from csc.analysis.operators.execution import ATTENTIONS, MATMULS
-from csc.analysis.operators.products import CONTEXT_ATTENTION
+from csc.analysis.operators.table import CONTEXT_ATTENTION
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload
 

@@ -21,8 +21,7 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from csc.analysis.kernel_calls import KernelCall, Kernels
-from csc.analysis.operators.execution import FUSED_REDUCTIONS, OF_MATRICES
-from csc.analysis.operators.views import is_view, maker
+from csc.analysis.operators.execution import FUSED_REDUCTIONS, OF_MATRICES, is_view, maker
 from csc.ir import graph as g
 
 Groups = Mapping[fx.Node, fx.Node]  # by fusible call, one of its group, the same for all of them

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from csc.analysis.operators.moves import STOPS
+from csc.analysis.operators.table import STOPS
 from csc.ir import graph as g
 
 

@@ -21,13 +21,25 @@ from math import prod
 
 from torch import fx
 
-from csc.analysis.operators.made import NEW, SIZES_READ, filled_with
-from csc.analysis.operators.moves import CASTS, LOOK_UPS, RESHAPES, SIZED_VIEWS
-from csc.analysis.operators.pointwise import is_pointwise
-from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, GROUPED_BACKWARD, PRODUCTS
-from csc.analysis.operators.reductions import reduction
-from csc.analysis.operators.relation import Use
-from csc.analysis.operators.table import RULES, is_linear, relation_of_features
+from csc.analysis.operators.table import (
+    ATTENTION,
+    CASTS,
+    CONTEXT_ATTENTION,
+    GROUPED_BACKWARD,
+    LOOK_UPS,
+    NEW,
+    PRODUCTS,
+    RESHAPES,
+    RULES,
+    SIZED_VIEWS,
+    SIZES_READ,
+    Use,
+    filled_with,
+    is_linear,
+    is_pointwise,
+    reduction,
+    relation_of_features,
+)
 from csc.ir import graph as g
 
 Placement = str | int  # a shard's dimension

@@ -22,8 +22,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from csc.analysis.operators.moves import COPIES, SIZED_VIEWS
-from csc.analysis.operators.products import GROUPED
+from csc.analysis.operators.table import COPIES, GROUPED, SIZED_VIEWS
 from csc.analysis.tokens import mixes
 from csc.ir import graph as g
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.moves import CASTS, COPIES, EMBEDDING, PADS, SAME_NUMBERS, SLICE
-from csc.analysis.operators.reductions import LABELS
+from csc.analysis.operators.table import CASTS, COPIES, EMBEDDING, LABELS, PADS, SAME_NUMBERS, SLICE
 from csc.ir import graph as g
 
 

@@ -41,11 +41,20 @@ from csc.analysis.dimension_trees import (
     unify,
 )  # fmt: skip
 from csc.analysis.divisions import Division
-from csc.analysis.operators.moves import EMBEDDING, EXPAND
-from csc.analysis.operators.products import ATTENTION, CONTEXT_ATTENTION, SDPA
-from csc.analysis.operators.reductions import CLASSES, HEAD, LABELS
-from csc.analysis.operators.relation import End, Relation, Use
-from csc.analysis.operators.table import relation_of_features
+from csc.analysis.operators.table import (
+    ATTENTION,
+    CLASSES,
+    CONTEXT_ATTENTION,
+    EMBEDDING,
+    EXPAND,
+    HEAD,
+    LABELS,
+    SDPA,
+    End,
+    Relation,
+    Use,
+    relation_of_features,
+)
 from csc.ir import graph as g
 from csc.ir.program import Box
 

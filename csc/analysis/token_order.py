@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.moves import RESHAPES
-from csc.analysis.operators.relation import reshaped
+from csc.analysis.operators.table import RESHAPES, reshaped
 from csc.analysis.routing import TOKENS, SortedRows, follow
 from csc.ir import graph as g
 

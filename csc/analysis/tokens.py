@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from csc.analysis.operators import products, reductions
-from csc.analysis.operators.randomness import DROPOUTS, draws
-from csc.analysis.operators.relation import Use, several, shape_of
-from csc.analysis.operators.table import relation
+from csc.analysis.operators import table
+from csc.analysis.operators.execution import DROPOUTS, draws
+from csc.analysis.operators.table import Use, relation, several, shape_of
 from csc.ir import graph as g
 
 Dims = Callable[[fx.Node], tuple[int, ...]]
@@ -33,9 +32,9 @@ _WHY = {
 
 # What makes a sum of the entries of a dimension, with whatever weights, or looks them up by other values.
 _ADDS = {
-    "getitem", reductions.HEAD, *reductions.LABELS, *reductions.ELEMENTS, *reductions.NORMS, products.ATTENTION,
-    products.SDPA, *(f"aten::{name}" for name in (
-        *reductions.NORMALISING, "sum", "mean", "nansum", "var", "std", "var_mean", "std_mean", "cumsum", "logsumexp",
+    "getitem", table.HEAD, *table.LABELS, *table.ELEMENTS, *table.NORMS, table.ATTENTION,
+    table.SDPA, *(f"aten::{name}" for name in (
+        *table.NORMALISING, "sum", "mean", "nansum", "var", "std", "var_mean", "std_mean", "cumsum", "logsumexp",
         "linalg_vector_norm", "linear", "mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv", "einsum", "convolution",
         "conv1d", "conv2d", "conv3d", "embedding", "index", "index_select", "gather", "masked_scatter", "roll", "flip",
         "avg_pool1d", "avg_pool2d", "upsample_bilinear2d", "upsample_bicubic2d", "glu", "repeat_interleave",

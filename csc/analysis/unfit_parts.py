@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from csc.analysis.operators.randomness import is_random
+from csc.analysis.operators.execution import is_random
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program

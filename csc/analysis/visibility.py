@@ -25,9 +25,7 @@ import torch
 from torch import fx
 
 from csc.analysis.batch_free_values import folded, one_number, restarting, slots, table
-from csc.analysis.operators.made import filled_with
-from csc.analysis.operators.moves import EXACT_COPIES, UNSQUEEZED
-from csc.analysis.operators.pointwise import AND, COMPARISONS, NOT, OR
+from csc.analysis.operators.table import AND, COMPARISONS, EXACT_COPIES, NOT, OR, UNSQUEEZED, filled_with
 from csc.ir import graph as g
 
 MOST_CLAUSES = 8

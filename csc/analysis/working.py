@@ -16,8 +16,7 @@ from torch import fx
 
 from csc.analysis.costs import extent, held_bytes, tensors_in
 from csc.analysis.fused_work import within
-from csc.analysis.operators.in_place import block
-from csc.analysis.operators.views import maker
+from csc.analysis.operators.execution import block, maker
 from csc.ir import graph as g
 from csc.ir.program import Variant
 

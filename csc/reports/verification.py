@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from csc.analysis.operators.randomness import draws
+from csc.analysis.operators.execution import draws
 from csc.capture.trace.meta_init import with_weights
 from csc.check.certificate import Fingerprint, fingerprint
 from csc.check.differences import relative

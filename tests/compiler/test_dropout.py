@@ -11,7 +11,7 @@ from csc.kernels.dropout import DROPOUT, NORMAL, UNIFORM, mixed
 from torch import fx, nn
 
 import csc
-from csc.analysis.operators.randomness import is_random
+from csc.analysis.operators.execution import is_random
 from csc.driver.compiled import CompiledModel
 from csc.driver.new_model import compiled_model
 from csc.errors import InputError

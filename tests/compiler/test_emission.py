@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import csc
-from csc.analysis.operators.in_place import WAYS
+from csc.analysis.operators.execution import WAYS
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError, ProgramError
 from csc.ir import graph as g

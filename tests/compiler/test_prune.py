@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from csc.analysis.flops import MATMULS
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import is_view
 from csc.ir import graph as g
 from csc.ir.program import Program, Template
 from tests.compiler.conftest import Models

@@ -12,7 +12,7 @@ from torch import nn
 
 import csc
 from csc.analysis.costs import variant_cost, variant_key
-from csc.analysis.operators.views import maker
+from csc.analysis.operators.execution import maker
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir import graph as g

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import is_view
 from csc.ir import graph as g
 from csc.ir.program import Program, Variant
 from tests.compiler import running

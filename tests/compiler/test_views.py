@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import fx, nn
 
 import csc
-from csc.analysis.operators.views import VIEWS, base
+from csc.analysis.operators.execution import VIEWS, base
 from csc.ir import graph as g
 from csc.ir.program import Program, Template
 from tests.compiler.random_graphs import graphs, results, tensors

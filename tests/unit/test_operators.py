@@ -12,8 +12,7 @@ import torch
 from csc.kernels import attention as _operators  # noqa: F401  registers csc::attention
 from torch import fx
 
-from csc.analysis.operators.relation import Use
-from csc.analysis.operators.table import RULES, links, relation
+from csc.analysis.operators.table import RULES, Use, links, relation
 from csc.ir import graph as g
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from csc.analysis.operators.reductions import LABELS
+from csc.analysis.operators.table import LABELS
 from csc.analysis.samples.combining import assumed, combination, proven
 from csc.capture.capture import capture, with_sizes_of
 from csc.capture.guards import Guards

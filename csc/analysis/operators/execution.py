@@ -1,16 +1,135 @@
-"""How calls run on a device: as matrix products, in the kernel of their neighbours, reading rows alone; in which dtype.
-
-MATMULS, ATTENTIONS: products, as kernels                FUSED_REDUCTIONS: what Inductor fuses beside pointwise calls
-OF_MATRICES: products of two matrices, for which compiled functions may have another library
-LOOK_UPS: read as many elements of their first argument as they write, whatever its size
-COMPUTE, FLOAT32: in mixed precision                     serves_in_low(name): whether bfloat16 has the operation
-"""
+"""How calls run on a device: as products, in a neighbour's kernel, over an operand, as views, with random numbers."""
 
 from __future__ import annotations
 
-from csc.analysis.operators import moves
-from csc.analysis.operators.products import ATTENTION, SDPA
-from csc.analysis.operators.reductions import ELEMENTS, LABELS, SAMPLES
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from csc.analysis.operators import table
+from csc.analysis.operators.table import ATTENTION, ELEMENTS, LABELS, SAMPLES, SDPA
+from csc.ir import graph as g
+from csc.ir.graph import METHOD
+from csc.torch_private.exported import OpOverload
+
+# --- How the results of calls lie in memory: in that of an operand, or in one of their own ---------------------------
+
+
+VIEWS = frozenset(
+    {
+        "aten::t", "aten::view", "aten::_unsafe_view", "aten::transpose", "aten::permute", "aten::expand",
+        "aten::unsqueeze", "aten::squeeze", "aten::slice", "aten::select", "aten::alias", "aten::detach",
+        "aten::as_strided", "aten::split", "aten::split_with_sizes", "aten::unbind", "aten::diagonal", "aten::unfold",
+    }
+)  # fmt: skip
+OF_ALL = frozenset({"aten::t", "aten::view", "aten::transpose", "aten::permute"})  # that have all entries of a value
+# Their results lie in memory in their own way, whatever their inputs do; csc's own operators are known to do as traced.
+OWN_LAYOUT = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::embedding"})
+
+
+def is_view(node: fx.Node) -> bool:
+    """True if the node's result shares the storage of its first argument; a reshape, if that one's strides allow it."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
+    return g.op_name(node) in VIEWS or (g.op_name(node) == "aten::reshape" and _shares(node.args[0], node))
+
+
+def base(node: fx.Node) -> fx.Node:
+    """See the module."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The call, or the placeholder, whose memory a view or an item of several results looks at."""
+    seen = base(node)
+    while seen.op == "call_function" and seen.target is operator.getitem:
+        seen = base(seen.args[0])  # type: ignore[arg-type]
+    return seen
+
+
+def strides_as(value: torch.Tensor, sizes: torch.Size) -> tuple[int, ...] | None:
+    """See the module."""
+    alike = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    try:
+        return alike.view(sizes).stride()
+    except RuntimeError:
+        return None
+
+
+def _shares(operand: Any, node: fx.Node) -> bool:
+    before, after = operand.meta["val"], node.meta["val"]
+    if not all(isinstance(size, int) for size in (*before.shape, *before.stride(), *after.shape)):
+        return False
+    return strides_as(before, after.shape) is not None
+
+
+# --- Calls whose result may take the place of an operand in memory, to the same bits ---------------------------------
+
+
+WAYS = dict.fromkeys((
+    "aten::add.Tensor", "aten::cos", "aten::div.Scalar", "aten::div.Tensor", "aten::exp", "aten::mul.Scalar",
+    "aten::mul.Tensor", "aten::neg", "aten::pow.Tensor_Scalar", "aten::rsqrt", "aten::sigmoid", "aten::sin",
+    "aten::sub.Tensor", "aten::tanh",
+), METHOD) | {
+    "aten::_log_softmax": "out", "aten::_log_softmax_backward_data": "out", "aten::gelu_backward": "grad_input",
+    "aten::sigmoid_backward": "grad_input", "aten::silu_backward": "grad_input", "aten::tanh_backward": "grad_input",
+}  # fmt: skip
+EITHER = frozenset({"aten::add.Tensor", "aten::mul.Tensor"})
+OWN = frozenset({
+    "aten::addmm", "aten::bmm", "aten::cat", "aten::clone", "aten::mean.dim", "aten::mm", "aten::nll_loss_backward",
+    "aten::sum.dim_IntList",
+})  # fmt: skip
+MAY_BE_OPERANDS = frozenset({
+    "aten::alpha_dropout", "aten::conj_physical", "aten::dropout", "aten::feature_alpha_dropout",
+    "aten::feature_dropout", "aten::type_as",
+})  # fmt: skip
+
+
+def written(node: fx.Node) -> fx.Node:
+    """See the module."""
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    return operand
+
+
+def block(node: fx.Node) -> fx.Node:
+    """See the module. What is written in place is in the memory of what was there before."""
+    made = maker(node)
+    while made.meta.get("in_place"):
+        made = maker(written(made))
+    return made
+
+
+# --- Calls that draw random numbers ----------------------------------------------------------------------------------
+
+
+DROPOUTS = frozenset({"aten::native_dropout", "aten::dropout"})  # a decision for each entry
+FILLED_AT_RANDOM = frozenset({"aten::rand", "aten::randn", "aten::rand_like", "aten::randn_like"})
+
+
+def is_random(node: fx.Node) -> bool:
+    """True for ops that draw from the random generator."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if g.op_name(node).startswith("aten::scaled_dot_product"):
+        arguments = g.bind(node)
+        return bool(arguments.get("dropout_p", 0.0))
+    return True
+
+
+def draws(node: fx.Node) -> bool:
+    """True for a random op and for one that takes its numbers from a seed: a value of its own in every region."""
+    return is_random(node) or g.op_name(node) in g.SEEDED
+
+
+# --- How calls run on a device: as matrix products, in the kernel of their neighbours, reading rows alone; in ... ----
 
 
 def _names(text: str) -> frozenset[str]:
@@ -24,7 +143,7 @@ FUSED_REDUCTIONS = _names(
     "sum mean amax var_mean _to_copy native_layer_norm _softmax _log_softmax _softmax_backward_data "
     "_log_softmax_backward_data"
 )
-LOOK_UPS = moves.LOOK_UPS | {"aten::gather"}
+LOOK_UPS = table.LOOK_UPS | {"aten::gather"}
 # Matmuls, convolutions and attention: their operands are lowered. As torch.autocast's list for lower precision.
 COMPUTE = _names(
     "mm addmm bmm baddbmm addbmm matmul linear einsum mv addmv addr dot vdot convolution conv1d conv2d conv3d "

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.made import FILLED, filled_with
-from csc.analysis.operators.relation import shape_of
-from csc.analysis.operators.table import is_linear, links
+from csc.analysis.operators.table import FILLED, filled_with, is_linear, links, shape_of
 from csc.analysis.samples.number_bounds import bounds
 from csc.analysis.samples.operands import number_of, of, powers_of
 from csc.analysis.samples.propagation import SamplePropagation

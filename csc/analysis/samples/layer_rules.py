@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.reductions import RECURRENT
-from csc.analysis.operators.relation import shape_of
+from csc.analysis.operators.table import RECURRENT, shape_of
 from csc.analysis.samples.operands import of
 from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import EVERY_OTHER, UNKNOWN, Lost, NewTensor, RowNumbers, SampleRows, State, Whole

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.reductions import CLASSES, ELEMENTS, LABELS, SAMPLES, SEQUENCES
+from csc.analysis.operators.table import CLASSES, ELEMENTS, LABELS, SAMPLES, SEQUENCES
 from csc.analysis.samples.operands import uses_of
 from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import (

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.moves import CASTS, COPIES, look_up
-from csc.analysis.operators.relation import Use, shape_of
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import is_view
+from csc.analysis.operators.table import CASTS, COPIES, Use, look_up, shape_of
 from csc.analysis.samples.operands import of, powers_of, uses_of
 from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import (

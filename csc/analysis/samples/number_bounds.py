@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.made import filled_with
-from csc.analysis.operators.moves import CASTS, COPIES, RESHAPES
-from csc.analysis.operators.relation import shape_of
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import is_view
+from csc.analysis.operators.table import CASTS, COPIES, RESHAPES, filled_with, shape_of
 from csc.analysis.samples.operands import number_of
 from csc.analysis.sized import given
 from csc.ir import graph as g

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.relation import Use
-from csc.analysis.operators.table import relation
+from csc.analysis.operators.table import Use, relation
 from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import NONE, UNKNOWN, Lost, PartsOfSum, Powers, SampleRows, State, Whole
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.made import COUNTED
-from csc.analysis.operators.moves import CASTS, COPIES, EXPAND, RESHAPES, SLICE, STOPS
+from csc.analysis.operators.table import CASTS, COPIES, COUNTED, EXPAND, RESHAPES, SLICE, STOPS
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload
 

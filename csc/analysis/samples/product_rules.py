@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from csc.analysis.operators.products import PRODUCTS
-from csc.analysis.operators.relation import Use
+from csc.analysis.operators.table import PRODUCTS, Use
 from csc.analysis.samples.operands import of, powers_of, uses_of
 from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import (

@@ -24,12 +24,20 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.made import FILLED, SIZE_NUMBERS, SIZES_READ
-from csc.analysis.operators.moves import CASTS, COPIES, LOOK_UPS, RESHAPES, SIZED_VIEWS
-from csc.analysis.operators.randomness import draws
-from csc.analysis.operators.relation import reshaped, shape_of
-from csc.analysis.operators.table import links
-from csc.analysis.operators.views import is_view
+from csc.analysis.operators.execution import draws, is_view
+from csc.analysis.operators.table import (
+    CASTS,
+    COPIES,
+    FILLED,
+    LOOK_UPS,
+    RESHAPES,
+    SIZE_NUMBERS,
+    SIZED_VIEWS,
+    SIZES_READ,
+    links,
+    reshaped,
+    shape_of,
+)
 from csc.analysis.samples.sorted_samples import sorted_rows
 from csc.analysis.samples.spare_rows import spare_of_order, written_to
 from csc.analysis.samples.states import (

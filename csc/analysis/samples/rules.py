@@ -10,11 +10,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from csc.analysis.operators.made import MADE
-from csc.analysis.operators.moves import LOOK_UPS
-from csc.analysis.operators.products import PRODUCTS
-from csc.analysis.operators.reductions import BATCH_NORMS, RECURRENT
-from csc.analysis.operators.table import LINEAR
+from csc.analysis.operators.table import BATCH_NORMS, LINEAR, LOOK_UPS, MADE, PRODUCTS, RECURRENT
 from csc.analysis.samples import arithmetic_rules as arithmetic
 from csc.analysis.samples import function_rules as functions
 from csc.analysis.samples import layer_rules as layers

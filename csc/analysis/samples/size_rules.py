@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.relation import shape_of
+from csc.analysis.operators.table import shape_of
 from csc.analysis.samples.operands import number_of, of
 from csc.analysis.samples.propagation import SamplePropagation
 from csc.analysis.samples.states import (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from csc.analysis.operators.relation import shape_of
+from csc.analysis.operators.table import shape_of
 from csc.analysis.routing import TOKENS, SortedRows, follow, positions
 from csc.analysis.samples.states import ALONG_SAMPLES, Mixed, SampleRows, SortedSamples, State, Whole
 from csc.ir import graph as g

@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.operators.moves import EXACT_COPIES
-from csc.analysis.operators.relation import shape_of
+from csc.analysis.operators.table import EXACT_COPIES, shape_of
 from csc.ir import graph as g
 
 EITHER, NOT = ("aten::bitwise_or", "aten::logical_or", "aten::__or__"), ("aten::bitwise_not", "aten::logical_not")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from csc.analysis.operators.relation import Axis
+from csc.analysis.operators.table import Axis
 from csc.analysis.routing import SortedRows
 
 

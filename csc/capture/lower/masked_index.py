@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.moves import COPIES, RESHAPES
-from csc.analysis.operators.pointwise import is_pointwise
-from csc.analysis.operators.reductions import ELEMENTS, LABELS, NORMS
-from csc.analysis.operators.table import links
+from csc.analysis.operators.table import COPIES, ELEMENTS, LABELS, NORMS, RESHAPES, is_pointwise, links
 from csc.analysis.tokens import mixes
 from csc.capture.lower.rows_in_place import RowsInPlace, refused
 from csc.capture.lower.same_value import same_value

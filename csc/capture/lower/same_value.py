@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.moves import CASTS, COPIES, SLICE, UNSQUEEZED
-from csc.analysis.operators.pointwise import is_pointwise
+from csc.analysis.operators.table import CASTS, COPIES, SLICE, UNSQUEEZED, is_pointwise
 from csc.ir import graph as g
 
 END = sys.maxsize  # of a slice that has none

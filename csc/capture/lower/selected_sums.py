@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.reductions import ELEMENTS
+from csc.analysis.operators.table import ELEMENTS
 from csc.capture.lower.rows_in_place import RowsInPlace, refused
 from csc.capture.lower.same_value import same_value
 from csc.ir import graph as g

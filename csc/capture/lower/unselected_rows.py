@@ -17,8 +17,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from csc.analysis.operators.moves import COPIES, RESHAPES
-from csc.analysis.operators.pointwise import is_pointwise
+from csc.analysis.operators.table import COPIES, RESHAPES, is_pointwise
 from csc.ir import graph as g
 
 LOSSES = {"aten::cross_entropy_loss": (0, 1), "aten::nll_loss_nd": (0, 1)}  # what they read as which arguments

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.randomness import is_random
+from csc.analysis.operators.execution import is_random
 from csc.ir import graph as g
 from csc.ir.graph import add_traced_call, values_of
 from csc.torch_private.exported import OpOverload
