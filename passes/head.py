@@ -22,7 +22,7 @@ from csc.kernels.linear_cross_entropy import HEAD, room_on, rows_of, wide
 from torch import fx
 
 from csc.analysis.operators.table import RESHAPES
-from csc.analysis.samples.loss_rules import MEAN
+from csc.analysis.samples.rules import MEAN
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call
 from csc.ir.mesh import on_fewer, on_more

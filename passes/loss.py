@@ -12,7 +12,7 @@ from torch import fx
 from csc.analysis.operators.execution import is_view
 from csc.analysis.operators.table import COPIES, LABELS
 from csc.analysis.samples.combining import assumed, proven
-from csc.analysis.samples.loss_rules import MEAN
+from csc.analysis.samples.rules import MEAN
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer

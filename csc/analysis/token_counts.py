@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from csc.analysis.samples.spare_rows import without_spare
+from csc.analysis.samples.propagation import without_spare
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import extract
@@ -35,7 +35,7 @@ SMALL = 2**14  # numbers that take less to compare than to find groups among
 @dataclass(frozen=True)
 class Scatter:
     """graph: from the batch to the mask of placeholders, and to masks of the rows that count: none (all do), one, or
-    two, without a spare row (csc.analysis.samples.spare_rows) and with it, which may be in a place or in none.
+    two, without a spare row (csc.analysis.samples.propagation) and with it, which may be in a place or in none.
 
     shape: of what rows are scattered into; numbers: how many numbers are scattered; width: how many are in a row.
     """

@@ -18,9 +18,8 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.samples.combining import assumed, combination, proven
-from csc.analysis.samples.other_number import named_alike, unlike
-from csc.analysis.samples.states import OF_OTHERS
+from csc.analysis.samples.combining import assumed, combination, named_alike, proven, unlike
+from csc.analysis.samples.propagation import OF_OTHERS
 from csc.cache.packed import TracedProgram
 from csc.capture.batch import repeated
 from csc.capture.capture import name_of

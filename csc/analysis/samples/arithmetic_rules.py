@@ -10,30 +10,130 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.table import FILLED, filled_with, is_linear, links, shape_of
-from csc.analysis.samples.number_bounds import bounds
-from csc.analysis.samples.operands import number_of, of, powers_of
-from csc.analysis.samples.propagation import SamplePropagation
-from csc.analysis.samples.states import (
+from csc.analysis.operators.execution import is_view
+from csc.analysis.operators.table import CASTS, COPIES, FILLED, RESHAPES, filled_with, is_linear, links, shape_of
+from csc.analysis.samples.propagation import (
     EVERY_OTHER,
     NONE,
     NOT_LINEAR,
     UNKNOWN,
     Count,
     Lost,
+    Mixed,
     NewTensor,
     PartsOfSum,
     Powers,
     RowNumbers,
+    SamplePropagation,
     SampleRows,
     State,
     TermOfSum,
     Terms,
     Whole,
+    number_of,
+    of,
+    powers_of,
     times,
 )
 from csc.analysis.sized import given
 from csc.ir import graph as g
+
+# --- Between which numbers the whole numbers of a value lie, as far as its calls say, whatever the batch -------------
+#
+# Places within a sample are such: `arange(n) * length + place` is a row of the sample itself only where `place` is at
+# least 0 and less than `length`. `mask.sum(1) - 1` is -1 for a sample without tokens: the last row of the sample
+# before.
+
+
+Bounds = tuple[int, int]
+MOVES = COPIES | CASTS | RESHAPES | {"aten::expand", "aten::repeat", "aten::index", "aten::index_select"}
+
+
+def bounds(value: Any) -> Bounds | None:
+    """See the module."""
+    val = g.tensor_value(value) if isinstance(value, fx.Node) else None
+    if val is None:
+        number = number_of(value)
+        return (number, number) if isinstance(number, int) and not isinstance(number, bool) else None
+    if val.dtype is torch.bool:
+        return 0, 1
+    if value.op != "call_function" or val.dtype.is_floating_point:
+        return None
+    filled = filled_with(value)
+    if isinstance(filled, int) and not isinstance(filled, bool):
+        return filled, filled
+    name = g.op_name(value)
+    if is_view(value) or name in MOVES:
+        return bounds(value.args[0])
+    rule = RULES.get(name)
+    return rule(value, given(value)) if rule is not None else None
+
+
+def _sum(_: fx.Node, bound: Any, sign: int = 1) -> Bounds | None:
+    one, other = bounds(bound["self"]), bounds(bound["other"])
+    if one is None or other is None or bound.get("alpha", 1) != 1:
+        return None
+    least, most = other if sign > 0 else (-other[1], -other[0])
+    return one[0] + least, one[1] + most
+
+
+def _product(_: fx.Node, bound: Any) -> Bounds | None:
+    one, other = bounds(bound["self"]), bounds(bound["other"])
+    if one is None or other is None:
+        return None
+    found = [left * right for left in one for right in other]
+    return min(found), max(found)
+
+
+def _total(node: fx.Node, bound: Any) -> Bounds | None:
+    """Of a `sum`: as many as are added up."""
+    each = bounds(bound["self"])
+    if each is None:
+        return None
+    number = prod(shape_of(bound["self"])) // max(1, prod(shape_of(node)))
+    return each[0] * number, each[1] * number
+
+
+def _place(_: fx.Node, bound: Any) -> Bounds:
+    """Of an `argmax`."""
+    shape, dim = shape_of(bound["self"]), bound.get("dim")
+    return 0, (prod(shape) if dim is None else shape[dim]) - 1
+
+
+def _range(node: fx.Node, bound: Any) -> Bounds | None:
+    start, step, size = bound.get("start", 0), bound.get("step", 1), shape_of(node)[0]
+    if not isinstance(start, int) or not isinstance(step, int) or not size:
+        return None
+    ends = start, start + step * (size - 1)
+    return min(ends), max(ends)
+
+
+def _clamped(_: fx.Node, bound: Any) -> Bounds | None:
+    least, most = bound.get("min"), bound.get("max")
+    own = bounds(bound["self"])
+    if not all(one is None or isinstance(one, int) for one in (least, most)):
+        return None
+    if own is None:
+        return (least, most) if least is not None and most is not None else None
+    lower = own[0] if least is None else max(own[0], least)
+    upper = own[1] if least is None else max(own[1], least)
+    return (lower, upper) if most is None else (min(lower, most), min(upper, most))
+
+
+def _remainder(_: fx.Node, bound: Any) -> Bounds | None:
+    divisor = bound.get("other")
+    return (0, divisor - 1) if isinstance(divisor, int) and divisor > 0 else None
+
+
+RULES: dict[str, Callable[[fx.Node, Any], Bounds | None]] = {
+    "aten::add": _sum, "aten::sub": lambda node, bound: _sum(node, bound, -1), "aten::mul": _product,
+    "aten::sum": _total, "aten::argmax": _place, "aten::argmin": _place, "aten::arange": _range,
+    "aten::clamp": _clamped, "aten::clamp_min": _clamped, "aten::clamp_max": _clamped, "aten::remainder": _remainder,
+}  # fmt: skip
+
+
+# --- Rules of arithmetic, for following samples: what keeps the powers of counts, and what changes them --------------
+
 
 Rule = Callable[[SamplePropagation, fx.Node], State]
 OFTEN = "by more than one of them, or multiplied by one"
@@ -303,3 +403,55 @@ def is_zero(value: Any) -> bool:
     if isinstance(value, fx.Node):
         return is_zero(value.args[0] if g.op_name(value) == "aten::lift_fresh_copy" else filled_with(value))
     return isinstance(value, (int, float)) and value == 0
+
+
+# --- Rules of functions with a backward of their own (csc.kernels.own_gradient), for following samples ---------------
+#
+# The gradient of a batch's loss at its rows is that of its microbatches, one behind the other; at what is the same for
+# every batch it is the sum of theirs; and at a sum over samples it is the same for all. What the backward of a
+# function makes of it must be that again for its inputs. The loss of a microbatch is weighted before its backward
+# starts, so gradients that come in are those of the batch, not shares of them.
+
+
+def incoming_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """The gradient of the value that a function gave."""
+    return _of_gradient(of(following, node.args[0]))
+
+
+def own_gradient_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """Its results are the outputs (csc.analysis.samples.rules.item_rule): here it is seen to what the backward
+    does.
+    """
+    _, inputs, gradients = node.args[:3]
+    for value, gradient in zip(inputs, gradients):  # type: ignore[arg-type]
+        if is_zero(gradient) or not isinstance(gradient, fx.Node):
+            continue
+        if not _agree(_of_gradient(of(following, value)), of(following, gradient)):
+            raise Lost("has a backward that gives no gradient for each sample, or for what all share no sum of them")
+    return NewTensor()
+
+
+def hooked_rule(following: SamplePropagation, node: fx.Node) -> State:
+    return of(following, node.args[0])
+
+
+def _of_gradient(value: State) -> State:
+    """What the gradient of a value is to the samples: one over all powers of counts that the value is multiplied by."""
+    if isinstance(value, SampleRows):
+        return replace(value, powers=times(NONE, value.powers, -1))
+    if isinstance(value, Whole):
+        return PartsOfSum(times(NONE, value.powers, -1))
+    if isinstance(value, PartsOfSum):
+        return Whole(times(NONE, value.powers, -1))
+    if isinstance(value, Terms):
+        raise Lost("has a backward for terms of the loss that are divided by different numbers")
+    if isinstance(value, RowNumbers | Mixed):
+        raise Lost("has a backward for the numbers of samples")
+    return value
+
+
+def _agree(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, SampleRows) and isinstance(found, SampleRows):
+        same = wanted.axis[1] * wanted.count == found.axis[1] * found.count
+        return wanted.axis[0] == found.axis[0] and same and wanted.powers == found.powers
+    return bool(wanted == found)

@@ -1,67 +1,306 @@
-"""What the samples of a batch are to every value of a graph, followed from the batch to the loss.
-
-A batch is cut into microbatches along the sample dimension of its entries. For each value csc knows one of these:
-  Whole    does not change with the samples that are there: parameters, tables
-  Rows     of the batch it is, along an axis, those of its microbatches one behind the other
-  Parts    of the batch it is the sum of those of its microbatches
-  Terms    sums of Parts that are divided by different numbers, and of what is Whole
-  Numbers  numbers of rows: those of a microbatch count from 0 again
-  Sorted   rows in the order of the experts that work on them, and what leads there and back (csc.analysis.routing)
-  Made     made by the model's own code of one microbatch, before the step, for its rows
-  Mixed    none of these: something looked at several samples at once, or csc has no rule for it
-Each but the last four times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
-sum of those of its microbatches. So a mean over samples is Parts with the number of samples to the power of -1.
-
-    follow(graph, entries) -> {node: State}     of a graph of csc.analysis.sized, its entries being these States
-"""
+"""What the samples of a batch are to every value of a graph, followed from the batch to the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+import torch
 from torch import fx
 
 from csc.analysis.operators.execution import draws, is_view
 from csc.analysis.operators.table import (
     CASTS,
     COPIES,
+    EXACT_COPIES,
     FILLED,
     LOOK_UPS,
     RESHAPES,
     SIZE_NUMBERS,
     SIZED_VIEWS,
     SIZES_READ,
+    Axis,
+    Use,
     links,
+    relation,
     reshaped,
     shape_of,
 )
-from csc.analysis.samples.sorted_samples import sorted_rows
-from csc.analysis.samples.spare_rows import spare_of_order, written_to
-from csc.analysis.samples.states import (
-    ALONG_SAMPLES,
-    BY_NUMBER,
-    EVERY_OTHER,
-    FIXED,
-    NONE,
-    NOT_LINEAR,
-    SPARE,
-    UNKNOWN,
-    Count,
-    Lost,
-    Mixed,
-    NewTensor,
-    PartsOfSum,
-    Powers,
-    RowNumbers,
-    SampleRows,
-    State,
-    Terms,
-    Whole,
-)
+from csc.analysis.routing import TOKENS, SortedRows, follow, positions
 from csc.ir import graph as g
+
+# --- What the samples of a batch can be to a value of a graph. The terms are those of ... ----------------------------
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number that adds up over microbatches.
+
+    kind: "rows", those of the batch entry `name`; "value", of the call `name`, made of the batch alone; "labels", those
+    that the loss `name` is a mean over. added, least: what is divided by is count + added, or
+    least if that is more; no limit with 0.
+    """
+
+    kind: str
+    name: str
+    added: float = 0.0
+    least: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        return self.added == 0 and self.least == 0
+
+
+Powers = frozenset[tuple[Count, int]]
+NONE: Powers = frozenset()
+
+
+@dataclass(frozen=True)
+class Whole:
+    powers: Powers = NONE
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """count: of the samples; entry: the batch entry whose rows they are. spare: the mask of which a microbatch
+    without any keeps one, which the batch does not (csc.analysis.samples.propagation); None: there is none.
+    """
+
+    axis: Axis
+    count: int
+    entry: str
+    powers: Powers = NONE
+    spare: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class PartsOfSum:
+    powers: Powers = NONE
+
+
+@dataclass(frozen=True)
+class TermOfSum:
+    """An operand of a call that adds or stacks, and the number that it is divided by."""
+
+    call: str
+    operand: int
+    count: Count
+
+
+@dataclass(frozen=True)
+class Terms:
+    terms: frozenset[TermOfSum]
+
+
+@dataclass(frozen=True)
+class RowNumbers:
+    """step: by how much the numbers of one sample are larger than those of the sample before. within: the least and the
+    largest that a number may lie behind the first of its sample; None: that is not known.
+    """
+
+    axis: Axis
+    count: int
+    entry: str
+    step: int
+    within: tuple[int, int] | None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether no number is another sample's."""
+        return self.within is not None and self.within[0] >= 0 and self.within[1] < self.step
+
+
+@dataclass(frozen=True)
+class SortedSamples:
+    """rows: as they were before."""
+
+    found: SortedRows
+    rows: SampleRows
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    powers: Powers = field(default=NONE, init=False)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """why: a phrase with the operation as its subject. unless: it is nothing mixed again once it has been "looked up"
+    by numbers made for the microbatch (rows of samples among others); has put rows in "order", those that a mask
+    selects first; or these were "scattered" to places that are as many.
+    """
+
+    node: fx.Node
+    why: str
+    unless: str = ""
+
+
+State = Whole | SampleRows | PartsOfSum | Terms | RowNumbers | SortedSamples | NewTensor | Mixed
+
+
+class Lost(Exception):
+    """Ends the rules of a call that mixes samples. The argument says what it does, as a phrase."""
+
+
+UNKNOWN = "is an operation of which csc does not know that it keeps samples apart"
+ALONG_SAMPLES = "works along the samples"
+EVERY_OTHER = "combines every sample with every other"
+BY_NUMBER = "takes as much of a value as there are samples"
+NOT_LINEAR = "does more than scale what was summed over samples, or divided by their number"
+SPARE = "adds up a row that a microbatch without any keeps, and the whole batch does not"
+OF_OTHERS = (
+    "reads rows by number, which may be another sample's (a length of 0, less 1); x[torch.arange(n), place] reads each "
+    "sample's own"
+)
+FIXED = "meets samples with a value that is the same for every batch, entry by entry"
+
+
+def rows_of(entry: str) -> Count:
+    """The number of a batch entry's rows. Lost if it is that of no entry."""
+    if not entry:
+        raise Lost("counts rows that were picked by numbers made for the microbatch")
+    return Count("rows", entry)
+
+
+def times(one: Powers, other: Powers, sign: int = 1) -> Powers:
+    """The powers of a product; of a quotient with sign = -1."""
+    total = dict(one)
+    for count, power in other:
+        total[count] = total.get(count, 0) + sign * power
+    return frozenset((count, power) for count, power in total.items() if power)
+
+
+# --- Samples whose rows are sorted by the experts that work on them, group by group, and put back where they were ----
+
+
+BEGIN = {"aten::sort", "aten::argsort", "aten::histc"}  # to sort rows, or to count them
+
+
+def sorted_rows(states: Mapping[fx.Node, State], node: fx.Node) -> State | None:
+    """Each row's result is its own, whichever others are sorted with it, as csc.analysis.routing finds: so samples stay
+    apart. Other operands are the same for every batch, or the numbers of the rows that an order is inverted with.
+    """
+    given = {one: states[one] for one in node.all_input_nodes}
+    known = {one: state.found for one, state in given.items() if isinstance(state, SortedSamples)}
+    were = [state.rows for state in given.values() if isinstance(state, SortedSamples)]
+    rows = [*were, *(state for state in given.values() if isinstance(state, SampleRows))]
+    if not rows or not (known or _begins(node)):
+        return None
+    before = rows[0]
+
+    def dims(one: fx.Node) -> tuple[int, ...]:
+        state = given.get(one)
+        if isinstance(state, SampleRows):
+            return (state.axis[0],)
+        return (0,) if isinstance(state, SortedSamples) or one is node else ()
+
+    rest = [one for one, state in given.items() if not isinstance(state, SortedSamples | SampleRows)]
+    fixed = all(given[one] == Whole() or one is positions(node) for one in rest)
+    behind = all(_one_behind_the_other(one, state) for one, state in given.items() if isinstance(state, SampleRows))
+    alike = behind and all(one.count == before.count and not one.powers for one in rows)
+    found = follow(node, known, dims) if fixed and alike else ALONG_SAMPLES
+    if found == TOKENS:
+        return before
+    if isinstance(found, SortedRows):
+        return SortedSamples(found, before)
+    return Mixed(node, found or ALONG_SAMPLES) if known else None
+
+
+def _one_behind_the_other(node: fx.Node, rows: SampleRows) -> bool:
+    """Whether the rows of a sample are, and in front of those of the next."""
+    dim, inner = rows.axis
+    return dim == 0 and shape_of(node)[0] == inner * rows.count
+
+
+def _begins(node: fx.Node) -> bool:
+    """A mask is not sorted by experts: what puts its rows in order picks them (csc.analysis.samples.rules)."""
+    values = node.args[0] if g.op_name(node) in BEGIN else None
+    return isinstance(values, fx.Node) and values.meta["val"].dtype is not torch.bool
+
+
+# --- A row that a model keeps where it would keep none, as in `keep[0] |= ~keep.any()` of a mask of images -----------
+#
+# A microbatch without any row to keep then has a *spare* one, which the whole batch does not keep. Computing with it
+# row by row harms nobody, and where the rows that this very mask keeps are scattered to the places that samples have
+# for them (as many as are kept, which is checked before the step) there is none for it. Adding it up would do harm,
+# and so would a place for it, which rows have that are scattered as they are, or that another mask selects.
+
+
+EITHER, NOT = ("aten::bitwise_or", "aten::logical_or", "aten::__or__"), ("aten::bitwise_not", "aten::logical_not")
+
+
+def written_to(node: fx.Node) -> tuple[fx.Node, bool] | None:
+    """See the module. Of a mask with one dimension."""
+    if g.op_name(node) != "aten::select_scatter":
+        return None
+    bound = g.bind(node)
+    mask, written, place = bound["self"], _uncopied(bound["src"]), bound["index"]
+    if len(shape_of(mask)) != 1:
+        return None
+    if _is_entry(written, mask, place):
+        return mask, False
+    if g.op_name(written) not in EITHER:
+        return None
+    entries = [_is_entry(one, mask, place) for one in written.all_input_nodes]
+    nones = [_is_none(one, mask) for one in written.all_input_nodes]
+    return (mask, True) if entries in ([True, False], [False, True]) and nones == entries[::-1] else None
+
+
+def without_spare(mask: fx.Node) -> fx.Node:
+    """See the module."""
+    found, spares = mask, False
+    while (before := written_to(found)) is not None:
+        found, spares = before[0], spares or before[1]
+    return found if spares else mask
+
+
+def spare_of_order(order: Any) -> fx.Node | None:
+    """See the module."""
+    others = order.args[0]
+    if g.op_name(order) != "aten::argsort" or g.op_name(others) != "aten::logical_not":
+        return None
+    kept = without_spare(others.args[0])
+    return None if kept is others.args[0] else kept
+
+
+def _uncopied(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and g.op_name(node) in EXACT_COPIES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_entry(node: fx.Node, mask: fx.Node, place: Any) -> bool:
+    if g.op_name(node) != "aten::select":
+        return False
+    bound = g.bind(node)
+    return bound["self"] is mask and bound["index"] == place
+
+
+def _is_none(node: fx.Node, mask: fx.Node) -> bool:
+    """Whether a value says that nothing of the mask is kept."""
+    if g.op_name(node) not in NOT:
+        return False
+    found: Any = node.args[0]
+    return g.op_name(found) == "aten::any" and found.all_input_nodes == [mask] and not shape_of(found)
+
+
+# --- What the samples of a batch are to every value of a graph, followed from the batch to the loss ------------------
+#
+# A batch is cut into microbatches along the sample dimension of its entries. For each value csc knows one of these:
+#   Whole    does not change with the samples that are there: parameters, tables
+#   Rows     of the batch it is, along an axis, those of its microbatches one behind the other
+#   Parts    of the batch it is the sum of those of its microbatches
+#   Terms    sums of Parts that are divided by different numbers, and of what is Whole
+#   Numbers  numbers of rows: those of a microbatch count from 0 again
+#   Sorted   rows in the order of the experts that work on them, and what leads there and back (csc.analysis.routing)
+#   Made     made by the model's own code of one microbatch, before the step, for its rows
+#   Mixed    none of these: something looked at several samples at once, or csc has no rule for it
+# Each but the last four times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
+# sum of those of its microbatches. So a mean over samples is Parts with the number of samples to the power of -1.
+#
+#     follow(graph, entries) -> {node: State}     of a graph of csc.analysis.sized, its entries being these States
 
 
 class SamplePropagation:
@@ -316,3 +555,26 @@ class SamplePropagation:
 GRADIENTS = {"csc::incoming", "csc::own_gradient"}  # the gradient of what is the same for every batch is not
 UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
 MOVES = COPIES | RESHAPES | CASTS
+
+
+# --- What rules ask of an operand, for following samples: it may be a call, or a plain number ------------------------
+
+
+def of(following: SamplePropagation, value: Any) -> State:
+    return following.states[value] if isinstance(value, fx.Node) else Whole()
+
+
+def number_of(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, fx.Node) else value
+
+
+def powers_of(state: State) -> Powers:
+    return state.powers if isinstance(state, Whole | SampleRows | PartsOfSum) else NONE
+
+
+def uses_of(node: fx.Node) -> tuple[Use, ...]:
+    """Lost for a call of which the table of operators says nothing."""
+    found = relation(node)
+    if found is None:
+        raise Lost(UNKNOWN)
+    return found.uses

@@ -1,27 +1,606 @@
-"""Rules of single operations for following samples, where the table of links does not say all.
-
-RULES: {operation: rule}        rule(following, node) -> State; Lost if the call mixes samples
-OF_TERMS: operations that keep terms of a loss, which are divided by different numbers, apart
-"""
+"""Rules of single operations for following samples, where the table of links does not say all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
 
+import torch
 from torch import fx
 
-from csc.analysis.operators.table import BATCH_NORMS, LINEAR, LOOK_UPS, MADE, PRODUCTS, RECURRENT
+from csc.analysis.operators.execution import is_view
+from csc.analysis.operators.table import (
+    BATCH_NORMS,
+    CASTS,
+    CLASSES,
+    COPIES,
+    ELEMENTS,
+    LABELS,
+    LINEAR,
+    LOOK_UPS,
+    MADE,
+    PRODUCTS,
+    RECURRENT,
+    SAMPLES,
+    SEQUENCES,
+    Use,
+    look_up,
+    shape_of,
+)
 from csc.analysis.samples import arithmetic_rules as arithmetic
-from csc.analysis.samples import function_rules as functions
-from csc.analysis.samples import layer_rules as layers
-from csc.analysis.samples import move_rules as moves
-from csc.analysis.samples import product_rules as products
-from csc.analysis.samples import size_rules as sizes
-from csc.analysis.samples.loss_rules import LOSS_RULES
-from csc.analysis.samples.propagation import SamplePropagation
-from csc.analysis.samples.states import State
+from csc.analysis.samples import arithmetic_rules as functions
+from csc.analysis.samples.propagation import (
+    ALONG_SAMPLES,
+    EVERY_OTHER,
+    FIXED,
+    NONE,
+    NOT_LINEAR,
+    OF_OTHERS,
+    UNKNOWN,
+    Count,
+    Lost,
+    Mixed,
+    NewTensor,
+    PartsOfSum,
+    Powers,
+    RowNumbers,
+    SamplePropagation,
+    SampleRows,
+    State,
+    Whole,
+    number_of,
+    of,
+    powers_of,
+    rows_of,
+    times,
+    uses_of,
+)
+from csc.analysis.sized import given
+from csc.ir import graph as g
+
+# --- Rules of layers and of calls with several results, for following samples ----------------------------------------
+
+
+def attention_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """Samples apart; those packed in one sequence are kept apart by a mask that the model's own code made of them."""
+    bound = g.bind(node)
+    query, mask = of(following, bound["query"]), of(following, bound.get("attn_mask"))
+    along = len(shape_of(node)) - 2
+    if isinstance(query, SampleRows) and query.axis[0] == along and isinstance(mask, NewTensor):
+        if any(of(following, bound[which]) != query for which in ("key", "value")):
+            raise Lost(EVERY_OTHER)
+        return query
+    return following.by_links(node)
+
+
+def batch_norm_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """By running statistics samples stay apart."""
+    bound = g.bind(node)
+    state = of(following, bound["input"])
+    if bound.get("training") or bound.get("running_mean") is None:
+        raise Lost("normalises by statistics of all samples")
+    if any(of(following, one) != Whole() for one in node.all_input_nodes if one is not bound["input"]):
+        raise Lost(EVERY_OTHER)
+    if not isinstance(state, SampleRows) or state.axis[0] == 1 or state.powers:
+        raise Lost(UNKNOWN)
+    return state
+
+
+def recurrent_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """Each sample has a state of its own, which starts as zeros or as rows of samples."""
+    bound = g.bind(node)
+    if "batch_sizes" in bound or "input" not in bound:
+        raise Lost(UNKNOWN)
+    state, along = of(following, bound["input"]), 0 if bound["batch_first"] else 1
+    if not isinstance(state, SampleRows) or state.axis != (along, 1) or state.powers:
+        raise Lost(UNKNOWN)
+    starts: Any = bound["hx"]
+    for start in starts if isinstance(starts, (list, tuple)) else [starts]:
+        found = of(following, start)
+        if found != replace(state, axis=(1, 1)):
+            raise Lost(UNKNOWN)
+    if any(of(following, weight) != Whole() for weight in bound["params"]):
+        raise Lost(EVERY_OTHER)
+    return state
+
+
+def item_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """One of several results; of tensors that were broadcast together each is its own operand, and so are the outputs
+    of a function with a backward of its own.
+    """
+    several: Any = node.args[0]
+    if g.op_name(several) == "csc::own_gradient":
+        return of(following, several.args[0][node.args[1]])
+    if g.op_name(several) in RECURRENT and node.args[1]:
+        state = of(following, several)  # what every layer ends with: [layers, samples, width]
+        return replace(state, axis=(1, 1)) if isinstance(state, SampleRows) else state
+    if g.op_name(several) != "aten::broadcast_tensors":
+        return of(following, several)
+    operand: fx.Node = several.args[0][node.args[1]]
+    state = of(following, operand)
+    if isinstance(state, SampleRows | RowNumbers):
+        return replace(state, axis=(state.axis[0] + len(shape_of(node)) - len(shape_of(operand)), state.axis[1]))
+    return state
+
+
+def broadcast_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """Looked at one by one, as its results are taken."""
+    return NewTensor()
+
+
+# --- Rules of loss functions for following samples: what they are a sum of, and what it is divided by ----------------
+
+
+UNREDUCED, MEAN, SUM = 0, 1, 2  # values of ATen's `reduction` argument
+
+
+def _labels(following: SamplePropagation, node: fx.Node) -> State:
+    """Cross entropy: a mean over the labels that are not ignored, or over their weights."""
+    bound = g.bind(node)
+    logits, target, weight = bound["self"], bound["target"], bound.get("weight")
+    state, own = following.states[logits], following.states[target]
+    if not isinstance(state, SampleRows) or not isinstance(own, SampleRows | NewTensor):
+        raise Lost(UNKNOWN if isinstance(state, SampleRows | NewTensor) else NOT_LINEAR)
+    if isinstance(weight, fx.Node) and following.states[weight] != Whole():
+        raise Lost("weighs classes by values of the batch")
+    rows = replace(state, axis=_walked(following, node).axis)
+    if bound["reduction"] != MEAN or target.meta["val"].dtype.is_floating_point:
+        return _reduced(bound["reduction"], rows)
+    if any(one not in following.of_batch for one in (target, weight) if isinstance(one, fx.Node)):
+        raise Lost("is a mean over labels that are not known from the batch alone")
+    return PartsOfSum(frozenset({(Count("labels", node.name), -1)}))
+
+
+def _walked(following: SamplePropagation, node: fx.Node) -> SampleRows:
+    """The samples of all operands, which the loss must walk along together; the axis is that of its terms."""
+    found: Any = None
+    uses = uses_of(node)
+    for use in uses:
+        state = following.states[use.node]
+        if isinstance(state, SampleRows):
+            walk: Any = use.ends[state.axis[0]].walk
+            if walk is None or walk == CLASSES:
+                raise Lost(ALONG_SAMPLES)
+            if state.powers:
+                raise Lost(NOT_LINEAR)
+            moved = replace(state, axis=(walk, state.axis[1]))
+            found = moved if found is None else following.together(found, moved)
+        elif not isinstance(state, NewTensor) and state != Whole():
+            raise Lost(NOT_LINEAR)
+    if found is None:
+        raise Lost(UNKNOWN)
+    for use in uses:
+        along = [dim for dim, end in use.ends.items() if end.walk == found.axis[0]]
+        if following.states[use.node] == Whole() and any(following._varies(use.node, dim) for dim in along):
+            raise Lost(EVERY_OTHER)
+    return found
+
+
+def _terms(following: SamplePropagation, node: fx.Node) -> State:
+    """A term for each pair of entries, each sample, or each sequence."""
+    return _reduced(g.bind(node)["reduction"], _walked(following, node))
+
+
+def _reduced(reduction: int, rows: SampleRows) -> State:
+    if reduction == MEAN:
+        return PartsOfSum(frozenset({(rows_of(rows.entry), -1)}))
+    return rows if reduction == UNREDUCED else PartsOfSum()
+
+
+LOSS_RULES: dict[str, Callable[[SamplePropagation, fx.Node], State]] = {
+    **dict.fromkeys(LABELS, _labels),
+    **dict.fromkeys((*ELEMENTS, *SAMPLES, *SEQUENCES), _terms),
+}
+
+
+# --- Rules of calls that move rows, for following samples ------------------------------------------------------------
+
+
+def slice_rule(following: SamplePropagation, node: fx.Node) -> State:
+    state, bound, (use,) = of(following, node.args[0]), g.bind(node), uses_of(node)
+    if not isinstance(state, SampleRows | RowNumbers) or state.axis[0] not in use.ends:
+        return following.by_links(node, linear=True)
+    size, block = shape_of(node.args[0])[state.axis[0]], state.axis[1] * state.count
+    start, stop, step = slice(bound["start"], bound["end"], bound["step"]).indices(size)
+    if (start, stop, step) == (0, size, 1):
+        return state
+    if isinstance(state, SampleRows) and step == 1 and start % block == 0 and stop % block == 0:
+        return state
+    raise Lost("takes some of the samples")
+
+
+def split_rule(following: SamplePropagation, node: fx.Node) -> State:
+    state, (use,) = of(following, node.args[0]), uses_of(node)
+    if isinstance(state, SampleRows) and state.axis[0] in use.ends:
+        dim = state.axis[0]
+        block = state.axis[1] * state.count
+        if any(part.shape[dim] % block for part in node.meta["val"]):
+            if state.entry not in following.apart and not state.powers:
+                return NewTensor()
+            raise Lost("takes samples apart")
+        return state
+    return following.by_links(node, linear=True)
+
+
+def join_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`cat`: behind each other along another dimension, or whole batches one behind the other."""
+    bound = g.bind(node)
+    states = [of(following, one) for one in bound["tensors"] if shape_of(one) != (0,)]
+    dim = bound.get("dim", 0) % len(shape_of(node))
+    along = [state for state in states if isinstance(state, SampleRows) and state.axis[0] == dim]
+    if not along:
+        return following.by_links(node, linear=True)
+    first = states[0]
+    if any(isinstance(state, NewTensor) for state in states) and all(
+        isinstance(state, NewTensor | SampleRows) for state in states
+    ):
+        return along[0]
+    if not all(isinstance(s, SampleRows) and (s.axis, s.count, s.powers) == (first.axis, first.count, first.powers)  # type: ignore[union-attr]
+               for s in states):  # fmt: skip
+        raise Lost("puts something behind the samples")
+    return first
+
+
+def look_up_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`x[i, j]`, `index_select`, `embedding`: row numbers pick each sample's own."""
+    return _looked_up(following, uses_of(node), shape_of(node), powers_of(of(following, uses_of(node)[0].node)))
+
+
+def _looked_up(following: SamplePropagation, uses: Sequence[Use], out: tuple[int, ...], powers: Powers) -> State:
+    """The state of what indices pick from a table; of rows picked by the numbers of their samples, each its own.
+
+    uses: of the table, and of the indices by the places that they index.
+    """
+    table, *indices = uses
+    state = of(following, table.node)
+    by: Any = None
+    for one in indices:
+        own = of(following, one.node)
+        if isinstance(own, PartsOfSum):
+            raise Lost(UNKNOWN)
+        if isinstance(own, SampleRows | RowNumbers):
+            if own.axis[0] not in one.link:
+                raise Lost(UNKNOWN)
+            axis = (one.link.index(own.axis[0]), own.axis[1])
+            if by is not None and (by.axis != axis or by.count != own.count):
+                raise Lost(EVERY_OTHER)
+            by = replace(own, axis=axis)
+    picked = {place: of(following, one.node) for place, one in zip(table.ends, indices)}
+    numbered = [place for place, one in picked.items() if isinstance(one, RowNumbers)]
+    made = NewTensor() in picked.values()
+    if isinstance(state, PartsOfSum):
+        if by is not None or made:
+            raise Lost(NOT_LINEAR)
+        return PartsOfSum(powers)
+    if isinstance(state, RowNumbers):
+        raise Lost("computes with the numbers of samples")
+    if not isinstance(state, SampleRows):
+        if numbered:
+            raise Lost("looks samples up by their number in what is the same for every batch")
+        if isinstance(by, SampleRows):
+            return replace(by, powers=powers)
+        return NewTensor() if made or isinstance(state, NewTensor) else Whole(powers)
+    place, inner = state.axis
+    if place not in picked:
+        if by is not None:
+            raise Lost(EVERY_OTHER)
+        return replace(state, axis=(table.link.index(place), inner))
+    row = picked[place]
+    if isinstance(row, NewTensor):
+        if isinstance(by, SampleRows):
+            return replace(by, powers=powers)
+        begin = table.link.index(None)
+        others = out[begin] != shape_of(table.node)[place]  # rows of their own number, not the same in another order
+        entry = _made_entry(next(one.node for end, one in zip(table.ends, indices) if end == place))
+        return SampleRows(
+            (begin, _inner(out[begin], state.count)), state.count, entry if others else state.entry, powers
+        )
+    outermost = shape_of(table.node)[place] == inner * state.count
+    if not isinstance(row, RowNumbers) or numbered != [place] or not outermost:
+        raise Lost("picks some of the samples")
+    if row.step * row.count != inner * state.count or row.count != state.count:
+        raise Lost("picks some of the samples")
+    if not row.is_own:
+        raise Lost(OF_OTHERS)
+    return SampleRows(by.axis, row.count, row.entry, powers)
+
+
+def _made_entry(numbers: fx.Node) -> str:
+    """The entry, made by the model's code, that has as many rows as there are of these numbers; "": none is known."""
+    many = shape_of(numbers)[:1]
+    while numbers.op == "call_function" and (is_view(numbers) or g.op_name(numbers) in COPIES | CASTS):
+        numbers = numbers.args[0]  # type: ignore[assignment]
+        if shape_of(numbers)[:1] != many:
+            return ""
+    return numbers.meta["role"][1] if numbers.op == "placeholder" and numbers.meta["role"][0] == "input" else ""
+
+
+def _inner(size: int, count: int) -> int:
+    return size // count if size % count == 0 else 1
+
+
+def index_put_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """Written to each sample's own places."""
+    table, values = node.args[0], node.args[2]
+    indices: Any = node.args[1]
+    state, value = of(following, table), of(following, values)
+    if (
+        not isinstance(state, SampleRows | NewTensor)
+        or powers_of(state)
+        or powers_of(value)
+        or isinstance(value, PartsOfSum)
+    ):
+        raise Lost(UNKNOWN)
+    if isinstance(state, NewTensor):
+        return state
+    picked = (
+        NewTensor() if any(isinstance(of(following, one), NewTensor) for one in indices if one is not None) else None
+    )
+    if picked is not None:
+        return state
+    shape = torch.empty(shape_of(table), device="meta")[
+        tuple(slice(None) if one is None else torch.empty(shape_of(one), dtype=torch.int64, device="meta")
+              for one in indices)
+    ].shape  # fmt: skip
+    written = _looked_up(following, look_up(table, indices, tuple(shape)), tuple(shape), NONE)  # type: ignore[arg-type]
+    if isinstance(value, SampleRows) and isinstance(written, SampleRows):
+        own = value.axis[0] + len(shape) - len(shape_of(values))
+        if (own, value.axis[1]) != written.axis:
+            raise Lost(EVERY_OTHER)
+    elif value != Whole():
+        raise Lost(UNKNOWN)
+    elif isinstance(written, SampleRows):
+        own = written.axis[0] - len(shape) + len(shape_of(values))
+        if own >= 0 and following._varies(values, own):  # type: ignore[arg-type]
+            raise Lost(FIXED)
+    return state
+
+
+def scatter_in_order_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`masked_scatter`: rows go to places in the order of samples. How many each sample has is checked before the
+    step (csc.analysis.token_counts).
+    """
+    whole, mask, source = node.args[:3]
+    of_source = of(following, source)
+    if isinstance(of_source, SampleRows) and not following.outermost(source, of_source):  # type: ignore[arg-type]
+        raise Lost("takes rows in another order than that of samples")
+    if not isinstance(of_source, SampleRows | NewTensor | Mixed):
+        raise Lost("puts rows that are the same for every batch where samples have places, one behind the other")
+    if powers_of(of_source) or powers_of(of(following, whole)):
+        raise Lost(NOT_LINEAR)
+    placed = [(one, of(following, one)) for one in (whole, mask)]
+    result: Any = None
+    for one, state in placed:
+        if isinstance(state, SampleRows):
+            shift = len(shape_of(node)) - len(shape_of(one))
+            moved = replace(state, axis=(state.axis[0] + shift, state.axis[1]))
+            result = moved if result is None else following.together(result, moved)
+        elif not isinstance(state, Whole | NewTensor):
+            raise Lost(UNKNOWN)
+    if result is None:
+        return NewTensor()
+    if not following.outermost(node, result):
+        raise Lost("takes rows in another order than that of samples")
+    return result
+
+
+def repeat_each_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`repeat_interleave`: each row of a sample stays in it."""
+    bound = given(node)
+    state, repeats, dim = of(following, bound["self"]), bound.get("repeats"), bound.get("dim")
+    if isinstance(state, Whole) and of(following, repeats) == Whole():
+        return state
+    if isinstance(of(following, repeats), NewTensor):
+        if not isinstance(state, SampleRows):
+            return NewTensor()
+        return replace(state, axis=(state.axis[0], _inner(shape_of(node)[state.axis[0]], state.count)))
+    if not isinstance(state, SampleRows) or not isinstance(repeats, int) or (dim is None and state.axis[0]):
+        raise Lost(UNKNOWN)
+    if dim is None:
+        return replace(state, axis=(0, prod(shape_of(node)) // state.count))
+    if dim % len(shape_of(node)) == state.axis[0]:
+        return replace(state, axis=(state.axis[0], state.axis[1] * repeats))
+    return state
+
+
+def order_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`argsort`: of a mask, those that it has first, each as they were."""
+    mask: Any = node.args[0]
+    state = of(following, mask)
+    if isinstance(state, SampleRows) and state.axis[0] == g.bind(node).get("dim", -1) % len(shape_of(mask)):
+        stable = g.bind(node).get("stable") and mask.meta["val"].dtype is torch.bool
+        if not stable or len(shape_of(mask)) != 1 or not following.outermost(mask, state):
+            raise Lost("sorts samples")
+    return following.by_links(node)
+
+
+def overwritten_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`slice_scatter` over all samples: those of the other operand."""
+    table, other = node.args[:2]
+    states, dim = (of(following, table), of(following, other)), g.bind(node).get("dim", 0) % len(shape_of(node))
+    same = shape_of(table) == shape_of(other)
+    along = any(isinstance(state, SampleRows) and state.axis[0] == dim for state in states)
+    if along and same and all(state in (states[1], Whole()) or isinstance(state, SampleRows) for state in states):
+        return states[1] if isinstance(states[1], SampleRows) else following.by_links(node)
+    return following.by_links(node)
+
+
+def typed_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`type_as`: the second operand is looked at for its type alone."""
+    state = of(following, node.args[0])
+    if powers_of(state) or isinstance(state, PartsOfSum):
+        raise Lost(NOT_LINEAR)
+    return state
+
+
+# --- Rules of reductions and products, for following samples ---------------------------------------------------------
+
+
+def reduction_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`sum`, `mean`, and `sum_to_size`: what broadcasting made of a value, summed again."""
+    (use,) = uses_of(node)
+    state = of(following, use.node)
+    if not isinstance(state, SampleRows):
+        return following.by_links(node, linear=True)
+    dim, inner = state.axis
+    if use.end(dim) is None:
+        return replace(state, axis=(use.link.index(dim), inner))
+    rows = frozenset({(rows_of(state.entry), 1)})
+    return PartsOfSum(times(state.powers, rows, -1) if g.op_name(node) == "aten::mean" else state.powers)
+
+
+def contraction_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """Products of matrices and `einsum`: linear in every factor."""
+    uses = uses_of(node)
+    bound = given(node)
+    added_to = bound.get("bias", bound.get("self") if PRODUCTS.get(g.op_name(node)) == (1, 2) else None)
+    factors = [use for use in uses if use.node is not added_to]
+    states = [of(following, use.node) for use in factors]
+    powers = NONE
+    for state in states:
+        powers = times(powers, powers_of(state))
+    parts = any(isinstance(state, PartsOfSum) for state in states)
+    if added_to is not None and (powers or parts):
+        raise Lost(NOT_LINEAR)
+    if parts:
+        if sum(not isinstance(state, Whole) for state in states) > 1:
+            raise Lost(NOT_LINEAR)
+        return PartsOfSum(powers)
+    if added_to is None and _summed(following, factors, states):
+        return PartsOfSum(powers)
+    return following.by_links(node, powers=powers)
+
+
+def _summed(following: SamplePropagation, factors: list[Use], states: list[State]) -> bool:
+    """Whether the samples of all factors that have some are multiplied with each other, and summed."""
+    rows = [(use.ends.get(one.axis[0]), one) for use, one in zip(factors, states) if isinstance(one, SampleRows)]
+    walks = {None if end is None else end.walk for end, _ in rows}
+    if not rows or None in walks:
+        return False
+    if len(walks) > 1 or len({(one.axis[1], one.count) for _, one in rows}) > 1:
+        raise Lost(EVERY_OTHER)
+    for use, state in zip(factors, states):
+        along = [dim for dim, end in use.ends.items() if end.walk in walks]
+        if isinstance(state, Whole) and any(following._varies(use.node, dim) for dim in along):
+            raise Lost(FIXED)
+    return True
+
+
+# --- Rules of whole numbers and of tensors made in a size, for following samples -------------------------------------
+
 
 Rule = Callable[[SamplePropagation, fx.Node], State]
+
+
+def size_rule(following: SamplePropagation, node: fx.Node) -> State:
+    operand, dim = node.args[0], node.args[1]
+    state = of(following, operand)
+    if isinstance(state, Mixed):
+        return state
+    if isinstance(state, SampleRows | RowNumbers) and state.axis[0] == dim % len(shape_of(operand)):  # type: ignore[operator]
+        return Whole(frozenset({(rows_of(state.entry), 1)}))
+    return NewTensor() if isinstance(state, NewTensor) else Whole()
+
+
+def number_rule(sign: int) -> Rule:
+    """A product or quotient of whole numbers."""
+
+    def rule(following: SamplePropagation, node: fx.Node) -> State:
+        one, other = (of(following, value) for value in node.meta["given"][0][:2])
+        if isinstance(one, NewTensor) or isinstance(other, NewTensor):
+            return NewTensor()
+        if not isinstance(one, Whole) or not isinstance(other, Whole):
+            raise Lost(UNKNOWN)
+        left, right = map(number_of, node.meta["given"][0][:2])
+        if node.target.__name__ == "floordiv" and (one.powers or other.powers) and left % max(right, 1):  # type: ignore[union-attr]
+            raise Lost("rounds a number of samples")
+        return Whole(times(one.powers, other.powers, sign))
+
+    return rule
+
+
+def number_sum_rule(following: SamplePropagation, node: fx.Node) -> State:
+    states = [of(following, value) for value in node.meta["given"][0]]
+    if any(isinstance(one, NewTensor) for one in states):
+        return NewTensor()
+    if len({one.powers for one in states if isinstance(one, Whole)}) > 1 or not all(
+        isinstance(s, Whole) for s in states
+    ):
+        raise Lost("adds something to a number of samples")
+    return states[0]
+
+
+def same_number_rule(following: SamplePropagation, node: fx.Node) -> State:
+    return of(following, node.meta["given"][0][0])
+
+
+def _axis_of_sizes(following: SamplePropagation, sizes: Any) -> tuple[int, int, int, str] | None:
+    """(dim, inner, count, entry) of the dimension that a number of samples gives a size."""
+    for dim, size in enumerate(sizes if isinstance(sizes, (list, tuple)) else [sizes]):
+        state = of(following, size)
+        if isinstance(state, Mixed):
+            raise Lost("has a size that csc cannot tell from the samples")
+        if isinstance(state, Whole) and state.powers:
+            ((count, power), *more) = state.powers
+            if more or power != 1 or count.kind != "rows":
+                raise Lost("has a size that csc cannot tell from the samples")
+            rows = next(
+                (s for s in following.entries.values() if isinstance(s, SampleRows) and s.entry == count.name), None
+            )
+            if rows is None or number_of(size) % rows.count:
+                raise Lost("has a size that csc cannot tell from the samples")
+            return dim, number_of(size) // rows.count, rows.count, rows.entry
+    return None
+
+
+def filled_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`zeros`, `full` and the like: rows where a number of samples is a size."""
+    bound = given(node)
+    sizes = bound.get("size")
+    found = _axis_of_sizes(following, sizes)
+    value = of(following, bound.get("s" if g.op_name(node) == "aten::scalar_tensor" else "fill_value"))
+    if not isinstance(value, Whole):
+        raise Lost(UNKNOWN)
+    if found is None:
+        made = any(isinstance(of(following, size), NewTensor) for size in sizes or [])
+        return NewTensor() if made else Whole(value.powers)
+    dim, inner, count, entry = found
+    return SampleRows((dim, inner), count, entry, value.powers)
+
+
+def range_rule(following: SamplePropagation, node: fx.Node) -> State:
+    bound = given(node)
+    ends = [of(following, bound.get(which)) for which in ("start", "step")]
+    if any(isinstance(one, NewTensor) for one in (*ends, of(following, bound["end"]))):
+        return NewTensor()
+    found = _axis_of_sizes(following, [bound["end"]])
+    if found is None:
+        return Whole()
+    if any(one != Whole() for one in ends) or number_of(bound.get("start", 0)) or number_of(bound.get("step", 1)) != 1:
+        raise Lost("counts samples")
+    _, inner, count, entry = found
+    return RowNumbers((0, inner), count, entry, inner, (0, inner - 1))
+
+
+def expand_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`expand` and `repeat`: of what is the same for every batch, a copy for each sample."""
+    bound = given(node)
+    state, sizes = of(following, bound["self"]), bound.get("size", bound.get("repeats"))
+    if state == Whole():
+        found = _axis_of_sizes(following, sizes)
+        if found is None:
+            return NewTensor() if any(isinstance(of(following, size), NewTensor) for size in sizes or ()) else Whole()
+        dim, _, count, entry = found
+        own = dim - len(shape_of(node)) + len(shape_of(bound["self"]))
+        if g.op_name(node) == "aten::expand" and own >= 0 and shape_of(bound["self"])[own] > 1:
+            raise Lost(FIXED)
+        return SampleRows((dim, shape_of(node)[dim] // count), count, entry)
+    return following.by_links(node, linear=True)
+
+
+# --- Rules of single operations for following samples, where the table of links does not say all ---------------------
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:
@@ -30,20 +609,20 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 
 _SCALED = _each("mul", arithmetic.product_rule(1)) | _each("div", arithmetic.product_rule(-1))
 RULES: dict[str, Rule] = {
-    "mul": sizes.number_rule(1),
-    **dict.fromkeys(("truediv", "floordiv"), sizes.number_rule(-1)),
-    **dict.fromkeys(("add", "sub"), sizes.number_sum_rule),
-    **dict.fromkeys(("sym_float", "int", "sym_int", "neg"), sizes.same_number_rule),
-    **dict.fromkeys(MADE, sizes.filled_rule),
+    "mul": number_rule(1),
+    **dict.fromkeys(("truediv", "floordiv"), number_rule(-1)),
+    **dict.fromkeys(("add", "sub"), number_sum_rule),
+    **dict.fromkeys(("sym_float", "int", "sym_int", "neg"), same_number_rule),
+    **dict.fromkeys(MADE, filled_rule),
     **dict.fromkeys(LINEAR, arithmetic.linear_rule),
-    **dict.fromkeys(PRODUCTS, products.contraction_rule),
-    **dict.fromkeys(BATCH_NORMS, layers.batch_norm_rule),
-    **dict.fromkeys(RECURRENT, layers.recurrent_rule),
-    **dict.fromkeys(LOOK_UPS, moves.look_up_rule),
+    **dict.fromkeys(PRODUCTS, contraction_rule),
+    **dict.fromkeys(BATCH_NORMS, batch_norm_rule),
+    **dict.fromkeys(RECURRENT, recurrent_rule),
+    **dict.fromkeys(LOOK_UPS, look_up_rule),
     **LOSS_RULES,
-    **_each("sym_size", sizes.size_rule),
-    **_each("arange", sizes.range_rule),
-    **_each("expand repeat", sizes.expand_rule),
+    **_each("sym_size", size_rule),
+    **_each("arange", range_rule),
+    **_each("expand repeat", expand_rule),
     **_SCALED,
     **_each("add sub rsub", arithmetic.sum_rule),
     **_each("stack", arithmetic.stack_rule),
@@ -51,25 +630,25 @@ RULES: dict[str, Rule] = {
     **_each("clamp clamp_min", arithmetic.clamp_rule),
     **_each("_to_copy to", arithmetic.cast_rule),
     **_each("where masked_fill", arithmetic.choice_rule),
-    **_each("sum mean sum_to_size", products.reduction_rule),
-    **_each("einsum", products.contraction_rule),
-    **_each("slice", moves.slice_rule),
-    **_each("split split_with_sizes chunk unsafe_split", moves.split_rule),
-    **_each("cat", moves.join_rule),
-    **_each("index_put", moves.index_put_rule),
-    **_each("masked_scatter", moves.scatter_in_order_rule),
-    **_each("repeat_interleave", moves.repeat_each_rule),
-    **_each("argsort", moves.order_rule),
-    **_each("slice_scatter", moves.overwritten_rule),
-    **_each("type_as", moves.typed_rule),
-    **_each("scaled_dot_product_attention", layers.attention_rule),
-    **_each("broadcast_tensors", layers.broadcast_rule),
+    **_each("sum mean sum_to_size", reduction_rule),
+    **_each("einsum", contraction_rule),
+    **_each("slice", slice_rule),
+    **_each("split split_with_sizes chunk unsafe_split", split_rule),
+    **_each("cat", join_rule),
+    **_each("index_put", index_put_rule),
+    **_each("masked_scatter", scatter_in_order_rule),
+    **_each("repeat_interleave", repeat_each_rule),
+    **_each("argsort", order_rule),
+    **_each("slice_scatter", overwritten_rule),
+    **_each("type_as", typed_rule),
+    **_each("scaled_dot_product_attention", attention_rule),
+    **_each("broadcast_tensors", broadcast_rule),
     "csc::incoming": functions.incoming_rule,
     "csc::own_gradient": functions.own_gradient_rule,
     "csc::with_hooks": functions.hooked_rule,
-    "getitem": layers.item_rule,
+    "getitem": item_rule,
 }
 _OF_TERMS = (
-    arithmetic.linear_rule, arithmetic.sum_rule, arithmetic.stack_rule, arithmetic.cast_rule, products.reduction_rule,
+    arithmetic.linear_rule, arithmetic.sum_rule, arithmetic.stack_rule, arithmetic.cast_rule, reduction_rule,
 )  # fmt: skip
 OF_TERMS = frozenset({*_SCALED, *(name for name, rule in RULES.items() if rule in _OF_TERMS)})
