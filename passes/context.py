@@ -13,9 +13,9 @@ from csc.passes.shard_edges import PartsEdge
 from csc.passes.sharding import Spreading
 from torch import fx
 
-from csc.analysis.axes import counting
 from csc.analysis.cutting import shared_nodes
 from csc.analysis.operators.table import LABELS
+from csc.analysis.tokens import counting
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.program import Options, Program

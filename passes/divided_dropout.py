@@ -13,8 +13,7 @@ from csc.kernels.collectives import OWN_PART
 from csc.passes.local_values import LocalValues, Undivided
 from torch import fx
 
-from csc.analysis.dimension_trees import Dim
-from csc.analysis.divisions import Division
+from csc.analysis.tensor_axes import Dim, Division
 from csc.ir import graph as g
 from csc.ir.graph import Writer
 

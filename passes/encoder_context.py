@@ -3,7 +3,7 @@
     named(program, options, spread) -> {component: ranks}      InputError for what cannot be
     spread_encoder(program, component, ranks, axis) -> Program       its tokens on shards, whole again where they leave
 
-Which dimensions count its tokens is followed from its attentions (csc.analysis.axes). On shards run the calls
+Which dimensions count its tokens is followed from its attentions (csc.analysis.tokens). On shards run the calls
 that make every token's result from that token alone; what they read is dispatched, what others read of them gathered.
 A call in between that sees all tokens is computed whole, by every rank: right, but not spread, and `notes` says so.
 """
@@ -20,10 +20,10 @@ from csc.passes.sharding import Spreading
 from csc.passes.spread_masks import TokenSizes
 from torch import fx
 
-from csc.analysis.axes import Axis, apart, axes
 from csc.analysis.cutting import shared_nodes
 from csc.analysis.operators.execution import is_view
 from csc.analysis.operators.table import ATTENTION, SDPA
+from csc.analysis.tokens import Axis, apart, axes
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.groups import group_over

@@ -25,7 +25,7 @@ from csc.kernels.collectives import ALL_REDUCE, SHARE
 from csc.passes.local_values import is_parameter
 from torch import fx
 
-from csc.analysis.gradient_flow import carrying
+from csc.analysis.gradient_flow import carrying_calls
 from csc.analysis.operators.execution import draws
 from csc.analysis.operators.table import ARITHMETIC, LOOK_UPS, SCALES, is_linear
 from csc.ir import graph as g
@@ -44,7 +44,7 @@ def fewer_sums(graph: fx.Graph, group: str, inexact: Collection[str], evaluate: 
 
     def named() -> tuple[fx.Node, set[fx.Node]]:
         given = {node.name: node for node in g.placeholders(graph)}
-        return given[group], carrying(graph, [given[name] for name in inexact])
+        return given[group], carrying_calls(graph, [given[name] for name in inexact])
 
     number, carries = named()
     _share_earlier(graph, number, carries, Writer(graph, evaluate))

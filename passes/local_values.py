@@ -1,9 +1,9 @@
 """What one tensor-parallel rank has of each value of a template's graph.
 
 Terms
-  axis     a leaf of the trees of dimensions (csc.analysis.dimension_trees) that is divided: heads, hidden features
+  axis     a leaf of the trees of dimensions (csc.analysis.tensor_axes) that is divided: heads, hidden features
   cut      of a value: one of its dimensions has an axis, so that a rank holds a shard of it; other values are equal
-  pieces   of key heads that several ranks have (csc.analysis.divisions): each has its own columns of one. Of a value
+  pieces   of key heads that several ranks have (csc.analysis.tensor_axes): each has its own columns of one. Of a value
            with key heads that is not in pieces each of these ranks has the whole head: it is *loose*
 """
 
@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from csc.analysis.dimension_trees import Dim, contains, divides_all
-from csc.analysis.divisions import Division
-from csc.analysis.tensor_axes import Trees
+from csc.analysis.tensor_axes import Dim, Division, Trees, contains, divides_all
 from csc.ir import graph as g
 
 

@@ -14,10 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from csc import devices
-from csc.analysis.costs import RegionTimes, region_costs, stored_dtypes, value_bytes
+from csc.analysis.costs import RegionTimes, recorded_bytes, region_costs, stored_dtypes, value_bytes, working
 from csc.analysis.hardware import Hardware, Wire, hardware
-from csc.analysis.recorded_memory import recorded_bytes
-from csc.analysis.working import working
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh, in_front
 from csc.ir.program import Options, Program

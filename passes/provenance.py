@@ -15,7 +15,7 @@ import torch
 from csc.kernels import own_gradient as _own_gradient  # noqa: F401  registers them
 from torch import fx
 
-from csc.analysis import own_backward
+from csc.analysis import gradient_flow
 from csc.ir import graph as g
 from csc.torch_private.traces import fx_traceback
 
@@ -24,7 +24,7 @@ class Marking(fx.Interpreter):
     """Every traced node, of the backward too, knows the forward node it comes from."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._backwards = own_backward.backwards(graph)  # they read what has been computed long before
+        self._backwards = gradient_flow.backwards(graph)  # they read what has been computed long before
         super().__init__(torch.nn.Module(), garbage_collect_values=not self._backwards, graph=graph)
         self._later = {node for part in self._backwards.values() for node in part}
         self.seen: set[Any] = set()
@@ -59,7 +59,7 @@ class Marking(fx.Interpreter):
 
         for node in self._backwards[n]:
             with tagging(_origin(node, backward=True)):
-                if g.op_name(node) == own_backward.INCOMING:
+                if g.op_name(node) == gradient_flow.INCOMING:
                     made[node] = incoming[node.args[1]].to(node.meta["val"].dtype)  # type: ignore[index]
                 else:
                     made[node] = _called(node, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value))

@@ -34,10 +34,8 @@ from csc.passes.pipeline_problem import chosen_hardware, limit, problem
 from csc.passes.split import divided, is_cheap, parts_of
 from torch import fx
 
-from csc.analysis.costs import call_of, dense_bytes, held_bytes, seconds
-from csc.analysis.fused_work import fusible, is_elementwise
+from csc.analysis.costs import Kernels, call_of, dense_bytes, fusible, held_bytes, is_elementwise, seconds
 from csc.analysis.hardware import Hardware
-from csc.analysis.kernel_calls import Kernels
 from csc.analysis.operators.execution import is_random
 from csc.errors import InputError
 from csc.ir import graph as g

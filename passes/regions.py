@@ -32,7 +32,9 @@ def regions(program: Program, options: Options) -> Program:
     result, *counted = g.outputs(graph)
     shared = g.merge_equal(graph, cutting.shared_nodes(graph))
     runs = cutting.cut(graph, program.modules, shared)
-    builder = _Builder(program, graph, shared, gradient_flow.carrying(graph), gradient_flow.live(graph.nodes, [result]))
+    builder = _Builder(
+        program, graph, shared, gradient_flow.carrying_calls(graph), gradient_flow.live(graph.nodes, [result])
+    )
     for run in runs:
         builder.plan(run)
     found = _sources_late([builder.build(index) for index in range(len(runs))], builder.templates)

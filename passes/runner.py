@@ -38,7 +38,7 @@ from csc.passes.tensor import tensor
 from csc.passes.views import views
 from torch import fx
 
-from csc.analysis.placement_check import CheckedGraphs, verify_on
+from csc.analysis.placements import CheckedGraphs, verify_on
 from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program, Record

@@ -28,11 +28,10 @@ from csc.kernels.collectives import ALL_GATHER, GATHER_SHARED, OWN_PART, SHARE, 
 from csc.passes.tensor import group_number
 from torch import fx
 
-from csc.analysis.dimension_trees import Dim, contains, flat, found, leaf, leaves
-from csc.analysis.gradient_flow import carrying
+from csc.analysis.gradient_flow import carrying_calls
 from csc.analysis.operators.execution import draws
 from csc.analysis.operators.table import ATTENTION, CONTEXT_ATTENTION, SIZES, relation, resized
-from csc.analysis.tensor_axes import Trees
+from csc.analysis.tensor_axes import Dim, Trees, contains, flat, found, leaf, leaves
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer, unique
@@ -57,7 +56,7 @@ class SampleShards:
         several = self.axis.size > 1
         self.dims = {node: dim for node in self.trees.of if several and (dim := self._dim(node)) is not None}
         self.local = {node for node in inside if node in self.dims}
-        self.carrying = carrying(graph)
+        self.carrying = carrying_calls(graph)
         self.wholes: dict[fx.Node, fx.Node] = {}  # values as calls outside see them
         self.within: dict[fx.Node, fx.Node] = {}  # as calls inside see those that have no samples
         self.shards: dict[fx.Node, fx.Node] = {}  # as calls on shards see the others

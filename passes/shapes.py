@@ -13,7 +13,7 @@ from torch import fx
 from csc.analysis.cutting import label
 from csc.analysis.operators.execution import VIEWS
 from csc.analysis.operators.table import COPIES, STOPS, filled_with
-from csc.analysis.sized import called_value, given_value
+from csc.analysis.symbolic import called_value, given_value
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.capture_guards import Joints

@@ -23,7 +23,7 @@ from csc.kernels.context import GATHER, OWN, WHOLE
 from csc.passes.tensor import group_number
 from torch import fx
 
-from csc.analysis.gradient_flow import carrying
+from csc.analysis.gradient_flow import carrying_calls
 from csc.ir import graph as g
 from csc.ir.graph import unique
 from csc.torch_private.traces import FakeTensorMode
@@ -87,7 +87,7 @@ class EqualEdge:
     ) -> None:  # fmt: skip
         self.axis = axis
         self._names, self._mode = {node.name for node in graph.nodes}, mode
-        self._carrying = carrying(graph)
+        self._carrying = carrying_calls(graph)
         self._inside = _inside(graph, local, self._carrying, dims)
         self.parts = {node.meta["role"][1] for node in self._inside if node.op == "placeholder"}
 

@@ -27,9 +27,7 @@ from csc.passes.token_sums import TokenSums
 from torch import fx
 
 from csc.analysis.operators.table import COPIES, LABELS, NEW, SIZED_VIEWS
-from csc.analysis.routing import TOKENS, SortedRows, positions
-from csc.analysis.token_order import Place, TokenOrder
-from csc.analysis.tokens import mixes
+from csc.analysis.tokens import TOKENS, Place, SortedRows, TokenOrder, mixes, positions
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, Writer, identifier

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from csc.analysis.flops import call_flops, count
+from csc.analysis.costs import call_flops, count
 from csc.analysis.operators.execution import OF_ALL, is_view
 from csc.analysis.operators.table import FACTORIES
 from csc.ir import graph as g

@@ -9,7 +9,7 @@ import torch
 from csc.passes.tensor_choice import OddAxis, ShardChoice, chosen
 from torch import fx
 
-from csc.analysis.divisions import fits
+from csc.analysis.tensor_axes import fits
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import unique

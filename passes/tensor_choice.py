@@ -18,9 +18,7 @@ import torch
 from csc.passes.tensor_graph import ShardedGraph, Undivided
 from torch import fx
 
-from csc.analysis.dimension_trees import Dim, block, contains
-from csc.analysis.divisions import Division, fits
-from csc.analysis.tensor_axes import Trees, dimensions, sharded
+from csc.analysis.tensor_axes import Dim, Division, Trees, block, contains, dimensions, fits, sharded
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation
 from csc.ir.program import Box, DividedAxis, Template

@@ -31,9 +31,7 @@ from csc.passes.local_stretches import stretch
 from csc.passes.local_values import LocalValues, Undivided, is_parameter
 from torch import fx
 
-from csc.analysis.dimension_trees import Dim, flat, leaves
-from csc.analysis.divisions import Division
-from csc.analysis.gradient_flow import carrying
+from csc.analysis.gradient_flow import carrying_calls
 from csc.analysis.operators import table
 from csc.analysis.operators.execution import draws
 from csc.analysis.operators.table import (
@@ -52,7 +50,7 @@ from csc.analysis.operators.table import (
     relation_of_features,
     resized,
 )
-from csc.analysis.tensor_axes import Trees
+from csc.analysis.tensor_axes import Dim, Division, Trees, flat, leaves
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, Writer
 from csc.torch_private.traces import FakeTensorMode
@@ -86,7 +84,7 @@ class ShardedGraph:
         self.shared: dict[fx.Node, fx.Node] = {}  # by the old node: what calls on shards read
         self.heads: dict[fx.Node, fx.Node] = {}  # of those, by the old node
         self.keeps = False  # whether the call at hand goes on with pieces
-        self.inexact, self.carrying = inexact, carrying(graph, inexact)
+        self.inexact, self.carrying = inexact, carrying_calls(graph, inexact)
         self.shared_reads: set[str] = set()  # parameters, by the names of their roles
         self.equal_reads: set[str] = set()
         self.flops = self.summed = 0

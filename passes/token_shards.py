@@ -20,7 +20,7 @@ from csc.kernels.dropout import DROPOUT
 from csc.passes.token_rows import RowShards, TokenRows, rows_of
 from torch import fx
 
-from csc.analysis.gradient_flow import carrying
+from csc.analysis.gradient_flow import carrying_calls
 from csc.analysis.operators.table import SIZED_VIEWS, relation, resized
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, Writer
@@ -66,7 +66,7 @@ class TokenShards:
         self.unsummed = self.tokens.unsummed(whole)
         self.parts = frozenset(node.meta["role"][1] for node in self.unsummed if node.op == "placeholder")
         self.taken = frozenset(filter(self.tokens.takes, arriving))
-        self.carrying = carrying(graph, inexact)
+        self.carrying = carrying_calls(graph, inexact)
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, evaluate)
         self.mapping: dict[fx.Node, fx.Node] = {}  # to values as they are: shards, or whole

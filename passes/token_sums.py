@@ -21,7 +21,7 @@ from csc.passes.loss_terms import counted_labels
 from torch import fx
 
 from csc.analysis.operators.table import ELEMENTS, LABELS, is_linear
-from csc.analysis.token_order import Place, TokenOrder
+from csc.analysis.tokens import Place, TokenOrder
 from csc.errors import InputError
 from csc.ir import graph as g
 

@@ -18,9 +18,8 @@ from csc.passes.pipeline_problem import network, values
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.mllm.models import ENCODERS
 from benchmarks.mllm.trace import program
-from csc.analysis.costs import RegionTimes, region_costs, value_bytes
+from csc.analysis.costs import RegionTimes, region_costs, value_bytes, working
 from csc.analysis.hardware import Hardware
-from csc.analysis.working import working
 from csc.ir.program import Variant
 from csc.planning.problem import Problem, Unit
 

@@ -1,46 +1,464 @@
-"""What F, B and W of every region cost: FLOPs, bytes moved, bytes held, seconds; from the nodes of their graphs.
-
-Terms
-  call      one node that runs a kernel. It reads its inputs and writes its outputs, once: no fusion is assumed, since
-            the emitted programs call ATen op by op. Views move nothing; a lookup reads the rows that it takes
-  work      the calls of F, B or W. Attention's products have two activation operands: their backward costs twice the
-            forward, whatever is frozen (five halves in a fused kernel, which makes QK^T again). That of a linear layer
-            costs once the forward in B and once in W
-  saved     bytes that F leaves for B, parameters and shared tables apart, each block of memory once; stashed: B for W
-  state     bytes of parameters, gradients and AdamW's two moments (all in the parameter's dtype); `master` adds a
-            float32 copy of trained parameters of a narrower dtype, and moments in float32
-  rematerialised  bytes of what B makes again of F, all of it there when B starts on its own work (pass `recompute`)
-
-    variant_cost(variant, master) -> RegionCost                       pure integers, one per variant
-    seconds(work, hardware) -> float                                  roofline per call
-    region_costs(program, hardware, ..) -> [RegionTimes]              in the order of program.regions
-    value_bytes(program) -> {value: (bytes, bytes of its gradient)}
-
-They need a Program after pass `split`. A parameter or value that several regions hold counts in each: they may end up
-on different ranks.
-"""
+"""What F, B and W of every region cost: FLOPs, bytes moved, bytes held, seconds; from the nodes of their graphs."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
-from csc.analysis import exchanges, head_costs
-from csc.analysis.flops import call_flops
-from csc.analysis.fused_work import fused
-from csc.analysis.hardware import Hardware, Seconds
-from csc.analysis.kernel_calls import KernelCall, Kernels
-from csc.analysis.operators.execution import LOOK_UPS, base, is_view
-from csc.analysis.visible import mask_of, named, shares
+from csc.analysis.hardware import Hardware, Seconds, Wire
+from csc.analysis.operators.execution import (
+    ATTENTIONS,
+    FUSED_REDUCTIONS,
+    LOOK_UPS,
+    MATMULS,
+    OF_MATRICES,
+    base,
+    block,
+    is_view,
+    maker,
+)
+from csc.analysis.operators.table import CONTEXT_ATTENTION
 from csc.ir import graph as g
+from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.ir.program import Program, Variant
+from csc.ir.program import Program, Region, Variant
+from csc.kernels.collectives import arriving
+from csc.torch_private.exported import OpOverload
+
+# --- What a call gets from the other ranks of its stage: collectives of tensor and context parallelism, as ... -------
+#
+# Terms: the *payload* is what one rank brings to a collective. Each rank sends the others what they need, all at once
+# (csc.kernels.collectives, csc.runtime.context_group): of a small all-reduce its whole payload goes to each of them;
+# in a large one each rank sums a piece for all.
+#
+# Attention starts on a rank's own keys while those of others come, so it takes the longer of the two; all other
+# collectives are waited for. Of the keys all are charged that any query could see.
+
+
+DIVIDED = "csc::context_gather_backward"  # each rank gets a part of what every rank has
+WHOLES = ("csc::context_gather", DIVIDED, "csc::context_whole")
+SCATTERED = "csc::scatter_pieces"
+TO_SHARDS = "csc::reduce_scatter"
+SUM = "csc::all_reduce"
+TOLD = ("csc::divided_loss", "csc::divided_linear_cross_entropy")  # three numbers a label
+PIECES = ("csc::gather_pieces", SCATTERED)
+ATTENTION = "csc::context_attention"
+Wires = Mapping[str, tuple[int, Wire]]
+
+
+class Exchange(NamedTuple):
+    """axis: tp or cp. payload: bytes. ranks: 0: all of the axis. divided: as of DIVIDED. hidden: behind the compute.
+    total: of an all-reduce.
+    """
+
+    axis: str
+    payload: int
+    ranks: int
+    divided: bool
+    hidden: bool
+    total: bool = False
+
+
+def exchange(node: fx.Node) -> Exchange | None:
+    """None of a call that meets nobody."""
+    name = g.op_name(node)
+    if name in (SUM, "csc::all_gather", "csc::gather_shared", TO_SHARDS):
+        bound = g.bind(node)
+        return Exchange("tp", _bytes_sent(bound["x"]), bound.get("ranks", 0), name == TO_SHARDS, False, name == SUM)
+    if name in TOLD:
+        told, narrow = g.bind(node)["labels"].meta["val"].numel(), node.args[0].meta["val"].itemsize  # type: ignore[union-attr]
+        return Exchange("tp", 3 * told * max(4, narrow), 0, False, False)
+    if name in PIECES:
+        bound = g.bind(node)
+        given = next(iter(bound.values()))
+        return Exchange("tp", _bytes_sent(given), bound["each"], name == SCATTERED, False)
+    if name in WHOLES:
+        given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        whole, shard = max(given.numel(), made.numel()), min(given.numel(), made.numel())
+        return Exchange("cp", given.numel() * given.itemsize, -(-whole // max(1, shard)), name == DIVIDED, False)
+    if name.startswith(ATTENTION):
+        bound = g.bind(node)
+        payload = _bytes_sent(bound["k"]) + _bytes_sent(bound["v"])
+        back = 2 if name != ATTENTION else 1  # keys and values again, and their gradients to where they are from
+        tokens = bound["k"].meta["val"].shape[-2]
+        return Exchange("cp", back * payload, -(-bound["keys"] // max(1, tokens)), False, True)
+    return None
+
+
+def wires_between(mesh: Mesh, hardware: Hardware, component: str = "") -> dict[str, tuple[int, Wire]]:
+    """Devices fill nodes in the order of their global ranks. component: with as many tp ranks as it has."""
+    found = {}
+    positions = [place for place in range(mesh.pp) if mesh.width(place) == mesh.tp_ranks(component)]
+    met = {"cp": Group.CONTEXT, "tp": Group.TENSOR}
+    if component in mesh.held_in_copies:
+        met["division"] = Group.division(mesh.dividing(component))
+    for axis, group in met.items():
+        listed = [ranks for place in positions for ranks in mesh.groups(group, [place])]
+        most = max(map(len, listed), default=1)
+        if most == 1:
+            continue
+        apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
+        found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
+    if (mesh.components or mesh.own_ranks) and "cp" not in found and "tp" in found:
+        found["cp"] = found["tp"]  # which alone share tokens then
+    if mesh.own_cp and "tp" not in found:
+        found["tp"] = found["cp"]  # which alone share out samples then
+    return found
+
+
+def within_division(known: Wires) -> Wires:
+    """Of components whose layers fewer ranks divide, which these sums meet."""
+    return {**known, "tp": known["division"]} if "division" in known else known
+
+
+def wire_seconds(met: Exchange, known: Wires) -> float:
+    """On the wire, with the latency of the collective."""
+    if met.axis not in known:
+        return 0.0
+    most, wire = known[met.axis]
+    ranks = met.ranks or most
+    if ranks == 1:
+        return 0.0
+    times, arrives = 1, met.payload * (ranks - 1) / (ranks if met.divided else 1)
+    if met.total:
+        times, arrives = arriving(met.payload, ranks)
+    return times * wire.latency + arrives / wire.bandwidth
+
+
+def _bytes_sent(node: Any) -> int:
+    val = node.meta["val"]
+    return int(val.numel() * val.itemsize)
+
+
+# --- Kernels that a graph runs, in numbers: their operators, FLOPs and bytes -----------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One kernel. dtype: of the operands, which decides the peak rate. mask: the table by which attention skips. meets:
+    what it gets from other ranks. compiled: a product in a compiled function.
+    """
+
+    op: str
+    dtype: str
+    flops: int
+    bytes: int
+    mask: str = ""
+    meets: Exchange | None = None
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of F, B or W, in order."""
+
+    calls: tuple[KernelCall, ...] = ()
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(call.flops for call in self.calls)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return sum(call.bytes for call in self.calls)
+
+    @property
+    def kernels(self) -> int:
+        return len(self.calls)
+
+    def __add__(self, other: Kernels) -> Kernels:
+        return Kernels(self.calls + other.calls)
+
+
+# --- Work and traffic of a head and its loss in one call (csc.ir.graph.HEADS), whose logits are values of no ... -----
+
+
+# Times that each logit is read or written: made, its softmax a few rows at a time between two maxima; its gradient.
+LOSS_PASSES, GRADIENT_PASSES = 5, 2
+
+
+def products(node: fx.Node) -> int:
+    _, to_x, to_weight, _ = g.bind(node)["output_mask"]
+    return 1 + to_x + to_weight
+
+
+def flops(node: fx.Node) -> int:
+    tokens, classes, width, _ = _sizes(node)
+    return 2 * tokens * classes * width * products(node)
+
+
+def traffic(node: fx.Node) -> int:
+    """The logits of all chunks, and for each chunk again the weight and the sum of its gradient."""
+    bound = g.bind(node)
+    tokens, classes, width, wide = _sizes(node)
+    _, to_x, to_weight, to_bias = bound["output_mask"]
+    passes = LOSS_PASSES + (GRADIENT_PASSES if to_x or to_weight or to_bias else 0) + to_x + to_weight + to_bias
+    again = max(0, -(-tokens // bound["rows"]) - 1)
+    weight = classes * width * bound["weight"].meta["val"].itemsize
+    return tokens * classes * wide * passes + again * ((1 + to_x) * weight + 2 * to_weight * classes * width * wide)
+
+
+def _sizes(node: fx.Node) -> tuple[int, int, int, int]:
+    """(tokens, classes, width, bytes of a logit)."""
+    bound = g.bind(node)
+    classes, width = bound["weight"].meta["val"].shape
+    return bound["labels"].meta["val"].numel(), classes, width, max(4, bound["weight"].meta["val"].itemsize)
+
+
+# --- FLOPs and matmuls of a graph, from the shapes of its nodes and PyTorch's own formulas ---------------------------
+
+
+class FlopCount(NamedTuple):
+    """flops: floating-point operations (2 for a multiply-add); matmuls: calls of mm, addmm, bmm or baddbmm, and those
+    inside of csc::linear_cross_entropy.
+    """
+
+    flops: int
+    matmuls: int
+
+
+def count(graph: fx.Graph | None) -> FlopCount:
+    """The work of one run of the graph; zero for None. Ops without a formula (element-wise ones) count as zero."""
+    if graph is None:
+        return FlopCount(0, 0)
+    flops = matmuls = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            flops += call_flops(node)
+            matmuls += _matmuls(node)
+    return FlopCount(flops, matmuls)
+
+
+def _matmuls(node: fx.Node) -> int:
+    name = g.op_name(node)
+    return products(node) if name in g.HEADS else int(name in MATMULS)
+
+
+def call_flops(node: fx.Node) -> int:
+    """The work of one call, by PyTorch's formula where it has one, else by those of csc's own operators."""
+    assert isinstance(node.target, OpOverload)
+    formula = flop_registry.get(node.target.overloadpacket)
+    name = node.target._schema.name
+    if formula is not None:
+        arguments = fx.map_arg(node.args, _value)
+        keywords = fx.map_arg(node.kwargs, _value)
+        return int(formula(*arguments, **keywords, out_val=node.meta["val"]))
+    if name.removesuffix("_backward") == CONTEXT_ATTENTION:
+        return _context_attention(node, backward=name != CONTEXT_ATTENTION)
+    if name in g.HEADS:
+        return flops(node)
+    if name in ATTENTIONS:  # what the mask hides too, as PyTorch's formulas do: how much depends on the batch
+        return _attention(*fx.map_arg(node.args[:3], _value))
+    if name.removesuffix("_backward") in ATTENTIONS:
+        return 5 * _attention(*fx.map_arg(node.args[1:4], _value)) // 2
+    return 0
+
+
+def _context_attention(node: fx.Node, backward: bool) -> int:
+    """A rank's queries over the keys of all ranks: the dispatch gives every rank an equal part of what is seen."""
+    first = 1 if backward else 0
+    query, key, value = (_value(argument) for argument in node.args[first : first + 3])  # type: ignore[arg-type]
+    keys = node.args[8 if backward else 5]
+    assert isinstance(keys, int)
+    work = _attention(query, key, value) * keys // key.shape[-2]
+    return 5 * work // 2 if backward else work
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _attention(query: Any, key: Any, value: Any) -> int:
+    """Two products of attention, QK^T and PV; its backward computes five (QK^T again, dV, dP, dQ, dK)."""
+    batch, heads, rows, width = query.shape
+    return 2 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
+
+
+# --- What F, B or W costs with `fuse=True`: element-wise work runs in few kernels; values in between stay in them ----
+#
+# Terms: a call is *fusible* if it is element-wise, a reduction or a cast, as Inductor fuses them. A *group* is fusible
+# calls that hand values to each other, over views too, with no other call on a way between them. It is one kernel,
+# which reads what comes from outside once and writes what is read outside. A call that may wait runs with its first
+# reader.
+
+
+Groups = Mapping[fx.Node, fx.Node]  # by fusible call, one of its group, the same for all of them
+
+
+def fusible(node: fx.Node) -> bool:
+    """Whether Inductor makes the call part of its neighbours' kernel."""
+    return is_elementwise(node) or g.op_name(node) in FUSED_REDUCTIONS
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each entry of the result follows from one of each operand."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, KernelCall]]) -> Kernels:
+    """The kernels, each group in the place of its first call."""
+    kernel = dict(calls)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    group = _groups(graph)
+    for node in kernel:
+        if node in group:
+            members.setdefault(group[node], []).append(node)
+    first = {nodes[0]: nodes for nodes in members.values()}
+    found = []
+    for node, call in calls:
+        if node not in group:
+            found.append(replace(call, compiled=call.op in OF_MATRICES | g.HEADS))
+        elif node in first:
+            found.append(_together(first[node], kernel))
+    return Kernels(tuple(found))
+
+
+def within_kernels(graph: fx.Graph) -> Set[fx.Node]:
+    """Calls of which nothing is in memory, as every reader is in the same kernel."""
+    group = _groups(graph)
+    return {node for node, own in group.items() if all(group.get(one) is own for one in _readers(node))}
+
+
+def _groups(graph: fx.Graph) -> Groups:
+    """By levels: no way from a call to another of the same level leads over a call that is not fusible."""
+    calls = [node for node in g.calls(graph) if node.target is not operator.getitem and not is_view(node)]
+    level: dict[fx.Node, int] = {}
+    for node in calls:
+        makers = [made for used in node.all_input_nodes if (made := maker(used)) in level]
+        level[node] = max((level[made] + (not fusible(made)) for made in makers), default=0)
+    for node in reversed(calls):
+        if fusible(node):
+            waits = min((level.get(one, 0) for one in _readers(node)), default=0)
+            level[node] = max(level[node], waits)
+    joined = [node for node in calls if fusible(node)]
+    groups = UnionFind(joined)
+    for node in joined:
+        makers = [made for used in node.all_input_nodes if level.get(made := maker(used)) == level[node]]
+        groups.union(node, *filter(fusible, makers))
+    return {node: groups[node] for node in joined}
+
+
+def _together(members: Sequence[fx.Node], kernel: Mapping[fx.Node, KernelCall]) -> KernelCall:
+    inside = set(members)
+    read = {made: None for one in members for used in one.all_input_nodes if (made := maker(used)) not in inside}
+    written = [one for one in members if any(user not in inside for user in _readers(one))]
+    moved = sum(_bytes_of_results(one) for one in (*read, *written))
+    return KernelCall("fused", kernel[members[0]].dtype, sum(kernel[one].flops for one in members), moved)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads a value, through views."""
+    found = []
+    for user in node.users:
+        view = user.op == "call_function" and (user.target is operator.getitem or is_view(user))
+        found += _readers(user) if view else [user]
+    return found
+
+
+def _bytes_of_results(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(math.prod(one.shape) * one.itemsize for one in items if isinstance(one, torch.Tensor))
+
+
+# --- How much of what attention could compute its mask lets it skip: the share of tiles that a query sees ... --------
+#
+# Terms: a *tile* is TILE queries by TILE keys, about what kernels walk through. A mask is a few ranges of keys for
+# each query, which the shared graph makes (pass `attention`). Where these follow from sizes alone, as causal and
+# windowed ones do, they are known before there is a batch. Where a batch decides (documents packed in a row), all
+# counts.
+
+
+TILE = 128
+MASKED = {"csc::attention": 3, "csc::attention_backward": 6}  # the position of the mask among the arguments
+
+
+def shares(program: Program) -> dict[str, float]:
+    """By the name of the table; masks that a batch decides are not in it."""
+    if program.shared is None:
+        return {}
+    output = program.shared.output_node()
+    found = {}
+    for name, node in zip(output.meta["names"], g.outputs(program.shared)):
+        if isinstance(node, fx.Node) and node.op == "call_function" and g.op_name(node) == "csc::pack_mask":
+            ranges = _known(node.args[0])  # type: ignore[arg-type]
+            if ranges is not None:
+                found[name] = _share(ranges, int(node.kwargs.get("keys") or node.args[3]))  # type: ignore[arg-type]
+    return found
+
+
+def named(region: Region, template_shared: tuple[str, ...], found: Mapping[str, float]) -> dict[str, float]:
+    """The shares by the names that the region's own graphs have for its tables."""
+    return {own: found[table] for own, table in zip(template_shared, region.shared) if table in found}
+
+
+def mask_of(node: fx.Node) -> str:
+    """By the name in the call's own graph."""
+    place = MASKED.get(g.op_name(node))
+    mask = node.args[place] if place is not None and len(node.args) > place else None
+    if not isinstance(mask, fx.Node) or mask.op != "placeholder":
+        return ""
+    kind, name = mask.meta["role"]
+    return str(name) if kind == "shared" else ""
+
+
+def _known(node: fx.Node) -> torch.Tensor | None:
+    """The value of a node that depends on no input; None for others."""
+    needed = g.ancestors([node])
+    if any(one.op != "call_function" for one in needed):
+        return None
+    values: dict[fx.Node, Any] = {}
+    for one in node.graph.nodes:
+        if one in needed:
+            arguments = fx.map_arg((one.args, one.kwargs), lambda used: values[used])
+            values[one] = one.target(*arguments[0], **arguments[1])
+    found = values[node]
+    return found.cpu() if isinstance(found, torch.Tensor) else None
+
+
+def _share(ranges: torch.Tensor, keys: int) -> float:
+    """ranges: [B, R, Tq, 2], the first key and the one behind the last."""
+    first, end = ranges.clamp(0, keys).to(torch.int64).unbind(-1)
+    empty = end <= first
+    first, end = first.masked_fill(empty, keys), end.masked_fill(empty, 0)
+    rows = -(-first.shape[-1] // TILE) * TILE
+    more = rows - first.shape[-1]
+    first = torch.nn.functional.pad(first, (0, more), value=keys).unflatten(-1, (-1, TILE)).amin(-1)
+    end = torch.nn.functional.pad(end, (0, more), value=0).unflatten(-1, (-1, TILE)).amax(-1)
+    tiles = (-(-end // TILE) - first // TILE).clamp(min=0).sum(dim=1)  # over the ranges of a query
+    every = -(-keys // TILE)
+    return float((tiles.clamp(max=every).double() / every).mean())
+
+
+# --- What F, B and W of every region cost: FLOPs, bytes moved, bytes held, seconds; from the nodes of their ... ------
+#
+# Terms
+#   call      one node that runs a kernel. It reads its inputs and writes its outputs, once: no fusion is assumed,
+#     since
+#             the emitted programs call ATen op by op. Views move nothing; a lookup reads the rows that it takes
+#   work      the calls of F, B or W. Attention's products have two activation operands: their backward costs twice the
+#             forward, whatever is frozen (five halves in a fused kernel, which makes QK^T again). That of a linear
+#               layer
+#             costs once the forward in B and once in W
+#   saved     bytes that F leaves for B, parameters and shared tables apart, each block of memory once; stashed: B for
+#     W
+#   state     bytes of parameters, gradients and AdamW's two moments (all in the parameter's dtype); `master` adds a
+#             float32 copy of trained parameters of a narrower dtype, and moments in float32
+#   rematerialised  bytes of what B makes again of F, all of it there when B starts on its own work (pass `recompute`)
+#
+# They need a Program after pass `split`. A parameter or value that several regions hold counts in each: they may end
+# up on different ranks.
 
 
 @dataclass(frozen=True)
@@ -140,11 +558,11 @@ def region_costs(
     stored = stored_dtypes(program)
     of_variant = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
     seen = shares(program)
-    wires = {} if mesh is None else exchanges.wires(mesh, hardware)
-    others: dict[str, exchanges.Wires] = {}
+    wires = {} if mesh is None else wires_between(mesh, hardware)
+    others: dict[str, Wires] = {}
     if mesh is not None:
-        others |= {one: exchanges.wires(mesh, hardware, one) for one, _ in mesh.own_ranks}
-        others |= {one: exchanges.within(exchanges.wires(mesh, hardware, one)) for one in mesh.held_in_copies}
+        others |= {one: wires_between(mesh, hardware, one) for one, _ in mesh.own_ranks}
+        others |= {one: within_division(wires_between(mesh, hardware, one)) for one in mesh.held_in_copies}
     sharers = {} if mesh is None else {one: mesh.dp // replicas for one, replicas in mesh.own_replicas}
     timed: dict[tuple[str, tuple[str, ...], str], Seconds] = {}
     found = []
@@ -202,9 +620,7 @@ def variant_key(variant: Variant, fuse: bool = False) -> str:
     return g.digest(*(g.canonical(part) if part is not None else None for part in parts), *["fused"] * fuse)[:16]
 
 
-def _seconds(
-    works: Sequence[Kernels], hardware: Hardware, visible: Mapping[str, float], wires: exchanges.Wires
-) -> Seconds:
+def _seconds(works: Sequence[Kernels], hardware: Hardware, visible: Mapping[str, float], wires: Wires) -> Seconds:
     forward, backward, weight = (seconds(work, hardware, visible, wires) for work in works)
     return forward, backward, weight
 
@@ -222,11 +638,11 @@ def seconds(
     work: Kernels,
     hardware: Hardware,
     visible: Mapping[str, float] = MappingProxyType({}),
-    wires: exchanges.Wires = MappingProxyType({}),
+    wires: Wires = MappingProxyType({}),
 ) -> float:
     """Roofline (Williams, Waterman, Patterson 2009) call by call, and the launch of each:
     sum of max(flops / reached rate, bytes / reached bandwidth) + launch. visible: by table, the share of its tiles that
-    attention computes; 1 where it is not known. wires: see csc.analysis.exchanges; without them collectives take none.
+    attention computes; 1 where it is not known. wires: see csc.analysis.costs; without them collectives take none.
     """
     total = 0.0
     for call in work.calls:
@@ -236,7 +652,7 @@ def seconds(
             compute = done / hardware.rate(call.dtype, call.op, call.flops, call.compiled)
         takes = max(compute, call.bytes / hardware.reached_bandwidth)
         if call.meets is not None:
-            met = exchanges.seconds(call.meets, wires)
+            met = wire_seconds(call.meets, wires)
             takes = max(takes, met) if call.meets.hidden else takes + met
         total += takes + hardware.launch
     return total
@@ -330,10 +746,10 @@ def call_of(node: fx.Node) -> KernelCall | None:
     else:
         moved += sum(map(_bytes, inputs))
     if name in g.HEADS:
-        moved += head_costs.traffic(node)
+        moved += traffic(node)
     operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
     dtype = str(operands[0].dtype).removeprefix("torch.")
-    return KernelCall(name, dtype, call_flops(node), moved, mask_of(node), exchanges.exchange(node))
+    return KernelCall(name, dtype, call_flops(node), moved, mask_of(node), exchange(node))
 
 
 def tensors_in(val: Any) -> Iterator[torch.Tensor]:
@@ -382,3 +798,87 @@ def held_bytes(nodes: Iterable[Any], without: str = "") -> int:
         if held.op != "placeholder" or held.meta["role"][0] not in ("parameter", "shared", without):
             blocks[held] = extent(held.meta["val"])
     return sum(blocks.values())
+
+
+# --- Bytes that a region works with: what is alive at once while its F, B or W runs, and is gone or counted after ----
+#
+# Terms: a *block* is memory that a call allocates; views of it keep it alive. Emitted code deletes each value after
+# its last use (codegen.python), so what is alive where follows from the graph. What enters F or B stays until its end:
+# the executor holds it. What an operation takes for itself while it runs is not seen.
+#
+# fuse: for functions that Inductor compiles, whose values within a kernel are in no memory.
+
+
+ENTERING = ("activation", "tangent")  # held by the executor until the end
+COUNTED = (*ENTERING, "saved")
+
+
+def working(variant: Variant, saved: int | None = None, fuse: bool = False) -> int:
+    """The most of F (what it saves is counted with it), of B (what F saved, or it stashes) and of W (what was stashed).
+
+    saved: bytes that are counted between F and B; None: those that F leaves.
+    """
+    backward = variant.backward_input
+    stashed = held_bytes(g.outputs(backward)[1]) if backward is not None else 0
+    if saved is None:
+        saved = held_bytes(g.outputs(variant.forward)[1]) if backward is not None else 0  # type: ignore[arg-type]
+    over = [peak(variant.forward, fuse) - saved] if variant.forward is not None else []
+    if backward is not None:
+        over.append(peak(backward, fuse) - max(saved, stashed))
+    if variant.backward_weight is not None:
+        made = [_size(maker(one)) for one in variant.backward_weight.output_node().all_input_nodes]
+        added = sum(made) + max(made, default=0)  # the first sum of two is a third tensor; what was stashed is gone
+        over += [peak(variant.backward_weight, fuse) - stashed, added - stashed]
+        if variant.backward is not None:
+            over.append(peak(variant.backward, fuse) - max(saved, stashed))
+    return max(0, *over) if over else 0
+
+
+def peak(graph: fx.Graph, fuse: bool = False) -> int:
+    """Bytes of blocks alive at once. Parameters and shared tables are not among them."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    hidden = within_kernels(graph) if fuse else frozenset()
+    ends: dict[fx.Node, int] = {}
+    for node in reversed(nodes):  # what a call within a kernel reads is read where the kernel ends
+        base = block(node)
+        last = max((ends[user] if user in hidden else position[user] for user in node.users), default=position[node])
+        ends[base] = max(ends.get(base, 0), last)
+    sizes = {base: _size(base) for base in ends if _counted(base) and base not in hidden}
+    for base in sizes:
+        if base.op == "placeholder" and base.meta["role"][0] in ENTERING:
+            ends[base] = len(nodes)
+    dying: dict[int, list[fx.Node]] = {}
+    for base in sizes:
+        dying.setdefault(ends[base], []).append(base)
+    alive = sum(size for base, size in sizes.items() if base.op == "placeholder")
+    most = alive
+    for i, node in enumerate(nodes):
+        if node in sizes and node.op != "placeholder":
+            alive += sizes[node]
+            most = max(most, alive)
+        alive -= sum(sizes[base] for base in dying.get(i, ()))
+    return most
+
+
+def _counted(base: fx.Node) -> bool:
+    if base.op == "placeholder":
+        return base.meta["role"][0] in COUNTED
+    return base.op == "call_function"
+
+
+def _size(base: fx.Node) -> int:
+    return sum(map(extent, tensors_in(base.meta.get("val"))))
+
+
+# --- What a region's stage holds besides where its parts are recorded (csc.runtime.graphed_stage) --------------------
+#
+# Its gradients have places of their own, from which they are taken; a parameter that is computed with in another dtype
+# is there once more. What F works with is there for each microbatch in flight, not once: that is not counted.
+
+
+def recorded_bytes(variant: Variant, stored: Sequence[torch.dtype]) -> int:
+    """See the module."""
+    read = [node for node in g.placeholders(variant.pruned) if node.meta["role"][0] == "parameter"]
+    copies = sum(dense_bytes(node) for node, dtype in zip(read, stored) if node.meta["val"].dtype != dtype)
+    return variant_cost(variant, False, stored).gradients + copies

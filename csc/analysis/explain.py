@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from csc.analysis.flops import count
+from csc.analysis.costs import count
 from csc.ir import graph as g
 from csc.ir.program import Program, Region, Variant
 

@@ -23,8 +23,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from csc.analysis import token_counts
-from csc.analysis.token_counts import Places
+from csc.analysis import batch_limits
+from csc.analysis.batch_limits import Places
 from csc.cache import stored_guards
 from csc.capture.guards import Guards
 from csc.ir import stored
@@ -120,7 +120,7 @@ def guards_from(files: Files, model: nn.Module) -> Guards:
 
 
 def _common(places: Places, guards: Guards, model: nn.Module) -> dict[str, bytes]:
-    tree, constants = token_counts.to_tree(places)
+    tree, constants = batch_limits.to_tree(places)
     return {
         "places.json": text_of(tree),
         "places.safetensors": _saved(constants),
@@ -130,7 +130,7 @@ def _common(places: Places, guards: Guards, model: nn.Module) -> dict[str, bytes
 
 def _common_from(files: Files, model: nn.Module) -> tuple[Places, Guards]:
     constants = load_tensors(files["places.safetensors"])
-    places = token_counts.from_tree(json.loads(files["places.json"]), constants)
+    places = batch_limits.from_tree(json.loads(files["places.json"]), constants)
     return places, guards_from(files, model)
 
 

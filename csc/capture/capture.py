@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 
 from csc import devices
+from csc.analysis.batch_limits import class_limits, table_limits
 from csc.analysis.operators.table import OF_VALUES
-from csc.analysis.table_limits import class_limits, table_limits
 from csc.capture.batch import (
     device_of,
     dynamic_dimensions,

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from csc.analysis.batch_limits import places_for_features
 from csc.analysis.samples.combining import combination
-from csc.analysis.sized import sized
-from csc.analysis.token_counts import places_for_features
+from csc.analysis.symbolic import sized
 from csc.cache.model_entries import ModelEntries
 from csc.cache.packed import Captured, TracedProgram
 from csc.cache.store import Store

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from csc.analysis.token_counts import Places
+from csc.analysis.batch_limits import Places
 from csc.analysis.tokens import chooses
 from csc.cache.packed import Packed
 from csc.cache.switches import tracing_switches

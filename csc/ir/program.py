@@ -122,7 +122,7 @@ Choice = str | tuple[str, ...]  # what F of a region keeps: none, selective, ele
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of the batch. dynamic: dimensions captured symbolically; table, classes: csc.analysis.table_limits;
+    """One tensor of the batch. dynamic: dimensions captured symbolically; table, classes: csc.analysis.batch_limits;
     samples: the dimension along which samples lie.
     """
 

@@ -5,7 +5,7 @@
 4 every trainable parameter that the trace gives a gradient to gets it, from every region that uses it
 5 a schedule is complete and free of deadlock
 6 regions take parameters in the sizes of the boxes that ranks hold, and values in the sizes that others give them;
-  sums between ranks are there once (csc.analysis.placement_check)
+  sums between ranks are there once (csc.analysis.placements)
 7 every name refers to something
 (2, equal numbers, is what tests and `csc verify` check; the rest of 6 is about context parallelism.)
 """

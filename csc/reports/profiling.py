@@ -15,9 +15,8 @@ import torch
 
 from csc import devices
 from csc.analysis.clocks import ClockProfile
-from csc.analysis.costs import seconds, variant_key, works_of
+from csc.analysis.costs import Kernels, seconds, variant_key, works_of
 from csc.analysis.hardware import Hardware, hardware, names, toml_text
-from csc.analysis.kernel_calls import Kernels
 from csc.capture.batch import device_of, placed, split_batch
 from csc.capture.trace.meta_init import with_weights
 from csc.driver.compiled import CompiledModel

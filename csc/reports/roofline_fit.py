@@ -13,9 +13,8 @@ from itertools import product
 
 import numpy as np
 
-from csc.analysis.costs import seconds
+from csc.analysis.costs import Kernels, seconds
 from csc.analysis.hardware import Hardware
-from csc.analysis.kernel_calls import Kernels
 
 Part = tuple[Kernels, float, int]  # work, measured seconds, how many regions run it
 BOUNDS = ((0.2, 1e3), (0.2, 1e3), (0.0, 1e-2))  # peak / reached rate, bandwidth / reached, seconds per kernel

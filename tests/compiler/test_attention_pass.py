@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from csc.analysis.token_counts import MaskGroups, places_for_features, set_in_samples
+from csc.analysis.batch_limits import MaskGroups, places_for_features, set_in_samples
 from csc.capture.capture import capture
 from csc.errors import InputError
 from csc.ir import graph as g

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from csc.analysis.costs import (
+    KernelCall,
     Kernels,
     RegionCost,
     basis,
@@ -32,7 +33,6 @@ from csc.analysis.costs import (
     variant_key,
 )
 from csc.analysis.hardware import hardware
-from csc.analysis.kernel_calls import KernelCall
 from csc.capture.trace.traced_model import loss_of
 from csc.commands import main as cli
 from csc.commands.cost_tables import cost_tables

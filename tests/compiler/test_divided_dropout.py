@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.analysis.placement_check import CheckedGraphs, verify_placements
+from csc.analysis.placements import CheckedGraphs, verify_placements
 from csc.ir import graph as g
 from csc.ir.program import Program
 from csc.ir.verifier import VerificationError

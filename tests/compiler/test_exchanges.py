@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import csc
-from csc.analysis.costs import region_costs
-from csc.analysis.exchanges import Exchange, exchange, seconds, wires, within
+from csc.analysis.costs import Exchange, exchange, region_costs, wire_seconds, wires_between, within_division
 from csc.analysis.hardware import Wire, hardware
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
@@ -37,29 +36,37 @@ KNOWN = {"tp": (4, Wire(1.0, 10.0)), "cp": (2, Wire(0.5, 5.0))}
     ],
 )
 def test_seconds_on_the_wire(met: Exchange, expected: float) -> None:
-    assert seconds(met, KNOWN) == pytest.approx(expected)
-    assert seconds(met, {}) == 0.0
+    assert wire_seconds(met, KNOWN) == pytest.approx(expected)
+    assert wire_seconds(met, {}) == 0.0
 
 
 def test_wires_are_those_between_the_nodes_where_a_group_is_on_several() -> None:
     h100 = hardware("h100")
-    assert wires(Mesh(pp=4), h100) == {}
-    assert wires(Mesh(pp=2, tp=8), h100) == {"tp": (8, h100.within)}
-    assert wires(Mesh(cp=2, tp=8), h100) == {"tp": (8, h100.within), "cp": (2, h100.between)}
-    assert wires(Mesh(dp=5, tp=3), h100) == {"tp": (3, h100.between)}  # ranks 6 to 8 stand on two nodes
+    assert wires_between(Mesh(pp=4), h100) == {}
+    assert wires_between(Mesh(pp=2, tp=8), h100) == {"tp": (8, h100.within)}
+    assert wires_between(Mesh(cp=2, tp=8), h100) == {"tp": (8, h100.within), "cp": (2, h100.between)}
+    assert wires_between(Mesh(dp=5, tp=3), h100) == {"tp": (3, h100.between)}  # ranks 6 to 8 stand on two nodes
     shared = Mesh(tp=8, components=(("visual", 1),))  # whose ranks share tokens, as those of cp do
-    assert wires(shared, h100) == {"tp": (8, h100.within), "cp": (8, h100.within)}
+    assert wires_between(shared, h100) == {"tp": (8, h100.within), "cp": (8, h100.within)}
     visual = Mesh(tp=16, components=(("visual", 4), ("audio", 8)))  # over two nodes, each with two copies of it
-    copies, audio = wires(visual, h100, "visual"), wires(visual, h100, "audio")
-    assert "division" not in wires(visual, h100) and audio["division"] == (8, h100.within)
-    assert copies["tp"] == (16, h100.between) and within(copies)["tp"] == copies["division"] == (4, h100.within)
+    copies, audio = wires_between(visual, h100, "visual"), wires_between(visual, h100, "audio")
+    assert "division" not in wires_between(visual, h100) and audio["division"] == (8, h100.within)
+    assert copies["tp"] == (16, h100.between) and within_division(copies)["tp"] == copies["division"] == (
+        4,
+        h100.within,
+    )
     eye = {"components": (("eye", 1),), "own_stages": (("eye", 1),), "own_ranks": (("eye", 16),)}
     wide = Mesh(tp=2, pp=2, **eye)  # type: ignore[arg-type]
-    assert wires(wide, h100)["tp"] == (2, h100.within) and wires(wide, h100, "eye")["tp"] == (16, h100.between)
+    assert wires_between(wide, h100)["tp"] == (2, h100.within) and wires_between(wide, h100, "eye")["tp"] == (
+        16,
+        h100.between,
+    )
     alone = Mesh(pp=2, **{**eye, "own_ranks": (("eye", 4),)})  # type: ignore[arg-type]
-    assert wires(alone, h100) == {} and wires(alone, h100, "eye")["cp"] == (4, h100.within)
+    assert wires_between(alone, h100) == {} and wires_between(alone, h100, "eye")["cp"] == (4, h100.within)
     total = Exchange("tp", 100, 0, False, False, True)
-    assert seconds(total, within(copies)) == pytest.approx(h100.within.latency + 300 / h100.within.bandwidth)
+    assert wire_seconds(total, within_division(copies)) == pytest.approx(
+        h100.within.latency + 300 / h100.within.bandwidth
+    )
 
 
 def program(**mesh: int) -> Program:
@@ -114,4 +121,4 @@ def test_context_parallel_attention_takes_the_longer_of_work_and_keys() -> None:
 
 def test_wires_of_collectives_are_their_own_where_the_profile_has_one() -> None:
     own = replace(hardware("h100"), collective=Wire(1e-3, 1e9))
-    assert wires(Mesh(cp=2, tp=8), own) == {"tp": (8, Wire(1e-3, 1e9)), "cp": (2, own.between)}
+    assert wires_between(Mesh(cp=2, tp=8), own) == {"tp": (8, Wire(1e-3, 1e9)), "cp": (2, own.between)}

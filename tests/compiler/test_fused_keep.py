@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from csc.passes.attention_order import NAMES
 
-from csc.analysis.costs import call_of, variant_key, works_of
-from csc.analysis.fused_work import fusible
+from csc.analysis.costs import call_of, fusible, variant_key, works_of
 from csc.cache.keys import program_key
 from csc.driver.mesh_choice import choose
 from csc.ir import graph as g

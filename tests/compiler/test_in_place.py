@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import csc
+from csc.analysis.costs import peak
 from csc.analysis.operators.execution import WAYS, block
-from csc.analysis.working import peak
 from csc.ir import graph as g
 from csc.ir.graph import Writer
 from csc.ir.printer import program_text

@@ -10,7 +10,7 @@ from csc.kernels.collectives import ALL_REDUCE, APART, OWN_PART, REDUCE_SCATTER,
 from torch import fx
 
 import csc
-from csc.analysis.placement_check import CheckedGraphs, verify_on, verify_placements
+from csc.analysis.placements import CheckedGraphs, verify_on, verify_placements
 from csc.ir import graph as g
 from csc.ir.graph import add_call
 from csc.ir.program import Program

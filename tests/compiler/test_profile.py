@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.analysis.costs import basis, region_costs, seconds, variant_key
+from csc.analysis.costs import KernelCall, Kernels, basis, region_costs, seconds, variant_key
 from csc.analysis.hardware import Hardware, hardware
-from csc.analysis.kernel_calls import KernelCall, Kernels
 from csc.commands import main as cli
 from csc.driver.new_model import compiled_model
 from csc.errors import CscError, InputError

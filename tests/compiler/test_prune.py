@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from csc.analysis.flops import MATMULS
+from csc.analysis.costs import MATMULS
 from csc.analysis.operators.execution import is_view
 from csc.ir import graph as g
 from csc.ir.program import Program, Template

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csc.analysis.dimension_trees import Dim, divides_all, leaf, product, ranges, shard_index, shard_size
+from csc.analysis.tensor_axes import Dim, divides_all, leaf, product, ranges, shard_index, shard_size
 from csc.runtime.boxes import cut, put, read
 
 

@@ -9,7 +9,7 @@ import torch
 from csc.kernels import attention as _operators  # noqa: F401  registers csc::attention
 from torch import fx, nn
 
-from csc.analysis.axes import Axis, apart, axes
+from csc.analysis.tokens import Axis, apart, axes
 from csc.ir import graph as g
 from csc.torch_private.traces import FakeTensorMode, make_fx
 

@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from csc.analysis.flops import count
+from csc.analysis.costs import count
 from csc.ir import graph as g
 from csc.torch_private.traces import FakeTensorMode, make_fx
 from tests.models import plain

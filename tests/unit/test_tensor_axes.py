@@ -25,9 +25,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from csc.analysis.dimension_trees import Dim, block, factors, leaf, product, ranges, stretches, unify
-from csc.analysis.divisions import Division
-from csc.analysis.tensor_axes import Trees, dimensions, sharded
+from csc.analysis.tensor_axes import (
+    Dim,
+    Division,
+    Trees,
+    block,
+    dimensions,
+    factors,
+    leaf,
+    product,
+    ranges,
+    sharded,
+    stretches,
+    unify,
+)
 from csc.capture.capture import capture
 from csc.ir.program import Options
 

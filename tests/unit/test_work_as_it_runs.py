@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from csc.analysis.costs import call_of
-from csc.analysis.fused_work import fused, within
+from csc.analysis.costs import TILE, _share, call_of, fused, peak, within_kernels, working
 from csc.analysis.hardware import hardware, toml_text
-from csc.analysis.visible import TILE, _share
-from csc.analysis.working import peak, working
 from csc.ir import graph as g
 from csc.ir.program import Variant
 from csc.torch_private.traces import make_fx
@@ -88,7 +85,7 @@ def test_what_another_kernel_reads_is_in_memory() -> None:
     calls = [(node, call) for node in g.calls(graph) if (call := call_of(node)) is not None]
     assert [call.op for call in fused(graph, calls).calls] == ["fused", "aten::mm", "fused"]
     assert [call.bytes // (8 * 8 * 4) for call in fused(graph, calls).calls] == [2 + 2, 3, 2 + 1]
-    assert {node.name for node in within(graph)} == {"mul"}
+    assert {node.name for node in within_kernels(graph)} == {"mul"}
 
 
 def test_what_is_made_again_runs_with_its_reader() -> None:

@@ -534,7 +534,7 @@ def product(call: Call) -> list[Use]:
 
 def grouped(call: Call) -> list[Use]:
     """[rows, K] and [groups, K, N], for what divides other dimensions than rows: which matrix a row is multiplied by is
-    a matter of its place, so that the rule is not among RULES (csc.analysis.routing follows rows).
+    a matter of its place, so that the rule is not among RULES (csc.analysis.tokens follows rows).
     """
     rows, matrices, ends = (call.bound[name] for name in GROUPED[call.name])
     if (len(shape_of(rows)), len(shape_of(matrices))) != (2, 3):

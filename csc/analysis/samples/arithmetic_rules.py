@@ -35,7 +35,7 @@ from csc.analysis.samples.propagation import (
     powers_of,
     times,
 )
-from csc.analysis.sized import given
+from csc.analysis.symbolic import given
 from csc.ir import graph as g
 
 # --- Between which numbers the whole numbers of a value lie, as far as its calls say, whatever the batch -------------

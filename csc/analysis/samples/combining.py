@@ -23,7 +23,7 @@ from csc.analysis.samples.propagation import (
     Whole,
 )
 from csc.analysis.samples.rules import OF_TERMS, RULES
-from csc.analysis.sized import sized
+from csc.analysis.symbolic import sized
 from csc.ir import graph as g
 from csc.ir.capture_guards import evaluated
 from csc.ir.program import Combination, Divisor, Input, Program, Term
@@ -274,7 +274,7 @@ Values = Callable[[str], torch.Tensor]  # of a constant of the trace, by name
 
 
 def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Values]) -> str:
-    """one, other: of csc.analysis.sized; `other` is of so many times the samples. values: of each one's constants."""
+    """one, other: of csc.analysis.symbolic; `other` is of so many times the samples. values: of each one's constants."""
     calls, others = _tensor_calls(one), _tensor_calls(other)
     same: dict[fx.Node, fx.Node] = {}
     for node, its in zip(calls, others):
@@ -300,7 +300,7 @@ def _result_sizes(*calls: fx.Node) -> tuple[tuple[int, ...], ...]:
 
 
 def named_alike(one: fx.Graph, other: fx.Graph) -> dict[str, str]:
-    """Graphs as captured, or of csc.analysis.sized."""
+    """Graphs as captured, or of csc.analysis.symbolic."""
     return {its.name: node.name for node, its in zip(_tensor_calls(one), _tensor_calls(other), strict=True)}
 
 

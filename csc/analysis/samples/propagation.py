@@ -28,7 +28,7 @@ from csc.analysis.operators.table import (
     reshaped,
     shape_of,
 )
-from csc.analysis.routing import TOKENS, SortedRows, follow, positions
+from csc.analysis.tokens import TOKENS, SortedRows, follow, positions
 from csc.ir import graph as g
 
 # --- What the samples of a batch can be to a value of a graph. The terms are those of ... ----------------------------
@@ -179,7 +179,7 @@ BEGIN = {"aten::sort", "aten::argsort", "aten::histc"}  # to sort rows, or to co
 
 
 def sorted_rows(states: Mapping[fx.Node, State], node: fx.Node) -> State | None:
-    """Each row's result is its own, whichever others are sorted with it, as csc.analysis.routing finds: so samples stay
+    """Each row's result is its own, whichever others are sorted with it, as csc.analysis.tokens finds: so samples stay
     apart. Other operands are the same for every batch, or the numbers of the rows that an order is inverted with.
     """
     given = {one: states[one] for one in node.all_input_nodes}
@@ -294,13 +294,13 @@ def _is_none(node: fx.Node, mask: fx.Node) -> bool:
 #   Parts    of the batch it is the sum of those of its microbatches
 #   Terms    sums of Parts that are divided by different numbers, and of what is Whole
 #   Numbers  numbers of rows: those of a microbatch count from 0 again
-#   Sorted   rows in the order of the experts that work on them, and what leads there and back (csc.analysis.routing)
+#   Sorted   rows in the order of the experts that work on them, and what leads there and back (csc.analysis.tokens)
 #   Made     made by the model's own code of one microbatch, before the step, for its rows
 #   Mixed    none of these: something looked at several samples at once, or csc has no rule for it
 # Each but the last four times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
 # sum of those of its microbatches. So a mean over samples is Parts with the number of samples to the power of -1.
 #
-#     follow(graph, entries) -> {node: State}     of a graph of csc.analysis.sized, its entries being these States
+#     follow(graph, entries) -> {node: State}     of a graph of csc.analysis.symbolic, its entries being these States
 
 
 class SamplePropagation:

@@ -57,7 +57,7 @@ from csc.analysis.samples.propagation import (
     times,
     uses_of,
 )
-from csc.analysis.sized import given
+from csc.analysis.symbolic import given
 from csc.ir import graph as g
 
 # --- Rules of layers and of calls with several results, for following samples ----------------------------------------
@@ -360,7 +360,7 @@ def index_put_rule(following: SamplePropagation, node: fx.Node) -> State:
 
 def scatter_in_order_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`masked_scatter`: rows go to places in the order of samples. How many each sample has is checked before the
-    step (csc.analysis.token_counts).
+    step (csc.analysis.batch_limits).
     """
     whole, mask, source = node.args[:3]
     of_source = of(following, source)

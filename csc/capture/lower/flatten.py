@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
-from csc.analysis.own_backward import settle
+from csc.analysis.gradient_flow import settle
 from csc.capture.dedup import bodies
 from csc.capture.lower.autocast import SETTLED, write_casts
 from csc.capture.lower.decompose import functional
