@@ -19,7 +19,7 @@ from benchmarks.balance.simulated import OURS, ROOM, Cell, prepared
 from benchmarks.pipeline.emulated_ranks import TARGET, stretched, work
 from csc.planning.assign.portfolio import assign
 from csc.planning.assign.step import Groups, SampleCosts
-from csc.planning.schedules.timing import peaks
+from csc.planning.schedules.work import peaks
 from csc.simulation.pipeline import Link, Loads, Pipeline, to_json
 from csc.simulation.simulate import makespan
 

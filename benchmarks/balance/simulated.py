@@ -31,8 +31,7 @@ from csc.planning.pipeline_plan import PipelinePlan
 from csc.planning.plan import plan
 from csc.planning.problem import Problem
 from csc.planning.rates import SizeRates, loads, mean
-from csc.planning.schedules.timing import peaks
-from csc.planning.schedules.work import orders_of
+from csc.planning.schedules.work import orders_of, peaks
 
 HARDWARE = "h100"
 OURS = "csc"

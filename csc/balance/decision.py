@@ -25,7 +25,7 @@ from csc.planning.assign.layout import BatchLayout, Kind, Size, widths_of
 from csc.planning.assign.learned import learned
 from csc.planning.assign.portfolio import ROUNDS, assign, even, with_known_sizes
 from csc.planning.assign.step import SampleCosts
-from csc.planning.schedules.timing import peaks
+from csc.planning.schedules.work import peaks
 
 ROOM = 1.5
 SPARE = 1.1  # times that for microbatches whose size is known

@@ -19,7 +19,7 @@ from csc.planning.gathers import held_whole, seconds_waited_for, with_gathers
 from csc.planning.partition_bound import check_ranks
 from csc.planning.pipeline_plan import PipelinePlan, excess, finished
 from csc.planning.problem import Problem, pipeline
-from csc.planning.schedules.finish import finish
+from csc.planning.schedules.auto import finish
 from csc.planning.screen import Trial
 from csc.planning.ways import placements
 from csc.simulation.simulate import makespan

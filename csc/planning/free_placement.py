@@ -20,9 +20,8 @@ from csc.planning.branches import branches
 from csc.planning.budget import Budget
 from csc.planning.partition_bound import shared_lower_bound
 from csc.planning.problem import Problem, pipeline
-from csc.planning.schedules.activations import room
-from csc.planning.schedules.makespan_bound import lower_bound
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.auto import lower_bound as makespan_bound
+from csc.planning.schedules.work import WorkTables, room
 from csc.planning.screen import Style, Trial, polish, screen
 from csc.planning.stage_moves import Arrangement, changes
 from csc.planning.unit_moves import homes
@@ -135,6 +134,6 @@ def _possible(problem: Problem, other: Arrangement, below: float, budget: Budget
     work = WorkTables.of(pipeline(problem, other.stages, other.placement), other.placement, problem.microbatches)
     budget.spend(PRICED)
     try:
-        return lower_bound(work, room(work, problem.limits)) < below
+        return makespan_bound(work, room(work, problem.limits)) < below
     except InputError:  # it does not fit
         return False

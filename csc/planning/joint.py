@@ -27,11 +27,9 @@ from csc.planning.partition_bound import Bound, lower_bound
 from csc.planning.problem import Problem, pipeline
 from csc.planning.published import published
 from csc.planning.rank_moves import swapped
-from csc.planning.schedules.activations import state
-from csc.planning.schedules.auto import auto, searched_orders
-from csc.planning.schedules.finish import finish
-from csc.planning.schedules.fusing import spared
-from csc.planning.schedules.timing import start_times
+from csc.planning.schedules.auto import auto, finish, searched_orders
+from csc.planning.schedules.greedy import spared
+from csc.planning.schedules.work import start_times, state
 from csc.planning.screen import FEW, GREEDY, QUICK, TURNS, Style, Trial, climb, cost, fitting, polish, screen
 from csc.planning.ways import Placement, one, partitions
 

@@ -19,11 +19,8 @@ from csc.planning.branches import Stages
 from csc.planning.budget import Budget
 from csc.planning.contiguous import contiguous
 from csc.planning.problem import Problem, pipeline
-from csc.planning.schedules.activations import reserve, room
 from csc.planning.schedules.named import ORDERS
-from csc.planning.schedules.timing import makespan, peaks
-from csc.planning.schedules.waiting import excess
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.work import WorkTables, excess, makespan, peaks, reserve, room
 from csc.planning.screen import Trial
 from csc.planning.ways import Placement, even
 

@@ -21,15 +21,10 @@ from csc.errors import InputError
 from csc.planning.branches import Stages, branches
 from csc.planning.budget import Budget
 from csc.planning.problem import Problem, pipeline
-from csc.planning.schedules.activations import room
-from csc.planning.schedules.fitting import Fitted, fitted
-from csc.planning.schedules.fusing import hastened, settled_all
-from csc.planning.schedules.greedy import Rule
+from csc.planning.schedules.auto import Fits, improve
+from csc.planning.schedules.greedy import Rule, hastened, settled_all
 from csc.planning.schedules.named import ORDERS, depths
-from csc.planning.schedules.search import Fits, improve
-from csc.planning.schedules.timing import makespan
-from csc.planning.schedules.waiting import excess
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.work import Fitted, WorkTables, excess, fitted, makespan, room
 from csc.planning.unit_moves import moved, moves
 
 # A named schedule, or a greedy rule: urgency of F, of B and of W (the least goes first); in flight as a multiple of the
@@ -222,7 +217,7 @@ def climb(problem: Problem, trial: Trial, budget: Budget, effort: float = 1.0) -
 
 
 def polish(problem: Problem, trial: Trial, enough: float, budget: Budget, effort: float = 1.0) -> Trial:
-    """Local search on the order (csc.planning.schedules.search), until the makespan is `enough`. Nothing for steps of
+    """Local search on the order (csc.planning.schedules.auto), until the makespan is `enough`. Nothing for steps of
     which only a few could be tried.
     """
     size = len(trial.work.lanes) * problem.microbatches

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from csc.planning.branches import branches
 from csc.planning.contiguous import _needs, contiguous
 from csc.planning.problem import Problem, Unit, Value, pipeline
-from csc.planning.schedules.activations import room
 from csc.planning.schedules.greedy import Rule, run
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.work import WorkTables, room
 from csc.planning.segment_bounds import segments
 from tests.planning.graphs import problems
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from csc.errors import ScheduleError
 from csc.planning.assign.step import SampleCosts
-from csc.planning.schedules.fixed_orders import FixedOrders
-from csc.planning.schedules.timing import makespan, peaks
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.work import FixedOrders, WorkTables, makespan, peaks
 from csc.simulation.pipeline import Loads
 from tests.planning.assign.random_steps import steps
 from tests.planning.assign.test_assign import chain_of_four

@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 
 from csc.planning.problem import pipeline
 from csc.planning.schedules import stages_per_rank
-from csc.planning.schedules.activations import least, room
-from csc.planning.schedules.fusing import joined, settled, settled_all, spared
-from csc.planning.schedules.greedy import Rule, run
+from csc.planning.schedules.greedy import Rule, joined, run, settled, settled_all, spared
 from csc.planning.schedules.named import ORDERS
-from csc.planning.schedules.timing import makespan, peaks
-from csc.planning.schedules.work import WorkTables, actions
+from csc.planning.schedules.work import WorkTables, actions, least, makespan, peaks, room
 from csc.simulation.pipeline import StageWork
 from tests.planning.graphs import problems
 from tests.planning.schedule_cases import Case, cases, chain

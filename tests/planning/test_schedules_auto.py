@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from csc.errors import InputError
 from csc.ir.schedule import verify
 from csc.planning.schedules import SCHEDULES, auto, lower_bound, placement
-from csc.planning.schedules.activations import least, room
-from csc.planning.schedules.search import improve
-from csc.planning.schedules.timing import makespan as replayed
-from csc.planning.schedules.timing import peaks
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.auto import improve
+from csc.planning.schedules.work import WorkTables, least, peaks, room
+from csc.planning.schedules.work import makespan as replayed
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork, peak_memory
 from csc.simulation.simulate import makespan
 from tests.planning.schedule_cases import Case, cases, chain

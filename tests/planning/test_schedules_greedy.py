@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from csc.errors import InputError
 from csc.ir.schedule import verify, with_messages
-from csc.planning.schedules.activations import least, room
+from csc.planning.schedules.auto import lower_bound
 from csc.planning.schedules.greedy import Rule, order, run
-from csc.planning.schedules.makespan_bound import lower_bound
-from csc.planning.schedules.timing import makespan, peaks, start_times
-from csc.planning.schedules.work import WorkTables, actions
+from csc.planning.schedules.work import WorkTables, actions, least, makespan, peaks, room, start_times
 from csc.simulation.pipeline import Pipeline, StageWork, peak_memory
 from csc.simulation.simulate import makespan as simulated
 from csc.simulation.simulate import simulate

@@ -14,9 +14,7 @@ from csc.planning.plan import plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.published import splits
 from csc.planning.schedules import SCHEDULES, placement
-from csc.planning.schedules.timing import start_times
-from csc.planning.schedules.waiting import peaks
-from csc.planning.schedules.work import WorkTables, orders_of
+from csc.planning.schedules.work import WorkTables, orders_of, peaks_with_messages, start_times
 from csc.planning.ways import partitions
 from csc.simulation import pipeline as messages
 from csc.simulation.pipeline import Link, Network, states
@@ -46,7 +44,7 @@ def test_peaks_are_those_of_the_simulated_run(
     assert starts is not None
     run = simulate(numbers, schedule)
     expected = messages.peaks(numbers, schedule, run)
-    mine = [most + state for most, state in zip(peaks(work, orders, starts), states(numbers, schedule))]
+    mine = [most + state for most, state in zip(peaks_with_messages(work, orders, starts), states(numbers, schedule))]
     assert mine == pytest.approx(expected)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from csc.planning.assign.linear_step import LinearStep
 from csc.planning.assign.step import SampleCosts
-from csc.planning.schedules.makespan_bound import heads_and_tails, way_back
+from csc.planning.schedules.auto import heads_and_tails, way_back
 from csc.planning.schedules.work import WorkTables
 
 

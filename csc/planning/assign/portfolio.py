@@ -29,7 +29,7 @@ from csc.planning.assign.polish import polished
 from csc.planning.assign.ramps import ramps
 from csc.planning.assign.score import Lists, Score
 from csc.planning.assign.step import Groups, SampleCosts
-from csc.planning.schedules.activations import reserve
+from csc.planning.schedules.work import reserve
 
 ROUNDS = 12  # of local changes
 SIZE = 128  # microbatches times stages from which on there are fewer, so that a decision takes no longer

@@ -21,9 +21,7 @@ from itertools import chain
 import numpy as np
 
 from csc.planning.assign.layout import BatchLayout, Floats
-from csc.planning.schedules.fixed_orders import FixedOrders
-from csc.planning.schedules.timing import makespan
-from csc.planning.schedules.work import WorkTables, growth
+from csc.planning.schedules.work import FixedOrders, WorkTables, growth, makespan
 from csc.simulation.pipeline import FIGURES, Loads, Pipeline, taken
 
 Groups = Sequence[Sequence[int]]

@@ -13,8 +13,7 @@ W in one order of microbatches: 0, 1, ..., so that all schedules sum gradients i
 another where microbatches differ in size, unless it is told not to.
 """
 
-from csc.planning.schedules.auto import auto
+from csc.planning.schedules.auto import auto, lower_bound
 from csc.planning.schedules.by_name import SCHEDULES, placement, stages_per_rank, timed
-from csc.planning.schedules.makespan_bound import lower_bound
 
 __all__ = ["SCHEDULES", "auto", "lower_bound", "placement", "stages_per_rank", "timed"]

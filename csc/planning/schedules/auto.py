@@ -1,36 +1,296 @@
-"""Search for the order of F, B and W with the least makespan under a memory limit.
-
-Terms: see work.py and greedy.py.
-
-    auto(pipeline, placement, microbatches, memory=None, budget=None, seed=0, in_turn=False) -> Schedule
-    searched_orders(work, memory=None, budget=None, seed=0, in_turn=False) -> BestOrders      the same as orders
-
-In turn: the named schedules that fit; the greedy scheduler under a grid of targets; a local search on the best order.
-B and W are fused where the memory asks for it, and at the end where nothing is lost.
-It ends when the lower bound is reached or the budget is spent. The budget counts simulated actions, not time, so the
-same arguments give the same schedule on every machine.
-"""
+"""Search for the order of F, B and W with the least makespan under a memory limit, and its lower bound."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 from csc.errors import InputError
-from csc.ir.schedule import Schedule
-from csc.planning.schedules.activations import room
-from csc.planning.schedules.finish import finish
-from csc.planning.schedules.fusing import hastened, settled_all, spared
-from csc.planning.schedules.greedy import Rule
-from csc.planning.schedules.makespan_bound import lower_bound
+from csc.ir.schedule import Schedule, with_messages
+from csc.planning.schedules.greedy import Rule, hastened, settled, settled_all, spared
 from csc.planning.schedules.named import ORDERS, depths
-from csc.planning.schedules.search import improve
-from csc.planning.schedules.timing import makespan
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.work import WorkTables, actions, makespan, peaks, room, size, start_times, state
 from csc.simulation.pipeline import Pipeline
+
+# --- A lower bound on the makespan of a pipeline whose stages stand on given ranks -----------------------------------
+#
+# Terms: see work.py. The *head* of a lane is the least time before its first action can start, its *tail* the least
+# time that must pass after its last action ends: the longest chain of actions and messages before and after.
+
+
+def lower_bound(work: WorkTables, room: Sequence[float] | None = None) -> float:
+    """No order of F, B and W that keeps to the room (None: any memory) can finish earlier.
+
+    For any set of lanes of one rank: the first of their actions starts after the least of their heads, the rank runs
+    them one at a time, and after the last of them the least of their tails must pass. So
+    T >= min head + sum of seconds + min tail (the one-machine bound of job-shop scheduling, Carlier 1982). With
+    {F, B, W} of a stage this is ramp + all work, with {F, B} ramp + work + the way back of the gradients, with {F} the
+    ramp, all forwards and the round trip of the last microbatch. Heads and tails are those of the smallest microbatch.
+
+    With limited memory: what a rank runs before its first B are F's whose saved bytes fit, and what it runs after its
+    last B are W's whose stashed bytes fit. All other work stands between the two:
+    T >= min head of B + (all work - those F's - those W's) + min way back, and the same without the W's and the way.
+    The way back is the tail of B without its own W, which is not behind it if the two are fused.
+    """
+    head, tail = heads_and_tails(work)
+    total = [sum(row) for row in work.seconds]
+    best = 0.0
+    for own in work.lanes_of:
+        for first in {head[lane] for lane in own}:
+            seconds = 0.0
+            for lane in sorted((lane for lane in own if head[lane] >= first), key=lambda lane: -tail[lane]):
+                seconds += total[lane]
+                best = max(best, first + seconds + tail[lane])
+    if room is None:
+        return best
+    for own, bytes_ in zip(work.lanes_of, room):
+        backs = [lane for lane in own if lane % 3 == 1]
+        if not backs:
+            continue
+        turning = {lane // 3 for lane in backs}
+        before = [lane for lane in own if lane % 3 == 0 and lane // 3 in turning]
+        after = [lane for lane in own if lane % 3 == 2 and lane // 3 in turning]
+        seconds = sum(total[lane] for lane in (*before, *backs, *after))
+        early = _most(work, before, [work.growth[lane] for lane in before], bytes_)
+        late = _most(work, after, [[-size for size in work.growth[lane]] for lane in after], bytes_)
+        ramp = min(head[lane] for lane in backs)
+        back = min(way_back(work, tail, lane) for lane in backs)
+        lead_in = min(head[lane] for lane in before)
+        best = max(
+            best,
+            ramp + seconds - early,
+            ramp + seconds - early - late + back,
+            lead_in + seconds - late + back,
+        )
+    return best
+
+
+def heads_and_tails(work: WorkTables) -> tuple[list[float], list[float]]:
+    """[lane]: the least seconds before its first action can start, and those after its last one's end."""
+    head = [0.0] * len(work.needs)
+    tail = [0.0] * len(work.needs)
+    for lane in work.upstream_first:
+        for fed, slot, latency, wire in work.feeds[lane]:
+            head[fed] = max(head[fed], head[lane] + work.least[lane] + (min(wire) + latency if slot >= 0 else 0.0))
+    for lane in reversed(work.upstream_first):
+        for fed, slot, latency, wire in work.feeds[lane]:
+            tail[lane] = max(tail[lane], tail[fed] + work.least[fed] + (min(wire) + latency if slot >= 0 else 0.0))
+    return head, tail
+
+
+def way_back(work: WorkTables, tail: Sequence[float], lane: int) -> float:
+    """The least time that passes after a B, its own W apart."""
+    return max(
+        (
+            tail[fed] + work.least[fed] + (min(wire) + latency if slot >= 0 else 0.0)
+            for fed, slot, latency, wire in work.feeds[work.fused(lane // 3)]
+        ),
+        default=0.0,
+    )
+
+
+def _most(work: WorkTables, lanes: Sequence[int], sizes: Sequence[Sequence[float]], room: float) -> float:
+    """At most how many seconds of these lanes' actions fit into the room together. Parts of actions count, except
+    where all have one size.
+    """
+    items = [(size, seconds) for lane, row in zip(lanes, sizes) for size, seconds in zip(row, work.seconds[lane])]
+    room *= 1 + 1e-9
+    free = sum(seconds for size, seconds in items if size <= 0)
+    paid = sorted(
+        (item for item in items if item[0] > 0), key=lambda item: item[0] / item[1] if item[1] else float("inf")
+    )
+    if len(set(paid)) == 1:
+        size, seconds = paid[0]
+        return free + min(len(paid), int(room / size)) * seconds
+    for size, seconds in paid:
+        free += seconds * min(1.0, room / size)
+        room -= min(room, size)
+    return free
+
+
+# --- From orders to a schedule: check the memory, add the messages ---------------------------------------------------
+
+
+def check(name: str, work: WorkTables, orders: Sequence[Sequence[int]], memory: Sequence[float] | float | None) -> None:
+    """InputError if a rank's state and activations do not fit into its memory."""
+    allowed = room(work, memory)
+    if allowed is None:
+        return
+    for rank, (peak, limit) in enumerate(zip(peaks(work, orders), allowed)):
+        if peak > limit * (1 + 1e-9):
+            fixed = state(work)[rank]
+            raise InputError(
+                f"{name} does not fit in {size(limit + fixed)}: rank {rank} needs {size(peak + fixed)}, "
+                f"{size(fixed)} of it for parameters, gradients and optimizer state",
+                "schedule",
+                "Allow more memory, or choose auto, which keeps to the limit",
+            )
+
+
+def finish(
+    name: str, work: WorkTables, orders: Sequence[Sequence[int]], memory: Sequence[float] | float | None
+) -> Schedule:
+    """The schedule of these orders. InputError if a rank's state and activations do not fit into its memory."""
+    check(name, work, orders, memory)
+    return with_messages(name, actions(work, orders), work.pipeline.messages)
+
+
+# --- Local search on the orders themselves: move actions that the makespan hangs on ----------------------------------
+#
+# Terms: see work.py. A *critical path* is a chain of actions, each starting because the one before it ended (on its
+# rank, or with a message), from the start of the step to its end. Only an order that changes on every critical path
+# can be better, so moves start from actions on one of them.
+
+
+Fits = Callable[[Sequence[Sequence[int]], Sequence[Sequence[float]]], bool]  # of orders and their start times
+
+# How far an action moves, in places of its rank's order; near ones more often.
+STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 9)
+# Trials without a better makespan after which it is not worth going on: for each action of the step, and at least.
+MOVES_WITHOUT_GAIN, LEAST = 10, 1000
+
+
+def improve(
+    work: WorkTables,
+    orders: Sequence[Sequence[int]],
+    room: Sequence[float] | None,
+    trials: int,
+    rng: random.Random,
+    enough: float = 0.0,
+    fits: Fits | None = None,
+) -> tuple[list[list[int]], float]:
+    """Orders that are at least as good, after so many evaluations, and their makespan. The given ones must be settled.
+    fits: what is asked, beside the room of each rank, of orders that are kept.
+
+    Each trial moves one critical action earlier or later on its rank and keeps the move if the makespan does not grow
+    (steps aside are what leads out of plateaus). After each, B's with their W right behind them are fused where the
+    room asks for it and divided where it does not. Moves that break the memory limit or deadlock are thrown away. Ends
+    early when the makespan is at most `enough`, or has not become less for long (see PATIENCE).
+    """
+    best = [list(order) for order in orders]
+    limits = [math.inf] * len(best) if room is None else room
+    lasts = [(work.seconds[lane][-1], lane) for lane in work.lanes]
+    starts = start_times(work, best)
+    assert starts is not None
+    makespan = max(starts[lane][-1] + seconds for seconds, lane in lasts)
+    path = _Path(work, best)
+    critical = path.walk(starts, rng)
+    patience = max(LEAST, MOVES_WITHOUT_GAIN * len(work.lanes) * work.microbatches)
+    idle = 0
+    for _ in range(trials):
+        if makespan <= enough or idle >= patience:
+            break
+        idle += 1
+        rank, place = critical[int(rng.random() * len(critical))]
+        order = best[rank]
+        step = STEPS[int(rng.random() * len(STEPS))]
+        target = place - step if rng.random() < 0.5 else place + step
+        target = min(max(target, 0), len(order) - 1)
+        changed = order[:place] + order[place + 1 :]
+        changed.insert(target, order[place])
+        if changed == order:
+            continue
+        moved = settled(work, changed, limits[rank])
+        if moved is None or moved == order:
+            continue
+        best[rank] = moved
+        starts = start_times(work, best)
+        now = makespan + 1.0 if starts is None else max(starts[lane][-1] + seconds for seconds, lane in lasts)
+        if starts is None or now > makespan * (1 + 1e-12) or not (fits is None or fits(best, starts)):
+            best[rank] = order
+            continue
+        if now < makespan * (1 - 1e-12):
+            idle = 0
+        makespan = now
+        path.change(rank, moved)
+        critical = path.walk(starts, rng)
+    return best, makespan
+
+
+class _Path:
+    """Where each action stands in its rank's order, kept up to date as ranks change.
+
+    late[lane][position]: seconds from the end of what the lane does until its results are there; W of a fused action.
+    """
+
+    def __init__(self, work: WorkTables, orders: Sequence[Sequence[int]]) -> None:
+        self.work = work
+        self.rows: list[list[tuple[int, int]]] = [[] for _ in orders]
+        self.place: list[list[int]] = [[0] * work.microbatches for _ in work.needs]
+        self.late: list[list[float]] = [[0.0] * work.microbatches for _ in work.needs]
+        self.sources: list[list[tuple[int, bool, float, list[float]]]] = [[] for _ in work.needs]
+        for lane, feeds in enumerate(work.feeds[: work.size]):
+            for fed, slot, latency, wire in feeds:
+                self.sources[fed].append((lane, slot >= 0, latency, wire))
+        for rank, order in enumerate(orders):
+            self.change(rank, order)
+
+    def change(self, rank: int, order: Sequence[int]) -> None:
+        """Note the new order of a rank."""
+        head = [0] * len(self.place)
+        row = []
+        for i, entry in enumerate(order):
+            lane = self.work.lane_of[entry]
+            k = head[lane]
+            head[lane] = k + 1
+            self.place[lane][k] = i
+            self.late[lane][k] = 0.0
+            if entry != lane:  # the row has what ends last
+                self.late[lane][k] = self.work.seconds[lane + 1][k]
+                lane += 1
+                head[lane] = k + 1
+                self.place[lane][k] = i
+            row.append((lane, k))
+        self.rows[rank] = row
+
+    def walk(self, starts: Sequence[Sequence[float]], rng: random.Random) -> list[tuple[int, int]]:
+        """(rank, place) of the actions of one critical path, from its end; where two lead on, one of them at random."""
+        work = self.work
+        seconds, home = work.seconds, work.placement
+        lane = max(work.lanes, key=lambda lane: starts[lane][-1] + seconds[lane][-1])
+        k = work.microbatches - 1
+        near = 1e-9 * (starts[lane][k] + seconds[lane][k])
+        found = []
+        while True:
+            rank = home[lane // 3]
+            place = self.place[lane][k]
+            if lane % 3 == 2 and self.late[lane - 1][k]:
+                lane -= 1  # W of a fused action starts with its B
+            found.append((rank, place))
+            start = starts[lane][k]
+            if start <= near:
+                return found
+            ways = []
+            if place:
+                before, j = self.rows[rank][place - 1]
+                if starts[before][j] + seconds[before][j] >= start - near:
+                    ways.append((before, j))
+            latest, source = -1.0, -1
+            for other, travels, latency, wire in self.sources[lane]:
+                at = starts[other][k] + seconds[other][k] + self.late[other][k]
+                at += latency + wire[k] if travels else 0.0
+                if at > latest:
+                    latest, source = at, other
+            # A message that waited for its link arrives later than this; it is then the only explanation.
+            if source >= 0 and (latest >= start - near or not ways):
+                ways.append((source, k))
+            if not ways:
+                return found
+            lane, k = ways[0] if len(ways) == 1 else ways[rng.random() < 0.5]
+
+
+# --- Search for the order of F, B and W with the least makespan under a memory limit ---------------------------------
+#
+# Terms: see work.py and greedy.py.
+#
+# In turn: the named schedules that fit; the greedy scheduler under a grid of targets; a local search on the best
+# order. B and W are fused where the memory asks for it, and at the end where nothing is lost. It ends when the lower
+# bound is reached or the budget is spent. The budget counts simulated actions, not time, so the same arguments give
+# the same schedule on every machine.
+
 
 # Budget by default: simulated actions for each action of the step. About 0.4 microseconds each.
 EVALUATIONS = 2000

@@ -13,13 +13,9 @@ from typing import Protocol
 
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
-from csc.planning.schedules.activations import room
-from csc.planning.schedules.auto import auto
-from csc.planning.schedules.finish import check, finish
+from csc.planning.schedules.auto import auto, check, finish
 from csc.planning.schedules.named import ORDERS
-from csc.planning.schedules.timing import makespan
-from csc.planning.schedules.waiting import excess
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.work import WorkTables, excess, makespan, room
 from csc.simulation.pipeline import Pipeline
 
 CHUNKS = {"interleaved-1f1b": 2, "interleaved-zb": 2, "zb-v": 2}

@@ -18,10 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from csc.errors import InputError
-from csc.planning.schedules.activations import reserve
-from csc.planning.schedules.fusing import joined
-from csc.planning.schedules.timing import start_times
-from csc.planning.schedules.work import WorkTables
+from csc.planning.schedules.greedy import joined
+from csc.planning.schedules.work import WorkTables, reserve, start_times
 from csc.simulation.pipeline import Network, Pipeline
 
 Orders = list[list[int]]
