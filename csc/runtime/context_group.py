@@ -26,7 +26,7 @@ from csc.ir.groups import CONTEXT
 from csc.kernels import attention as kernels
 from csc.kernels.context import numbered
 from csc.kernels.mask import Mask
-from csc.planning.dispatch.kv_collectives import ALL_GATHER, HEADS
+from csc.planning.dispatch.workload import ALL_GATHER, HEADS
 from csc.runtime.all_gather import AllGather
 from csc.runtime.all_to_all import AllToAll
 from csc.runtime.exchange import Membership
@@ -81,7 +81,7 @@ def _mask(spec: ContextSpec, given: tuple[torch.Tensor | None, ...]) -> Mask:
 class ContextPlan:
     """One rank's view of how microbatches with certain masks are spread.
 
-    collective: "exact", "all-gather" or "heads" (csc.planning.dispatch.kv_collectives); None takes the cheapest by
+    collective: "exact", "all-gather" or "heads" (csc.planning.dispatch.workload); None takes the cheapest by
         the model.
     """
 

@@ -21,7 +21,7 @@ from benchmarks.context_parallel.measure import BALANCED, CSC, SLACK, Row, run
 from benchmarks.context_parallel.report import show
 from benchmarks.context_parallel.rivals import RIVALS
 from benchmarks.context_parallel.summary import document, geomean, over_best_rival, summary
-from csc.planning.dispatch import starts
+from csc.planning.dispatch import planner
 
 SHARES = {  # visible pairs at 128k tokens, as the reference has them, and how far a seed may be off
     "causal": (0.500, 0.001), "prefix_lm": (0.570, 0.001), "encoder_prepended": (0.531, 0.001),
@@ -114,7 +114,7 @@ def test_ptrr_is_torchs_and_the_planner_starts_from_it() -> None:
     """The closed form among the planner's starts deals blocks as torch's balancer does."""
     for mask in ("causal", "packed", "generation"):
         counted = tiles(mask, 8192, 1).classes
-        mine = starts.round_robin(np.count_nonzero(counted, axis=1).astype(float), 8)
+        mine = planner.round_robin(np.count_nonzero(counted, axis=1).astype(float), 8)
         assert np.array_equal(mine, RIVALS["torch PTRR"](counted, 8))
 
 

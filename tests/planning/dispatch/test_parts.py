@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.planning.dispatch import LayerMask, Rates, Workload, bits, evaluate
-from csc.planning.dispatch.bisect import Bisector, by_reach
-from csc.planning.dispatch.evaluate import measure, prepare, seconds
-from csc.planning.dispatch.load_bound import load_bound
-from csc.planning.dispatch.starts import by_load, contiguous, round_robin, zigzag
-from csc.planning.dispatch.state import MaskState
-from csc.planning.dispatch.swaps import improve
+from csc.planning.dispatch import LayerMask, Rates, Workload, evaluate, workload
+from csc.planning.dispatch.planner import (
+    Bisector,
+    MaskState,
+    by_load,
+    by_reach,
+    contiguous,
+    improve,
+    round_robin,
+    zigzag,
+)
+from csc.planning.dispatch.workload import load_bound, measure, prepare, seconds
 from tests.planning.dispatch.workloads import BLOCK, assignments, causal_tiles, random_workload
 
 
@@ -22,13 +27,13 @@ from tests.planning.dispatch.workloads import BLOCK, assignments, causal_tiles, 
 def test_bits_are_sets(seed: int, n: int, keys: int) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.random((n, keys)) < rng.random()
-    columns = bits.pack(rows)
-    assert np.array_equal(bits.unpack(columns, keys), rows)
-    assert np.array_equal(bits.size(columns), rows.sum(axis=1))
-    assert np.array_equal(bits._ones_by_table(columns).sum(axis=0), rows.sum(axis=1))
+    columns = workload.pack(rows)
+    assert np.array_equal(workload.unpack(columns, keys), rows)
+    assert np.array_equal(workload.size(columns), rows.sum(axis=1))
+    assert np.array_equal(workload._ones_by_table(columns).sum(axis=0), rows.sum(axis=1))
     length = int(rng.integers(1, n + 1))
     unions = np.array([rows[np.arange(i, i + length) % n].any(axis=0) for i in range(n)])
-    assert np.array_equal(bits.unpack(bits.windows(columns, length), keys), unions)
+    assert np.array_equal(workload.unpack(workload.windows(columns, length), keys), unions)
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 10**6))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from csc.errors import InputError
 from csc.planning.dispatch import LayerMask, Rates, Workload, evaluate, plan
-from csc.planning.dispatch.starts import by_load, contiguous, round_robin, zigzag
+from csc.planning.dispatch.planner import by_load, contiguous, round_robin, zigzag
 from tests.counting import calls
 from tests.planning.dispatch.workloads import (
     BLOCK,
