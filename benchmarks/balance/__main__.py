@@ -33,7 +33,7 @@ def main() -> None:
     from benchmarks.balance.new_sizes import new_sizes
     from benchmarks.balance.simulated import cells, measure
     from benchmarks.balance.summary import document, show
-    from csc.planning.assign.bound import bound, divided_bound
+    from csc.planning.assign.step import bound, divided_bound
 
     chosen = [cell for cell in cells(given.quick) if fnmatchcase(cell.name, given.only)]
     columns = (TextColumn("{task.description:<72}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

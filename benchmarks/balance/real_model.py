@@ -26,7 +26,7 @@ import csc
 from benchmarks.balance.lengths import SETS
 from benchmarks.balance.models import TILE
 from csc.balance.sample_costs import probes
-from csc.planning.assign.layout import BatchLayout
+from csc.planning.assign.step import BatchLayout
 from csc.reports.profiling import profile
 
 STEP, MICROBATCHES, MULTIPLE = 32, 8, 16

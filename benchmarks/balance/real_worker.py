@@ -20,8 +20,7 @@ import csc
 from benchmarks.balance.real_model import MULTIPLE, STEP, Samples, collate, compiled, together
 from benchmarks.pipeline.real import makespan
 from csc.balance.decision import Decider
-from csc.planning.assign.layout import Floats
-from csc.planning.assign.step import Groups, SampleCosts
+from csc.planning.assign.step import Floats, Groups, SampleCosts
 from csc.simulation.timeline import Timeline
 
 SEED = 7

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from csc.planning.assign.filling import filled
+from csc.planning.assign.portfolio import filled
 from csc.planning.assign.step import Floats, SampleCosts, rounded
 
 Lists = list[list[int]]

@@ -22,11 +22,8 @@ from benchmarks.balance.lengths import SETS, drawn
 from benchmarks.balance.models import MODELS, rates_of
 from benchmarks.balance.rivals import RIVALS, Question, equal
 from benchmarks.mllm.trace import FROZEN
-from csc.planning.assign.bound import bound
-from csc.planning.assign.fluid import Shape
-from csc.planning.assign.learned import learned
-from csc.planning.assign.portfolio import assign
-from csc.planning.assign.step import Floats, SampleCosts
+from csc.planning.assign.portfolio import Shape, assign, learned
+from csc.planning.assign.step import Floats, SampleCosts, bound
 from csc.planning.pipeline_plan import PipelinePlan
 from csc.planning.plan import plan
 from csc.planning.problem import Problem

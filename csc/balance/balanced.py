@@ -25,8 +25,8 @@ from csc.balance.order import EpochOrder
 from csc.balance.sample_costs import Costs
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
-from csc.planning.assign.fluid import Shape
-from csc.planning.assign.layout import BatchLayout, Size
+from csc.planning.assign.portfolio import Shape
+from csc.planning.assign.step import BatchLayout, Size
 
 OWN = ("batch_sampler", "collate_fn", "in_order")  # of the DataLoader, and not to be given here
 

@@ -19,12 +19,8 @@ import numpy as np
 
 from csc.balance.lengths import Lengths
 from csc.balance.sample_costs import Costs
-from csc.planning.assign.fluid import Shape
-from csc.planning.assign.known_sizes import CHEAP, EVERY, Effort
-from csc.planning.assign.layout import BatchLayout, Kind, Size, widths_of
-from csc.planning.assign.learned import learned
-from csc.planning.assign.portfolio import ROUNDS, assign, even, with_known_sizes
-from csc.planning.assign.step import SampleCosts
+from csc.planning.assign.portfolio import CHEAP, EVERY, ROUNDS, Effort, Shape, assign, even, learned, with_known_sizes
+from csc.planning.assign.step import BatchLayout, Kind, SampleCosts, Size, widths_of
 from csc.planning.schedules.work import peaks
 
 ROOM = 1.5
@@ -119,7 +115,7 @@ class Decider:
 
     @cached_property
     def known(self) -> Mapping[Kind, tuple[int, ...]]:
-        """By kind the widths of these sizes; see csc.planning.assign.layout."""
+        """By kind the widths of these sizes; see csc.planning.assign.step."""
         return widths_of(self.sizes)
 
     @property

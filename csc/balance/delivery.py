@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from csc.balance.collation import Collation, Counted
 from csc.balance.decision import Decider, StepAssignment
 from csc.errors import CscError, InputError, user_line
-from csc.planning.assign.layout import Size
+from csc.planning.assign.step import Size
 from csc.runtime.words import digest
 
 

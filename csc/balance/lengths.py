@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from csc.errors import InputError
-from csc.planning.assign.layout import Floats
+from csc.planning.assign.step import Floats
 
 TOKENS = "tokens"
 REMEDY = (

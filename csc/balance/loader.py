@@ -22,7 +22,7 @@ from csc.balance.order import EpochOrder, steps_of
 from csc.driver.compiled import CompiledModel
 from csc.driver.share import ReplicaShare
 from csc.errors import InputError
-from csc.planning.assign.layout import Size
+from csc.planning.assign.step import Size
 from csc.runtime.words import digest
 from csc.torch_private.process_state import unattended_workers
 

@@ -2,7 +2,7 @@
 
 Terms
   probe      a group of samples that is collated and traced, so that its costs are known
-  features   of a microbatch, as csc.planning.assign.layout has them: (1, units, their squares, positions, pairs)
+  features   of a microbatch, as csc.planning.assign.step has them: (1, units, their squares, positions, pairs)
   typical    a probe as most microbatches are, which is not fitted: by how much it is off is the error
 
     measured(compiled, layout, names, collated, typical) -> Costs           probes(layout, typical) -> groups
@@ -27,7 +27,7 @@ from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Program
 from csc.ir.schedule import Schedule
-from csc.planning.assign.layout import BatchLayout, Floats
+from csc.planning.assign.step import BatchLayout, Floats
 from csc.planning.problem import Problem, pipeline, placed
 from csc.planning.rates import SizeRates, fitted, loads, mean
 from csc.planning.schedules.work import orders_of

@@ -26,8 +26,7 @@ from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Program
 from csc.passes.pipeline_problem import problem
-from csc.planning.assign.layout import Floats, Size
-from csc.planning.assign.step import SampleCosts
+from csc.planning.assign.step import Floats, SampleCosts, Size
 from csc.reports.varied_sizes import Length, Sampler, lengths, sampler
 
 SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)

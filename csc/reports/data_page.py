@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-from csc.planning.assign.layout import Size
+from csc.planning.assign.step import Size
 from csc.reports.data import DataReport, Histogram
 from csc.simulation.page import BASE, MEMORY, seconds_text
 

@@ -30,8 +30,7 @@ from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import problem
 from csc.passes.schedule_file import given_schedule
 from csc.passes.step_end import seconds_behind
-from csc.planning.assign.alike import AlikeSizes, large_enough
-from csc.planning.assign.layout import Floats
+from csc.planning.assign.step import AlikeSizes, Floats, large_enough
 from csc.planning.pipeline_plan import PipelinePlan
 from csc.planning.plan import plan
 from csc.planning.problem import Problem

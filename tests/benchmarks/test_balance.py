@@ -11,9 +11,8 @@ from benchmarks.balance.real import RealStep
 from benchmarks.balance.rivals import RIVALS, Question, equal
 from benchmarks.balance.simulated import Cell, Row, cells
 from benchmarks.balance.summary import document, summary
-from csc.planning.assign.bound import bound
 from csc.planning.assign.portfolio import assign
-from csc.planning.assign.step import SampleCosts
+from csc.planning.assign.step import SampleCosts, bound
 from csc.planning.schedules import SCHEDULES
 from csc.planning.schedules.work import orders_of
 from csc.simulation.pipeline import Loads, Pipeline, StageWork

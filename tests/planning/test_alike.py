@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csc.planning.assign.alike import BATCHES, large_enough
+from csc.planning.assign.step import BATCHES, large_enough
 
 
 @given(st.dictionaries(st.integers(1, 500), st.integers(0, BATCHES), min_size=1, max_size=6))

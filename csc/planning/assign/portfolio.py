@@ -1,35 +1,599 @@
-"""An assignment of a step's samples: replicas first, then a portfolio of ways to fill microbatches, scored in full.
-
-    assign(step, room, rounds, numbers, shapes) -> Assignment
-    with_known_sizes(step, assignment, room) -> Assignment
-    even(step) -> groups[replica][position]          of loads as equal as longest first makes them
-
-Microbatches at the two ends of a step make its ramp and drain: with small ones there the pipeline fills and empties
-sooner, and sizes that grow and shrink slowly between hide the way. So microbatches are filled to shapes that were
-learned for such steps (csc.planning.assign.learned); where there are none, to ramps over p - 1 positions and multiples
-of that, from several parts of the others' size, then with drains. Microbatches in the middle get larger for it, so it
-is memory that ends this. The ways of all replicas are timed in one go. The same samples and shapes give the same
-assignment on every rank.
-"""
+"""An assignment of a step's samples: replicas first, then a portfolio of ways to fill microbatches, scored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations
+from math import comb, prod
+from random import Random
 
 import numpy as np
 
 from csc.errors import InputError
-from csc.planning.assign.filling import filled
-from csc.planning.assign.fluid import Shape
-from csc.planning.assign.known_sizes import EVERY, Effort, settled
-from csc.planning.assign.layout import Floats
-from csc.planning.assign.level_starts import Start, divisions_of, members, starts
-from csc.planning.assign.polish import polished
-from csc.planning.assign.ramps import ramps
-from csc.planning.assign.score import Lists, Score
-from csc.planning.assign.step import Groups, SampleCosts
+from csc.planning.assign.step import BatchLayout, Floats, Groups, LinearStep, SampleCosts
 from csc.planning.schedules.work import reserve
+
+# --- Samples into bins so that no resource of any bin is overfull: longest processing time first, over ... -----------
+#
+# Graham 1969 with one load and equal bins. Here an item loads several resources (the ranks of a pipeline), and bins
+#   have
+# *targets*: a bin with half the target is to have half the load.
+
+
+def filled(loads: Floats, targets: Floats) -> list[int]:
+    """loads: [item][resource], each resource's shares summing to 1. An item goes, the largest first, where the fullest
+    resource is the least full after it. No bin stays empty if there are as many items.
+    """
+    return fillings(loads, targets[None])[0]
+
+
+def fillings(loads: Floats, ways: Floats) -> list[list[int]]:
+    """ways: [way][bin], targets."""
+    order = np.argsort(-loads.max(axis=1), kind="stable")
+    wanted = ways / ways.sum(axis=1, keepdims=True)
+    every = np.arange(len(ways))
+    full = np.zeros((*ways.shape, loads.shape[1]))
+    counts = np.zeros(ways.shape, dtype=np.int64)
+    bins = np.zeros((len(ways), len(loads)), dtype=np.int64)
+    for left, item in zip(range(len(order), 0, -1), order):
+        after = full + loads[item]
+        level = after.max(axis=2) / wanted
+        if left <= ways.shape[1]:
+            crowded = left <= (counts == 0).sum(axis=1)
+            level[crowded[:, None] & (counts > 0)] = np.inf
+        chosen = level.argmin(axis=1)
+        bins[:, item] = chosen
+        full[every, chosen] = after[every, chosen]
+        counts[every, chosen] += 1
+    return bins.tolist()
+
+
+# --- Targets of microbatches that rise at the front of a step --------------------------------------------------------
+
+
+PARTS = (0.05, 0.2, 0.5)  # of the others' size, for the first microbatch
+LENGTHS = (1, 2, 4, 6)  # of a ramp, in p - 1
+
+
+def ramps(count: int, ranks: int) -> Iterator[Floats]:
+    """count: of microbatches; ranks: of the pipeline."""
+    for length in dict.fromkeys(min(many * (ranks - 1), count - 1) for many in LENGTHS):
+        for part in PARTS if length > 0 else ():
+            rising = np.ones(count)
+            rising[:length] = np.linspace(part, 1.0, length, endpoint=False)
+            yield rising
+
+
+# --- Samples into bins of neighbours in length: what is padded to the longest of a bin then loses little -------------
+#
+#     Runs(step, own).bins(targets) -> the bin of each of these samples
+#
+# The largest load that any bin has, in times its target, is found by bisection: from the longest sample on, each bin
+# takes samples while it stays below. Bins with larger targets have the longer samples.
+
+
+HALVINGS = 8
+
+
+class SampleRuns:
+    """Of these samples of a step that has a layout."""
+
+    def __init__(self, step: SampleCosts, own: Sequence[int]) -> None:
+        layout = step.layout
+        assert layout is not None
+        self._order = sorted(range(len(own)), key=lambda k: (-layout.lengths[own[k]], k))
+        ordered = [own[k] for k in self._order]
+        self._widths = np.array([float(layout.size([i])[-1]) for i in ordered])
+        units = layout.samples[ordered, :-2] @ step.rank_rates[1:-2]
+        self._units = np.vstack([np.zeros((1, units.shape[1])), np.cumsum(units, axis=0)])
+        self._rates = step.rank_rates
+        self._whole = np.maximum((step.samples @ step.rank_rates[1:]).sum(axis=0), 1e-300)
+        self._known: dict[int, list[float]] = {}
+
+    def bins(self, targets: Floats) -> list[int]:
+        """targets: of each bin, no more than there are samples."""
+        bins = sorted(range(len(targets)), key=lambda b: (-targets[b], b))
+        wanted = targets[bins].tolist()
+        low, high = 0.0, self._loads(0)[-1] / min(wanted) + 1e-12
+        best = self._ends(wanted, high)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            found = self._ends(wanted, middle)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, middle
+        assert best is not None
+        placed = [0] * len(self._order)
+        start = 0
+        for place, end in zip(bins, best):
+            for k in self._order[start:end]:
+                placed[k] = place
+            start = end
+        return placed
+
+    def _ends(self, wanted: Sequence[float], most: float) -> list[int] | None:
+        """Where each bin ends if none has more than `most` times its target; None if samples are left over."""
+        ends, start, count = [], 0, len(self._order)
+        for place, target in enumerate(wanted):
+            rest = len(wanted) - place - 1
+            fits = bisect_right(self._loads(start), most * target)
+            start += max(1, min(fits, count - start - rest))
+            ends.append(start)
+        return ends if start == count else None
+
+    def _loads(self, start: int) -> list[float]:
+        """The load of a bin of samples start, ..., start + k for each k, as a share of the fullest rank's work."""
+        if start not in self._known:
+            width = self._widths[start] if start < len(self._widths) else 0.0
+            rows = np.arange(1, len(self._widths) - start + 1)[:, None]
+            seconds = self._units[start + 1 :] - self._units[start]
+            seconds = seconds + rows * (width * self._rates[-2] + width**2 * self._rates[-1])
+            self._known[start] = (seconds / self._whole).max(axis=1).tolist()
+        return self._known[start]
+
+
+# --- Sizes of microbatches that make a step the shortest if samples could be divided like water ----------------------
+#
+# Terms
+#   shape   of a step: by position what a microbatch has of the samples, in times the mean one
+#
+# Every microbatch is a part of the mean one here. The best sizes grow over the first half of the step and shrink over
+# the second: an action that takes a little longer than the one before hides the way there and back.
+
+
+Shape = tuple[float, ...]
+PEAKS = (0.2, 0.35, 0.5, 0.65)  # of the step: where the largest samples stand
+LEAST = 1e-3  # of the mean microbatch: targets are above 0
+
+
+def fluid_shapes(step: SampleCosts, room: Sequence[float] | None = None) -> list[Shape]:
+    """Of any samples, and such as have room for the largest ones, whole, beside each other in several places. room:
+    bytes for activations by rank; None: no limit. None of a step of one microbatch, or if no sizes fit.
+    """
+    count = step.microbatches
+    if count < 2:
+        return []
+    sizes = np.sort(step.shares.max(axis=1) * count * step.replicas)
+    largest = sizes[::-1][step.replicas // 2 :: step.replicas][:count]  # those that a replica has
+    mean = step.samples.sum(axis=0) / (count * step.replicas)
+    program = LinearStep(step, mean[None], room)
+    program.equal([(program.amount(k, 0), 1.0) for k in range(count)], float(count))
+    ways = [np.full(count, min(1.0, float(least))) for least in (sizes[0], sizes.mean())]
+    ways += [_beside_each_other(largest, count, peak, min(1.0, sizes[0])) for peak in PEAKS if largest[0] > 1]
+    solutions = [program.solved({program.amount(k, 0): least for k, least in enumerate(way)}) for way in ways]
+    return list(dict.fromkeys(_shape(one[:count]) for one in solutions if one is not None))
+
+
+def _shape(amounts: Floats) -> Shape:
+    return tuple(np.maximum(amounts, LEAST).tolist())
+
+
+def _beside_each_other(largest: Floats, count: int, peak: float, least: float) -> Floats:
+    """By position the least size, so that each of the largest samples has a microbatch, the nearer to the peak the
+    larger.
+    """
+    floors = np.full(count, least)
+    near = np.argsort(np.abs(np.arange(count) - peak * (count - 1)), kind="stable")
+    for place, size in zip(near, largest[largest > 1]):
+        floors[place] = size
+    return floors * min(1.0, 0.98 * count / floors.sum())
+
+
+# --- What ways to fill microbatches take, many at a time: bytes beyond the room first, then seconds ------------------
+#
+# score = Score(step, room) score.each(ways) -> figures                        score.below(ways, least) -> those that
+# cost no more, the best first score.best_of_each(ways by replica) -> for each replica (groups, figures, which of its
+# ways)
+
+
+Figures = tuple[float, float]  # by how many bytes the room is exceeded, seconds
+Lists = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of ways to fill a replica's microbatches. room: bytes by rank; None: no limit."""
+
+    step: SampleCosts
+    room: Sequence[float] | None
+
+    def best_of_each(self, replicas: Sequence[Sequence[Lists]]) -> list[tuple[Lists, Figures, int]]:
+        """The first of the best of each replica's ways, all timed in one go."""
+        seconds = iter(self.step.seconds_of_ways(list(chain.from_iterable(replicas))))
+        return [self._first(ways, [next(seconds) for _ in ways]) for ways in replicas]
+
+    def below(self, ways: Sequence[Lists], least: Figures) -> list[tuple[Figures, int]]:
+        """Which of the ways cost no more, the best first."""
+        seconds = self.step.seconds_of_ways(ways)
+        found = ((self._figures(way, took, least), place) for place, (way, took) in enumerate(zip(ways, seconds)))
+        return sorted(one for one in found if one[0] <= least)
+
+    def each(self, ways: Sequence[Lists]) -> list[Figures]:
+        """Of each way."""
+        return [self._figures(way, took, None) for way, took in zip(ways, self.step.seconds_of_ways(ways))]
+
+    def _first(self, ways: Sequence[Lists], seconds: Sequence[float]) -> tuple[Lists, Figures, int]:
+        best, least = 0, self._figures(ways[0], seconds[0], None)
+        for place in sorted(range(1, len(ways)), key=seconds.__getitem__):
+            figures = self._figures(ways[place], seconds[place], least)
+            if figures < least:
+                best, least = place, figures
+        return ways[best], least, best
+
+    def _figures(self, groups: Groups, seconds: float, least: Figures | None) -> Figures:
+        """least: what is to be beaten; of what does not, bytes are left out."""
+        if self.room is None:
+            return 0.0, seconds
+        if least is not None and not least[0] and seconds > least[1]:
+            return math.inf, seconds
+        taken = self.step.activations(self.step.features(groups))
+        return max(0.0, *(peak - limit for peak, limit in zip(taken, self.room))), seconds
+
+
+# --- Small changes to an assignment, kept where the step is not longer for them --------------------------------------
+
+
+TRIED = 48  # changes a round: one walk times them all
+
+
+def polished(replicas: Sequence[Lists], rounds: int, score: Score) -> list[Lists]:
+    """After so many rounds of changes to the replica that costs the most: the step lasts as long as that one. A change
+    moves a sample, swaps two, or exchanges two groups' places; of those of a round that cost no more, the best is made,
+    or all that touch different groups, if that is better still. The same arguments give the same result.
+    """
+    best = [[list(group) for group in groups] for groups in replicas]
+    if rounds < 1 or len(best[0]) < 2:
+        return best
+    costs, random = score.each(best), Random(0)
+    for _ in range(rounds):
+        slowest = costs.index(max(costs))
+        now = best[slowest]
+        tried = [change for change in (_change(now, random) for _ in range(TRIED)) if change is not None]
+        good = score.below([_changed(now, [change]) for change in tried], costs[slowest])
+        if not good:
+            continue
+        costs[slowest], place = good[0]
+        best[slowest] = _changed(now, [tried[place]])
+        together = _apart([tried[place] for _, place in good])
+        if len(together) > 1:
+            way = _changed(now, together)
+            for figures, _ in score.below([way], costs[slowest]):
+                best[slowest], costs[slowest] = way, figures
+    return best
+
+
+Change = dict[int, list[int]]  # by place the samples of its group afterwards
+
+
+def _changed(groups: Lists, changes: Sequence[Change]) -> Lists:
+    found = list(groups)
+    for change in changes:
+        for place, group in change.items():
+            found[place] = group
+    return found
+
+
+def _apart(changes: Sequence[Change]) -> list[Change]:
+    """Those that touch no group which one before them touches."""
+    touched: set[int] = set()
+    found = []
+    for change in changes:
+        if touched.isdisjoint(change):
+            touched.update(change)
+            found.append(change)
+    return found
+
+
+def _change(groups: Lists, random: Random) -> Change | None:
+    """None where it would leave a microbatch empty."""
+    a, b = random.sample(range(len(groups)), 2)
+    kind = random.randrange(3)
+    if kind == 0:
+        return {a: groups[b], b: groups[a]}
+    i = random.randrange(len(groups[a]))
+    left = groups[a][:i] + groups[a][i + 1 :]
+    if kind == 1:
+        return {a: left, b: [*groups[b], groups[a][i]]} if left else None
+    j = random.randrange(len(groups[b]))
+    return {a: [*left, groups[b][j]], b: [*groups[b][:j], *groups[b][j + 1 :], groups[a][i]]}
+
+
+# --- An assignment brought to sizes that have programs already: samples change places until every microbatch ... -----
+#
+# A microbatch of an unknown size gives a sample to another one, takes one, or swaps two; of all changes that leave
+# both with known sizes those that move the least load are timed, and the fastest is made, unless the step becomes much
+# longer for it: a program is compiled once, and a step that is longer is paid for every time. What that leaves is
+# tried with any other microbatch and more samples, and for more.
+
+
+@dataclass(frozen=True)
+class Effort:
+    """load: of a microbatch's, more is not moved. others: microbatches that it is tried with, of the nearest load.
+    samples: that each of the two gives at most. longer: by how much of itself a step may become for a known size.
+    tries: changes that are looked at, over all microbatches of unknown sizes; of large ones there are too many.
+    """
+
+    load: float
+    others: int
+    samples: int
+    longer: float
+    tries: int = 2**14
+
+
+CHEAP = (Effort(0.3, 12, 1, 0.01), Effort(0.8, 12, 1, 0.01))
+EVERY = (*CHEAP, Effort(4.0, 1000, 2, 0.05))
+
+
+def settled(
+    step: SampleCosts, groups: Sequence[Sequence[int]], fits: Callable[[Lists], bool], efforts: Sequence[Effort] = EVERY
+) -> Lists:
+    """fits: whether the groups' activations do. efforts: one after the other, for what is left."""
+    layout = step.layout
+    assert layout is not None
+    found = [list(group) for group in groups]
+    for effort in efforts if layout.known else ():
+        unknown = [place for place in range(len(found)) if not layout.knows(layout.size(found[place]))]
+        for place in unknown:
+            if layout.knows(layout.size(found[place])):  # it took part in another's change
+                continue
+            ways = list(_ways(found, place, layout, step.shares, effort, effort.tries // len(unknown)))
+            now, *seconds = step.seconds_of_ways([found, *ways])
+            for took, way in sorted(zip(seconds, ways), key=lambda one: one[0]):
+                if took > now * (1 + effort.longer):
+                    break
+                if fits(way):
+                    found = way
+                    break
+    return found
+
+
+def _ways(found: Lists, place: int, layout: BatchLayout, shares: Floats, effort: Effort, tries: int) -> Iterator[Lists]:
+    """With each of the other microbatches, as far as tries go, the change that moves the least load."""
+    for other in _partners(found, place, shares)[: effort.others]:
+        samples = next((n for n in range(effort.samples, 0, -1) if _tries(found[place], found[other], n) <= tries), 0)
+        if not samples:
+            return
+        tries -= _tries(found[place], found[other], samples)
+        change = _least_change(found[place], found[other], layout, shares, effort.load, samples)
+        if change is not None:
+            way = list(found)
+            way[place], way[other] = change
+            yield way
+
+
+def _partners(groups: Lists, place: int, shares: Floats) -> list[int]:
+    """The other microbatches, those of the nearest load first."""
+    levels = np.array([shares[group].sum(axis=0) for group in groups])
+    apart = np.abs(levels - levels[place]).max(axis=1)
+    return [int(other) for other in np.argsort(apart, kind="stable") if other != place]
+
+
+def _least_change(
+    own: list[int], theirs: list[int], layout: BatchLayout, shares: Floats, load: float, samples: int
+) -> tuple[list[int], list[int]] | None:
+    """What both have after the change that moves the least load, where both have known sizes then, or the other one had
+    none before either.
+    """
+    demanding = layout.knows(layout.size(theirs))
+    best: tuple[float, tuple[list[int], list[int]]] | None = None
+    most = load * float(shares[own].sum(axis=0).max())
+    for given in _parts(own, samples):
+        for taken in _parts(theirs, samples):
+            mine, left = _exchanged(own, given, theirs, taken)
+            if not mine or not left or not layout.knows(layout.size(mine)):
+                continue
+            if demanding and not layout.knows(layout.size(left)):
+                continue
+            moved = float(np.abs(shares[list(given)].sum(axis=0) - shares[list(taken)].sum(axis=0)).max())
+            if moved <= most and (best is None or moved < best[0]):
+                best = moved, (mine, left)
+    return best[1] if best is not None else None
+
+
+def _tries(own: list[int], theirs: list[int], samples: int) -> int:
+    """How many changes there are between the two, of at most so many samples of each."""
+    return prod(sum(comb(len(group), count) for count in range(samples + 1)) for group in (own, theirs))
+
+
+def _parts(group: list[int], most: int) -> list[tuple[int, ...]]:
+    """None of it, single ones, and so on."""
+    return list(chain.from_iterable(combinations(group, count) for count in range(most + 1)))
+
+
+def _exchanged(
+    own: list[int], given: tuple[int, ...], theirs: list[int], taken: tuple[int, ...]
+) -> tuple[list[int], list[int]]:
+    """Both, with what one gives and takes."""
+    mine = [*(one for one in own if one not in given), *taken]
+    left = [*(one for one in theirs if one not in taken), *given]
+    return mine, left
+
+
+# --- Where an assignment starts: samples given to replicas, and each replica's microbatches filled equally full ------
+#
+# Terms
+#   division   of a step: the samples of each replica
+#   filling    from targets of microbatches, by position, to the samples of each
+
+
+ORDERINGS = 3  # shapes that equal microbatches are ordered by
+Filling = Callable[[Sequence[Floats]], list[Lists]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A replica's samples. groups: the best of what fills its microbatches without a ramp; filling: from targets to
+    groups.
+    """
+
+    figures: Figures
+    groups: list[list[int]]
+    filling: Filling
+
+
+def starts(score: Score, shapes: Sequence[Shape]) -> list[Start]:
+    """By replica, of the division in which the slowest one is the fastest. shapes: the first of them are orders that
+    equal microbatches may come in.
+    """
+    divisions = divisions_of(score.step)
+    ways = [_level_ways(score.step, own, shapes[:ORDERINGS]) for division in divisions for own in division]
+    best = iter(score.best_of_each([[groups for groups, _ in own] for own in ways]))
+    each = iter(ways)
+    found = []
+    for division in divisions:
+        own = [(next(best), next(each)) for _ in division]
+        found.append([Start(figures, groups, them[place][1]) for (groups, figures, place), them in own])
+    return min(found, key=lambda division: max(start.figures for start in division))
+
+
+def _level_ways(step: SampleCosts, own: Sequence[int], orderings: Sequence[Shape]) -> list[tuple[Lists, Filling]]:
+    """To fill a replica's microbatches equally full, each with the filling that it is of or stands nearest to."""
+    equal, loads, ranks = [np.ones(step.microbatches)], step.shares, len(step.orders)
+    kinds = [(kind(equal)[0], kind) for kind in _fillings(step, own)]
+    ways = [*kinds, *((_smallest_outside(groups, loads, ranks), kind) for groups, kind in kinds)]
+    ways += [(groups, kinds[0][1]) for groups in _by_whole(step, own)]
+    return ways + [(_as_shape(groups, loads, shape), kind) for groups, kind in kinds for shape in orderings]
+
+
+def _fillings(step: SampleCosts, own: Sequence[int]) -> list[Filling]:
+    """Ways to fill a replica's microbatches to targets: by load, and by length where rows are padded."""
+    loads, count = step.shares[list(own)], step.microbatches
+
+    def by_load(ways: Sequence[Floats]) -> list[Lists]:
+        return [members(own, bins, count) for bins in fillings(loads, np.array(ways))]
+
+    if step.layout is None or step.layout.packed:
+        return [by_load]
+    runs = SampleRuns(step, own)
+
+    def by_length(ways: Sequence[Floats]) -> list[Lists]:
+        return [members(own, runs.bins(targets), count) for targets in ways]
+
+    return [by_load, by_length]
+
+
+def divisions_of(step: SampleCosts) -> list[list[list[int]]]:
+    """Ways to give samples to replicas: by what loads a rank the most, then by the seconds of all ranks together."""
+    if step.replicas == 1:
+        return [[list(range(len(step.samples)))]]
+    found = [_replicas(step, step.shares), _replicas(step, _whole(step)[:, None])]
+    return found[:1] if found[0] == found[1] else found
+
+
+def _replicas(step: SampleCosts, loads: Floats) -> list[list[int]]:
+    """The samples of each replica, each with at least one for every microbatch."""
+    bins = filled(loads, np.ones(step.replicas))
+    found = [[i for i, b in enumerate(bins) if b == r] for r in range(step.replicas)]
+    for own in found:  # a replica of few large samples takes small ones of the one that has the most
+        while len(own) < step.microbatches:
+            most = max(found, key=len)
+            own.append(most.pop(min(range(len(most)), key=lambda k: loads[most[k]].max())))
+    return found
+
+
+def _whole(step: SampleCosts) -> Floats:
+    """[sample]: seconds of all ranks together."""
+    return (step.samples @ step.rank_rates[1:]).sum(axis=1)
+
+
+def members(own: Sequence[int], bins: Sequence[int], count: int) -> list[list[int]]:
+    """[bin]: those of these samples that are in it."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for item, place in zip(own, bins):
+        found[place].append(item)
+    return found
+
+
+def _smallest_outside(groups: list[list[int]], loads: Floats, ranks: int) -> list[list[int]]:
+    """The smallest microbatch first, the next ones last, as many as make the drain: where they are nearly equal that is
+    worth more than another filling. loads: of each sample.
+    """
+    ascending = sorted(groups, key=lambda group: float(loads[group].sum()))
+    return [ascending[0], *reversed(ascending[ranks:]), *reversed(ascending[1:ranks])]
+
+
+def _as_shape(groups: list[list[int]], loads: Floats, shape: Shape) -> list[list[int]]:
+    """The smallest microbatch where the shape is the smallest, and so on: of unequal ones neighbours differ little."""
+    found: list[list[int]] = [[] for _ in groups]
+    ascending = sorted(groups, key=lambda group: float(loads[group].sum(axis=0).max()))
+    for place, group in zip(np.argsort(shape, kind="stable"), ascending):
+        found[place] = group
+    return found
+
+
+def _by_whole(step: SampleCosts, own: Sequence[int]) -> list[list[list[int]]]:
+    """What others make of a replica's samples by the seconds that each takes of all ranks together: longest first, and
+    as many samples in each microbatch, both reordered (DistTrain, arXiv 2408.04275); so no step is longer than theirs.
+    """
+    whole = _whole(step)
+    count, ranks, mine = step.microbatches, len(step.orders), whole[list(own)]
+    longest_first = members(own, filled(mine[:, None] / (mine.sum() or 1.0), np.ones(count)), count)
+    ordered = sorted(own, key=lambda one: -whole[one])
+    as_many = [part.tolist() for part in np.array_split(np.array(ordered), count)]
+    return [longest_first, *(_smallest_outside(groups, whole, ranks) for groups in (longest_first, as_many))]
+
+
+# --- Shapes that steps of some lengths are filled to, learned before the first one from a few that are like them -----
+#
+# Candidates are what samples would make if they could be divided like water, some powers of that (where samples are
+# large a steeper shape leaves room for them), and ramps with drains. Learned once for a plan, on one rank: solvers of
+# linear programs may end elsewhere on another machine, and every rank must decide alike.
+
+
+SHAPES = 16  # that are kept: each is tried for every replica of every step
+POWERS = (0.5, 0.75, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0)
+
+
+def learned(steps: Sequence[SampleCosts], room: Sequence[float] | None, most: int = SHAPES) -> list[Shape]:
+    """At most so many shapes that together make these steps the shortest, picked greedily. steps: alike but for their
+    samples; room: bytes for activations by rank, None: no limit.
+    """
+    candidates = _candidates(steps[0], room)
+    if not candidates:
+        return []
+    table = np.array([row for step in steps for row in _gains(Score(step, room), candidates)])
+    chosen: list[int] = []
+    best = np.ones(len(table))
+    while len(chosen) < most:
+        means = np.minimum(best[:, None], table).mean(axis=0)
+        pick = int(means.argmin())
+        if means[pick] >= best.mean():
+            break
+        chosen.append(pick)
+        best = np.minimum(best, table[:, pick])
+    return [tuple(candidates[pick].tolist()) for pick in chosen]
+
+
+def _candidates(step: SampleCosts, room: Sequence[float] | None) -> list[Floats]:
+    fluid = [np.array(one) ** power for one in fluid_shapes(step, room) for power in POWERS]
+    rising = [np.ones(step.microbatches), *ramps(step.microbatches, len(step.orders))]
+    both = [np.minimum(ramp, drain[::-1]) for ramp in rising for drain in rising][1:]
+    return [np.maximum(one, min(PARTS)) for one in (*fluid, *both)]
+
+
+def _gains(score: Score, candidates: Sequence[Floats]) -> list[list[float]]:
+    """By replica what filling to each candidate makes of its seconds, in times those of equal microbatches."""
+    found = []
+    for start in starts(score, ()):
+        ways = start.filling(candidates)
+        row = [figures[1] / start.figures[1] if not figures[0] else 1.0 for figures in score.each(ways)]
+        found.append([min(1.0, gain) for gain in row])
+    return found
+
+
+# --- An assignment of a step's samples: replicas first, then a portfolio of ways to fill microbatches, scored ... ----
+#
+# Microbatches at the two ends of a step make its ramp and drain: with small ones there the pipeline fills and empties
+# sooner, and sizes that grow and shrink slowly between hide the way. So microbatches are filled to shapes that were
+# learned for such steps (csc.planning.assign.portfolio); where there are none, to ramps over p - 1 positions and
+# multiples of that, from several parts of the others' size, then with drains. Microbatches in the middle get larger
+# for it, so it is memory that ends this. The ways of all replicas are timed in one go. The same samples and shapes
+# give the same assignment on every rank.
+
 
 ROUNDS = 12  # of local changes
 SIZE = 128  # microbatches times stages from which on there are fewer, so that a decision takes no longer

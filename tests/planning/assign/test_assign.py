@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from benchmarks.balance.rivals import RIVALS, Question
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import Schedule, parse
-from csc.planning.assign.bound import bound, divided_bound
-from csc.planning.assign.filling import filled
-from csc.planning.assign.portfolio import Assignment, assign
-from csc.planning.assign.step import SampleCosts
+from csc.planning.assign.portfolio import Assignment, assign, filled
+from csc.planning.assign.step import SampleCosts, bound, divided_bound
 from csc.planning.schedules import SCHEDULES
 from csc.planning.schedules.named import one_f_one_b
 from csc.planning.schedules.work import WorkTables, actions, orders_of

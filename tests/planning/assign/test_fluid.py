@@ -10,11 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.ir.schedule import Schedule
-from csc.planning.assign.fluid import fluid_shapes
-from csc.planning.assign.learned import learned
-from csc.planning.assign.linear_step import LinearStep
-from csc.planning.assign.portfolio import assign
-from csc.planning.assign.step import SampleCosts
+from csc.planning.assign.portfolio import assign, fluid_shapes, learned
+from csc.planning.assign.step import LinearStep, SampleCosts
 from csc.simulation.pipeline import Loads, Pipeline, peak_memory
 from csc.simulation.simulate import makespan
 from tests.planning.assign.random_steps import steps

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.planning.assign.known_sizes import CHEAP, settled
-from csc.planning.assign.layout import BatchLayout, Size, widths_of
-from csc.planning.assign.portfolio import assign
-from csc.planning.assign.step import SampleCosts
+from csc.planning.assign.portfolio import CHEAP, assign, settled
+from csc.planning.assign.step import BatchLayout, SampleCosts, Size, widths_of
 from tests.balance.costs import costs
 
 GROUPS = [[0, 3], [1], [2, 4, 5]]
