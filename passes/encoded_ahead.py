@@ -12,7 +12,7 @@ from csc.passes import pipeline_problem as numbers
 from csc.analysis.costs import region_costs, value_bytes
 from csc.ir.program import Options, Program
 from csc.planning.encode_ahead import AheadPlan, fit_ahead
-from csc.planning.pipeline_plan import PipelinePlan
+from csc.planning.plan import PipelinePlan
 
 
 def encoded_ahead(program: Program, decided: PipelinePlan, options: Options) -> AheadPlan | None:

@@ -20,13 +20,10 @@ from csc.ir.groups import LOSS_WEIGHTS
 from csc.ir.mesh import Mesh, in_front
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.ir.schedule import Schedule, part
-from csc.planning.branches import orders
-from csc.planning.coarse import Lumped, together
-from csc.planning.own_stages import own_stages
-from csc.planning.partition import at_cuts
-from csc.planning.pipeline_plan import PipelinePlan as Decided
+from csc.planning.partition import at_cuts, own_stages
+from csc.planning.plan import PipelinePlan as Decided
 from csc.planning.plan import plan
-from csc.planning.problem import Problem, channels
+from csc.planning.problem import Lumped, Problem, channels, orders, together
 from csc.simulation.pipeline import to_json
 
 FEWEST_CHUNKS = 2  # that schedules with several stages on a rank are made for

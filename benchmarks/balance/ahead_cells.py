@@ -21,8 +21,7 @@ from benchmarks.balance.simulated import SHAPES, Cell, whole_problem
 from benchmarks.pipeline.emulated_ranks import TARGET, stretched, work
 from csc.ir.schedule import Action, Schedule
 from csc.planning.encode_ahead import fit_ahead
-from csc.planning.pipeline_plan import PipelinePlan
-from csc.planning.plan import plan
+from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem, Unit, Value
 from csc.simulation.pipeline import Link, Pipeline, StageWork, to_json
 from csc.simulation.simulate import makespan

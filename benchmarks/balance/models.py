@@ -42,8 +42,7 @@ from csc.analysis.costs import region_costs, value_bytes
 from csc.analysis.hardware import hardware
 from csc.capture.capture import capture, with_sizes_of
 from csc.ir.program import Options, Program
-from csc.planning.problem import Problem
-from csc.planning.rates import UNIT, SizeRates, fitted
+from csc.planning.problem import UNIT, Problem, SizeRates, fitted
 
 TILE = 256
 FEATURES = ("tiles", "seen", "text", "squares")

@@ -24,10 +24,8 @@ from benchmarks.balance.rivals import RIVALS, Question, equal
 from benchmarks.mllm.trace import FROZEN
 from csc.planning.assign.portfolio import Shape, assign, learned
 from csc.planning.assign.step import Floats, SampleCosts, bound
-from csc.planning.pipeline_plan import PipelinePlan
-from csc.planning.plan import plan
-from csc.planning.problem import Problem
-from csc.planning.rates import SizeRates, loads, mean
+from csc.planning.plan import PipelinePlan, plan
+from csc.planning.problem import Problem, SizeRates, loads, mean
 from csc.planning.schedules.work import orders_of, peaks
 
 HARDWARE = "h100"

@@ -20,8 +20,7 @@ from benchmarks.mllm.problem import problem
 from csc.analysis.hardware import hardware
 from csc.errors import CscError
 from csc.planning.energy.frontier import EnergyProblem, of_profiles, point
-from csc.planning.pipeline_plan import PipelinePlan
-from csc.planning.plan import plan
+from csc.planning.plan import PipelinePlan, plan
 
 DEVICE = "a100"
 MICROBATCHES = 24

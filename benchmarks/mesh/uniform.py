@@ -33,8 +33,7 @@ from csc.errors import CscError
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.planning.gathers import with_gathers
-from csc.planning.mesh_bounds import least_memory, least_seconds
-from csc.planning.meshes import MeshLayout
+from csc.planning.meshes import MeshLayout, least_memory, least_seconds
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, placement
 from csc.simulation.pipeline import peaks

@@ -24,8 +24,7 @@ from itertools import pairwise
 from benchmarks.mllm.problem import units_of
 from benchmarks.pipeline.torch_schedules import TORCH, chain, modelled, placement, without_gradients
 from csc.ir.schedule import Schedule, with_messages
-from csc.planning.contiguous import contiguous
-from csc.planning.partition import balance
+from csc.planning.partition import balance, contiguous
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES
 from csc.planning.schedules import placement as placed

@@ -30,8 +30,7 @@ from benchmarks.pipeline.baselines import AGNOSTIC, NAMES, Baseline, baselines, 
 from benchmarks.pipeline.cases import HARDWARE, Case, Numbers, numbers, of_case
 from csc.errors import InputError
 from csc.planning.partition_bound import lower_bound, shared_lower_bound
-from csc.planning.pipeline_plan import PipelinePlan
-from csc.planning.plan import plan
+from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem, pipeline
 from csc.simulation.pipeline import peak_memory, peaks
 from csc.simulation.simulate import simulate

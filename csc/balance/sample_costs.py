@@ -28,8 +28,7 @@ from csc.errors import InputError
 from csc.ir.program import Program
 from csc.ir.schedule import Schedule
 from csc.planning.assign.step import BatchLayout, Floats
-from csc.planning.problem import Problem, pipeline, placed
-from csc.planning.rates import SizeRates, fitted, loads, mean
+from csc.planning.problem import Problem, SizeRates, fitted, loads, mean, pipeline, placed
 from csc.planning.schedules.work import orders_of
 from csc.simulation.pipeline import Pipeline
 from csc.simulation.pipeline import from_json as pipeline_from_json

@@ -29,8 +29,7 @@ from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import chosen_hardware, problem
 from csc.passes.recompute import AUTO, NONE, default_choice
 from csc.passes.step_end import least_behind
-from csc.planning.mesh_bounds import least_seconds
-from csc.planning.meshes import MeshDivision, MeshLayout
+from csc.planning.meshes import MeshDivision, MeshLayout, least_seconds
 from csc.planning.problem import Problem, in_parts
 
 

@@ -28,10 +28,8 @@ from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.passes.pipeline_problem import problem
 from csc.passes.step_end import seconds_behind
-from csc.planning.draft_plan import draft
-from csc.planning.own_stages import own_stages as staged
-from csc.planning.pipeline_plan import PipelinePlan
-from csc.planning.plan import plan
+from csc.planning.partition import own_stages as staged
+from csc.planning.plan import PipelinePlan, draft, plan
 from csc.planning.problem import Problem
 
 EFFORT = 0.2  # of the search for each plan, which is as good as a draft from there on

@@ -14,7 +14,7 @@ Terms
 
 Tracing and planning take the time. So every division is traced once, those near one sample on whole layers first, and
 of its forms the first that csc can divide so; of every candidate it is then told in milliseconds what no plan of it
-beats, and what to expect of one (csc.planning.mesh_bounds). Candidates are drafted in the order of the latter, but for
+beats, and what to expect of one (csc.planning.meshes). Candidates are drafted in the order of the latter, but for
 those that the former shows to be slower than the best so far, or to exceed the memory, and those expected to be far
 behind. When a part of the time is over, or all are drafted, come other forms of the layouts that are near the best.
 Then those that came near it are planned, the fastest draft first, and what is left of the time goes into the rest: last
@@ -47,8 +47,15 @@ from csc.errors import CscError, InputError
 from csc.passes.pipeline_problem import chosen_hardware
 from csc.passes.recompute import NONE
 from csc.passes.step_end import least_behind
-from csc.planning.mesh_bounds import expected_seconds, least_memory, least_seconds
-from csc.planning.meshes import MeshDivision, MeshForm, MeshLayout, layouts
+from csc.planning.meshes import (
+    MeshDivision,
+    MeshForm,
+    MeshLayout,
+    expected_seconds,
+    layouts,
+    least_memory,
+    least_seconds,
+)
 
 SEARCHING = 0.75  # of the time, at least, whatever the capture takes
 TRACING = 0.5  # of the time, at most, before the first draft

@@ -16,9 +16,8 @@ from csc.ir.program import Options, Program
 from csc.ir.schedule import Schedule
 from csc.passes.pipeline_problem import problem, profiles
 from csc.passes.step_end import seconds_behind
-from csc.planning.branches import Stages
 from csc.planning.gathers import with_gathers
-from csc.planning.problem import Problem, pipeline
+from csc.planning.problem import Problem, Stages, pipeline
 from csc.simulation.simulate import makespan
 
 

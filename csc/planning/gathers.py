@@ -24,9 +24,8 @@ from itertools import pairwise
 
 from csc.errors import InputError
 from csc.ir.schedule import WHOLE, Action, Schedule, doable, with_messages
-from csc.planning.branches import Stages
 from csc.planning.partition import balance
-from csc.planning.problem import Problem, pipeline
+from csc.planning.problem import Problem, Stages, pipeline
 from csc.planning.schedules import SCHEDULES
 from csc.planning.ways import Placement
 from csc.simulation.pipeline import Pipeline, peak_memory

@@ -1,37 +1,398 @@
-"""The search of schedule `auto`: partitions, placements and orders together.
-
-Terms: see csc.planning.ways and csc.planning.screen. A *round* looks at many trials; the best of it go on to the next.
-
-    searched(problem, ways, fixed, budget, effort) -> JointPlan
-
-From many trials, looked at quickly, to few, searched well: the partitions of every placement under a few orders; units
-moved between stages of the best; the full search of orders on what is left; stages of the best on other ranks than
-those of the placements (csc.planning.free_placement). Nothing depends on time or chance, unless
-the budget's clock ends the search.
-"""
+"""The search of schedule `auto`: partitions, placements and orders together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from csc.errors import InputError
 from csc.ir.schedule import Schedule
-from csc.planning.branches import Stages
-from csc.planning.budget import Budget
-from csc.planning.drafts import drafts
-from csc.planning.free_placement import rearranged
-from csc.planning.partition import candidates
-from csc.planning.partition_bound import Bound, lower_bound
-from csc.planning.problem import Problem, pipeline
-from csc.planning.published import published
-from csc.planning.rank_moves import swapped
+from csc.planning.partition import candidates, contiguous, homes_of, moves
+from csc.planning.partition_bound import Bound, lower_bound, shared_lower_bound
+from csc.planning.problem import Branches, Problem, Stages, branches, numbered, pipeline
 from csc.planning.schedules.auto import auto, finish, searched_orders
+from csc.planning.schedules.auto import lower_bound as makespan_bound
 from csc.planning.schedules.greedy import spared
-from csc.planning.schedules.work import start_times, state
-from csc.planning.screen import FEW, GREEDY, QUICK, TURNS, Style, Trial, climb, cost, fitting, polish, screen
-from csc.planning.ways import Placement, one, partitions
+from csc.planning.schedules.named import ORDERS
+from csc.planning.schedules.work import WorkTables, excess, makespan, peaks, reserve, room, start_times, state
+from csc.planning.screen import (
+    FEW,
+    GREEDY,
+    QUICK,
+    TURNS,
+    Budget,
+    NamedScheduleGreedy,
+    Style,
+    Trial,
+    climb,
+    cost,
+    fitting,
+    polish,
+    screen,
+)
+from csc.planning.ways import Placement, even, one_in_flight, partitions, spread
+
+# --- Small changes of stages and of where they stand: what a search for free placements tries next -------------------
+#
+# Terms: see csc.planning.problem. An *arrangement* is stages with the rank of each. Every rank keeps a stage.
+
+
+class Arrangement(NamedTuple):
+    """stages[s]: its units; placement[s]: its rank."""
+
+    stages: Stages
+    placement: tuple[int, ...]
+
+
+def changes(found: Branches, now: Arrangement, ranks: int) -> Iterator[Arrangement]:
+    """Every small change, those that move the least first."""
+    home, where = homes_of(now.stages), dict(enumerate(now.placement))
+    for stage, rank in where.items():
+        for other in range(ranks):
+            if other != rank:
+                yield from _arranged(found, home, {**where, stage: other}, ranks)
+    for stage, rank in where.items():
+        for other in range(stage):
+            if where[other] != rank:
+                yield from _arranged(found, home, {**where, stage: where[other], other: rank}, ranks)
+    for unit, _, target in moves(found, now.stages):
+        yield from _arranged(found, [target if u == unit else s for u, s in enumerate(home)], where, ranks)
+    new = len(where)
+    for stage in range(new):
+        for part in parts(found, now.stages[stage]):
+            split = [new if u in part else s for u, s in enumerate(home)]
+            for other in range(ranks):
+                yield from _arranged(found, split, {**where, new: other}, ranks)
+    for stage, rank in where.items():
+        for other in range(stage):
+            if where[other] == rank:
+                yield from _arranged(found, [other if s == stage else s for s in home], where, ranks)
+
+
+def parts(found: Branches, units: Sequence[int]) -> list[frozenset[int]]:
+    """What a stage can be divided into: its first units, the others, and those of one chain."""
+    listed = sorted(units)
+    cuts = [frozenset(listed[:cut]) for cut in range(1, len(listed))]
+    cuts += [frozenset(listed[cut:]) for cut in range(1, len(listed))]
+    chains = sorted({found.place[u][0] for u in listed})
+    cuts += [frozenset(u for u in listed if found.place[u][0] == chain) for chain in chains if len(chains) > 1]
+    return list(dict.fromkeys(cuts))
+
+
+def _arranged(found: Branches, home: Sequence[int], where: dict[int, int], ranks: int) -> Iterator[Arrangement]:
+    """The arrangement, if every rank has a stage and no stages wait for each other in a circle."""
+    if len({where[stage] for stage in home}) < ranks:
+        return
+    try:
+        stages = numbered(found, home)
+    except InputError:
+        return
+    yield Arrangement(stages, tuple(where[home[units[0]]] for units in stages))
+
+
+# --- Stages on any ranks: what the turns and the V of published schedules leave out ----------------------------------
+#
+# An encoder's layers on a rank of the language model that would wait, three stages on one rank and one on another:
+# from the best plans of fixed placements on, stages are moved, swapped, divided and put together. Every change is
+# simulated, with an order made for it under the memory limit, unless a bound already says that it takes too long.
+#
+# The search goes on from the fastest arrangement that has changes left, and keeps those that are a little slower than
+# the best, too: two changes may help where neither does alone.
+
+
+# Orders that suit any placement; of these, the best few for the first arrangement are made for all that follow.
+STYLES: tuple[Style, ...] = (
+    ((0, 1, 2), None, 0.0, False),
+    ((1, 0, 2), None, 0.5, False),
+    ((0, 1, 2), 1.0, 0.5, False),
+    ((0, 1, 2), 2.0, 0.0, False),
+    ((0, 1, 2), None, 0.0, True),
+)
+TRIED = 2  # of them, where all are too many
+STARTS = 2  # trials that are gone on from beside the best
+SLACK = 1.1  # times the best step, up to which an arrangement is gone on from
+PATIENCE = 400  # arrangements simulated without a better one
+KEPT, LOOK = 10, 100  # arrangements that a closer look is worth, with so many actions for each of the step, or fewer
+FREE_ACTIONS = 800_000  # simulated by default; as many microseconds
+STEPS = 20  # seconds of a search for each second of a step: what a plan that is 2 % slower loses in 1,000 steps
+CLOSER_FREE = 0.3  # of these for a closer look
+WORTH = 400  # actions for each of the best step: with fewer, only some arrangements could be looked at
+APART, SMALL = 20, 8  # units up to which each is also tried as a stage of its own, and all styles are
+NEAR = 1.003  # times what no plan can beat, where it is not worth while
+GAIN = 0.997  # an arrangement has to be so much faster: it may have more stages
+PRICED = 2_000  # actions simulated, in time, to price an arrangement, before any order is made of it
+
+
+def rearranged(problem: Problem, best: Trial, trials: Sequence[Trial], budget: Budget, effort: float = 1.0) -> Trial:
+    """The best trial after changes of it, and of the first of the others, that shorten the step. Nothing where it takes
+    so many actions that few changes could be tried.
+    """
+    size = len(best.work.lanes) * problem.microbatches
+    part = budget.at_most(min(FREE_ACTIONS * effort, 1e6 * STEPS * best.seconds))
+    if WORTH * size > FREE_ACTIONS * effort or part.spent:
+        return best
+    enough = shared_lower_bound(problem).seconds * NEAR
+    if best.seconds <= enough:
+        return best
+    budget.tell("moving stages", best.seconds)
+    starts = [best, *sorted(trials, key=lambda trial: trial.seconds)[:STARTS]]
+    found = _searched(problem, starts, enough, part.part(1 - CLOSER_FREE))
+    limit = GAIN * best.seconds
+    found = found[: max(1, int(part.left / (LOOK * size)))]
+    for number, trial in enumerate(found):
+        other = polish(problem, trial, enough, part.part(1 / (len(found) - number)), effort)
+        if other.seconds < limit:
+            best, limit = other, other.seconds
+    return best
+
+
+def _searched(problem: Problem, trials: Sequence[Trial], enough: float, budget: Budget) -> list[Trial]:
+    """The fastest arrangements found, the trials' own among them, KEPT at most. It ends when one takes `enough`."""
+    found = branches(problem)
+    styles = _free_styles(problem, trials[0], budget)
+    open_: list[tuple[float, int, Iterator[Arrangement]]] = []
+    known: dict[Arrangement, Trial | None] = {}
+
+    def add(arrangement: Arrangement, trial: Trial) -> None:
+        known[arrangement] = trial
+        heappush(open_, (trial.seconds, len(known), changes(found, arrangement, problem.ranks)))
+
+    for trial in sorted([*trials, *_apart(problem, trials[0], styles, budget)], key=lambda trial: trial.seconds):
+        arrangement = Arrangement(trial.stages, trial.placement)
+        if arrangement not in known:
+            add(arrangement, trial)
+    best, idle = open_[0][0], 0
+    while open_ and open_[0][0] <= best * SLACK and best > enough and idle < PATIENCE and not budget.spent:
+        other = next(open_[0][2], None)
+        if other is None:
+            heappop(open_)
+        elif other not in known:
+            known[other] = None
+            if _possible(problem, other, best * SLACK, budget):
+                idle += 1
+                made = screen(problem, other.stages, other.placement, styles, best * SLACK, budget)
+                if made is not None and made.seconds < best * SLACK:
+                    add(other, made)
+                    best, idle = (made.seconds, 0) if made.seconds < best * (1 - 1e-6) else (best, idle)
+    kept = [trial for trial in known.values() if trial is not None]
+    return sorted(kept, key=lambda trial: (trial.seconds, len(trial.stages)))[:KEPT]
+
+
+def _free_styles(problem: Problem, trial: Trial, budget: Budget) -> tuple[Style, ...]:
+    """The trial's own style, and those that suit it best."""
+    made: list[tuple[float, int, Style]] = []
+    for style in STYLES:
+        other = screen(problem, trial.stages, trial.placement, (style,), budget=budget)
+        if other is not None:
+            made.append((other.seconds, len(made), style))
+    count = len(STYLES) if len(problem.units) <= SMALL else TRIED
+    return tuple(dict.fromkeys([trial.style, *(style for *_, style in sorted(made)[:count])]))
+
+
+def _apart(problem: Problem, trial: Trial, styles: Sequence[Style], budget: Budget) -> Iterator[Trial]:
+    """The trial with every unit as a stage of its own, where these are few."""
+    if len(problem.units) <= APART:
+        home = [trial.placement[stage] for stage in homes_of(trial.stages)]
+        other = screen(problem, tuple((u,) for u in range(len(home))), home, styles, budget=budget)
+        yield from [other] if other is not None else []
+
+
+def _possible(problem: Problem, other: Arrangement, below: float, budget: Budget) -> bool:
+    """Whether it may take less than `below` seconds: its ranks' work, then the ways to it and back."""
+    loads = [0.0] * problem.ranks
+    for units, rank in zip(other.stages, other.placement):
+        own = problem.units_on[problem.kind_of[rank]]
+        loads[rank] += sum(own[u].work for u in units)
+    if max(loads) * sum(problem.scale or (1.0,) * problem.microbatches) >= below:
+        return False
+    work = WorkTables.of(pipeline(problem, other.stages, other.placement), other.placement, problem.microbatches)
+    budget.spend(PRICED)
+    try:
+        return makespan_bound(work, room(work, problem.limits)) < below
+    except InputError:  # it does not fit
+        return False
+
+
+# --- Small changes of a placement: two ranks that differ, or stand on different nodes, change places -----------------
+#
+# Terms: see csc.planning.screen.
+
+
+def swapped(problem: Problem, trial: Trial, budget: Budget) -> Trial:
+    """The trial after the swaps that shorten its step, until the budget is spent. Nothing where ranks are alike and
+    in a row.
+    """
+    better = True
+    while better:
+        better = False
+        for one, other in _pairs(problem):
+            if budget.spent:
+                return trial
+            change = {one: other, other: one}
+            home = [change.get(rank, rank) for rank in trial.placement]
+            tried = screen(problem, trial.stages, home, (trial.style,), trial.seconds, budget)
+            if tried is not None and tried.seconds < trial.seconds * (1 - 1e-6):
+                trial, better = tried, True
+    return trial
+
+
+def _pairs(problem: Problem) -> Iterator[tuple[int, int]]:
+    places = problem.network.places
+    for one in range(problem.ranks):
+        for other in range(one + 1, problem.ranks):
+            apart = bool(places) and places[one].nodes != places[other].nodes
+            if apart or problem.kind_of[one] != problem.kind_of[other]:
+                yield one, other
+
+
+# --- The published schedules as they are: what a plan has to be at least as good as ----------------------------------
+#
+# Terms: see csc.planning.ways and csc.planning.screen. A search makes its own orders of these, with B and W apart
+# wherever there is room. As published, they may hold less; and they are few, so all of them are looked at, whatever
+# else a search has time for.
+
+
+PUBLISHED_KEPT = 2
+# With one stage on each rank, and with more; GPipe is never faster than those that hold less.
+ALONE, NAMES = ("1f1b", "zb-h1", "zb-h2", "eager-1f1b"), ("interleaved-1f1b", "interleaved-zb", "zb-v")
+CUTS = 20_000  # stages times units up to which cuts by csc's bound are made
+
+
+def published(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, budget: Budget) -> list[Trial]:
+    """Of every placement, every schedule that runs on it and every split, as long as the budget allows it."""
+    found: list[Trial] = []
+    for home in ways:
+        for stages in [fixed] if fixed else splits(problem, home):
+            found += _on(problem, stages, home, budget)
+            if found and budget.spent:
+                return _best(problem, found)
+    return _best(problem, found)
+
+
+def _best(problem: Problem, found: Sequence[Trial]) -> list[Trial]:
+    kept: list[Trial] = []
+    for trial in sorted(found, key=lambda each: each.seconds):
+        if len(kept) < PUBLISHED_KEPT and trial.seconds < math.inf and _fits(problem, trial):
+            kept.append(trial)
+    return kept
+
+
+def splits(problem: Problem, home: Placement) -> list[Stages]:
+    """In order of execution."""
+    found = even(problem, home)
+    if not problem.kinds and len(home) * len(problem.units) <= CUTS:
+        aware = contiguous(replace(problem, ranks=len(home), memory=math.inf))
+        found += [] if aware is None else [aware]
+    return list(dict.fromkeys(found))
+
+
+def _on(problem: Problem, stages: Stages, home: Placement, budget: Budget) -> Iterator[Trial]:
+    work = WorkTables.of(pipeline(problem, stages, home), home, problem.microbatches)
+    try:
+        allowed = room(work, problem.limits)
+    except InputError:
+        return
+    for name in NAMES if len(home) > problem.ranks else ALONE:
+        if budget.spent and name not in (ALONE[0], NAMES[0]):
+            return
+        try:
+            orders = ORDERS[name](work, allowed)
+        except InputError:
+            continue  # it wants its stages elsewhere
+        budget.spend(len(work.lanes) * work.microbatches)
+        yield Trial(stages, home, makespan(work, orders), name, work, orders, _held(work, orders, allowed))
+
+
+def _held(work: WorkTables, orders: Sequence[Sequence[int]], allowed: Sequence[float] | None) -> list[float] | None:
+    """What the orders hold themselves, so that changes of them leave the rest to messages; enough for other orders."""
+    if allowed is None:
+        return None
+    needed = (reserve(work, rank).most for rank in range(work.ranks))
+    return [min(has, max(each)) for has, *each in zip(allowed, peaks(work, orders), needed)]
+
+
+def _fits(problem: Problem, trial: Trial) -> bool:
+    allowed = room(trial.work, problem.limits)
+    if allowed is None:
+        return True
+    if problem.waiting:
+        return excess(trial.work, trial.orders, allowed) is None
+    return all(most <= has * (1 + 1e-9) for most, has in zip(peaks(trial.work, trial.orders), allowed))
+
+
+# --- Drafts: what even cuts come to on every placement, each under the orders that do best there ---------------------
+#
+# Terms: see csc.planning.ways and csc.planning.screen.
+#
+# Where a step has many actions, the search of partitions takes so long that few of them are ever ordered, and most of
+# the time on few placements. A draft searches for nothing: units evened out by work over all stages of a placement,
+# and a greedy order in the turns of the published schedule with B and W apart. It takes a small part of the time, and
+# where stages are many it is often the better plan. Of the placements on which that is fastest more cuts are looked
+# at.
+
+
+CLOSER_DRAFTS = 3  # placements of which more cuts are looked at
+LARGE = 10_000  # actions of a step, beyond which only these numbers of stages on a rank are looked at
+SOME = (1, 2, 4, 6, 8, 12)
+DRAFTED_ALONE: tuple[Style, ...] = ("1f1b", "zb-h1", "eager-1f1b", ((0, 1, 2), None, 0.0, False))
+DRAFTED_TURNS: tuple[Style, ...] = (NamedScheduleGreedy("interleaved-zb", fused=False),)
+FOLDED: tuple[Style, ...] = ("zb-v",)
+
+
+def drafts(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, budget: Budget) -> list[Trial]:
+    """fixed: the stages, if they are given. Once something is found it ends when the budget is spent."""
+    found: dict[Placement, list[Trial]] = {}
+
+    def look(home: Placement, cuts: Sequence[Stages]) -> None:
+        for stages in cuts:
+            best = min((each.seconds for listed in found.values() for each in listed), default=math.inf)
+            if found and budget.spent:
+                return
+            trial = screen(problem, stages, home, _draft_styles(problem, home), best, budget)
+            if trial is not None:
+                found.setdefault(home, []).append(trial)
+
+    for home in ways if fixed else _some(problem, ways):
+        look(home, [fixed] if fixed else _first(problem, home))
+    if not fixed and not problem.kinds:
+        for home in sorted(found, key=lambda each: found[each][0].seconds)[:CLOSER_DRAFTS]:
+            look(home, spread(problem, home))
+    return sorted((trial for listed in found.values() for trial in listed), key=lambda each: each.seconds)
+
+
+def _some(problem: Problem, ways: Sequence[Placement]) -> list[Placement]:
+    actions = 3 * problem.microbatches
+    return [home for home in ways if actions * len(home) <= LARGE or len(home) // problem.ranks in SOME]
+
+
+def _first(problem: Problem, home: Placement) -> list[Stages]:
+    found = even(problem, home)[-1:]  # by all work
+    if len(home) == problem.ranks and problem.memory is not None and not problem.kinds:
+        roomy = contiguous(problem)
+        found += [] if roomy is None else [roomy]
+    return list(dict.fromkeys(found))
+
+
+def _draft_styles(problem: Problem, home: Placement) -> Sequence[Style]:
+    ranks = problem.ranks
+    if len(home) == ranks:
+        return DRAFTED_ALONE
+    return DRAFTED_TURNS if home == home[:ranks] * (len(home) // ranks) else FOLDED
+
+
+# --- The search of schedule `auto`: partitions, placements and orders together ---------------------------------------
+#
+# Terms: see csc.planning.ways and csc.planning.screen. A *round* looks at many trials; the best of it go on to the
+# next.
+#
+# From many trials, looked at quickly, to few, searched well: the partitions of every placement under a few orders;
+# units moved between stages of the best; the full search of orders on what is left; stages of the best on other ranks
+# than those of the placements (csc.planning.joint). Nothing depends on time or chance, unless the budget's
+# clock ends the search.
+
 
 ACTIONS = 8e6  # simulated by default, below a microsecond each
 AT_LEAST = 16  # for each action of the step with one stage on a rank, however many these are
@@ -88,7 +449,12 @@ def searched(
     single = [trial for trial in trials if len(trial.placement) == problem.ranks]
     several = [trial for trial in trials if len(trial.placement) != problem.ranks]
     if not trials:  # auto says why
-        stages = fixed or (partitions(problem, ways[0], [one]) if problem.kinds else candidates(problem, one))[0]
+        stages = (
+            fixed
+            or (partitions(problem, ways[0], [one_in_flight]) if problem.kinds else candidates(problem, one_in_flight))[
+                0
+            ]
+        )
         auto(pipeline(problem, stages, ways[0]), ways[0], problem.microbatches, problem.limits)
     part = budget.part(HALF if several else 1.0)
     best_single = _refined(problem, single, enough, fixed is None, swaps, part, effort)
@@ -144,7 +510,7 @@ def _tried(
     """The partitions for a placement."""
     if fixed:
         return [fixed]
-    found = partitions(problem, home, [None, one], known, actions)
+    found = partitions(problem, home, [None, one_in_flight], known, actions)
     if len(home) == problem.ranks and bound and not problem.kinds:
         found = [bound.stages, *found]
     return list(dict.fromkeys(found))

@@ -1,43 +1,360 @@
-"""Partition: cut regions into stages.
-
-Terms: a *cost* is a region's time in any whole unit (say, nanoseconds); a *cut* is the first region of a
-stage. The *makespan* of a stage is the sum of its regions' costs; pipelines run at the pace of the largest.
-A *unit* is a region in numbers, the *depth* of a stage is the number of stages from it to the end (1: the last), the
-*trunk* is the component that the last unit belongs to.
-
-    balance(costs, stages) -> [first region of each stage]      the largest stage is as small as it can be
-    at_cuts(names, cuts)   -> [first region of each stage]      cut before the named regions
-    partition(problem, in_flight, layout) -> stages             the largest stage bound is as small as it can be
-    candidates(problem, in_flight, shares, layouts) -> [stages] a few good and different ones
-    describe(problem, stages) -> text                           which components share, alternate or run side by side
-"""
+"""Partition: cut regions into stages."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from csc.errors import InputError
-from csc.planning.branches import Branches, Stages, branches
-from csc.planning.coarse import lumped
-from csc.planning.frontiers import feasible, least, narrow, parts_of
-from csc.planning.partition_bound import check_ranks, floor_of
-from csc.planning.problem import Problem
-from csc.planning.room import Room
-from csc.planning.segment_bounds import ChainTables, segments, stages_between
-from csc.planning.unit_moves import depths, held, homes, settle
+from csc.planning.frontiers import feasible, least, least_cap, lots, narrow, on_ranks, parts_of
+from csc.planning.partition_bound import check_ranks, floor_of, spread_over_kinds, weights
+from csc.planning.problem import Branches, Problem, Stages, Value, branches, lumped, numbered
+from csc.planning.segment_bounds import (
+    ChainTables,
+    Room,
+    bounds,
+    largest_fused,
+    largest_working,
+    segments,
+    stage_bounds,
+    stages_between,
+    totals,
+    ways,
+)
 from csc.simulation.page import bytes_text
+
+# --- Small changes of a partition: one unit goes to a neighbouring stage ---------------------------------------------
+#
+# Terms: see csc.planning.problem. A *neighbour* of a unit is a stage that holds a unit right before or after it.
+
+
+ROUNDS = 20  # over all units; what is left to gain after a few is little
+
+
+def homes_of(stages: Sequence[Sequence[int]]) -> list[int]:
+    """The stage of each unit."""
+    home = [0] * sum(len(units) for units in stages)
+    for s, units in enumerate(stages):
+        for unit in units:
+            home[unit] = s
+    return home
+
+
+def neighbours(found: Branches, stages: Sequence[Sequence[int]], home: Sequence[int], unit: int) -> list[int]:
+    """Where a unit can go from home[unit]. One with its stage's units on both sides stays, as does one alone."""
+    stage = home[unit]
+    if len(stages[stage]) == 1:
+        return []
+    ahead = {home[a] for a in found.before[unit]}
+    behind = {home[a] for a in found.after[unit]}
+    targets = (ahead if stage not in ahead else set()) | (behind if stage not in behind else set())
+    return sorted(targets - {stage})
+
+
+def moves(found: Branches, stages: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """Every (unit, its stage, a neighbour), by unit."""
+    home = homes_of(stages)
+    for unit, stage in enumerate(home):
+        yield from ((unit, stage, target) for target in neighbours(found, stages, home, unit))
+
+
+def moved(found: Branches, stages: Sequence[Sequence[int]], unit: int, to: int) -> Stages | None:
+    """The stages after the move, numbered anew."""
+    home = homes_of(stages)
+    home[unit] = to
+    try:
+        return numbered(found, home)
+    except InputError:
+        return None
+
+
+def depths(found: Branches, stages: Sequence[Sequence[int]]) -> list[int]:
+    """The number of stages on the longest path from each stage to the end, itself included. Stages are numbered."""
+    home = homes_of(stages)
+    depth = [1] * len(stages)
+    for s in range(len(stages) - 1, -1, -1):
+        later = {home[after] for unit in stages[s] for after in found.after[unit]} - {s}
+        depth[s] = 1 + max((depth[t] for t in later), default=0)
+    return depth
+
+
+def held(problem: Problem, found: Branches, stages: Sequence[Sequence[int]], room: Room) -> list[float]:
+    """Bytes that the rank of each stage needs; see csc.planning.segment_bounds.Room."""
+    needs = []
+    for members, depth in zip(stages, depths(found, stages)):
+        units = [problem.units[u] for u in members]
+        saved = sum(unit.saved for unit in units if unit.has_b)
+        stashed = sum(unit.stashed for unit in units if unit.has_w)
+        working = max(unit.working for unit in units)
+        moment = min(max(unit.fused for unit in units), max(0.0, stashed - saved))
+        needs.append(
+            sum(unit.state for unit in units) + room.scale * (room.in_flight[depth] * saved + moment + working)
+        )
+    return needs
+
+
+def settle(
+    problem: Problem, tables: ChainTables, stages: Stages, cap: float, room: Room | None, part: Sequence[int]
+) -> Stages:
+    """Move single units while no bound goes above `cap`, the memory is kept, no stage mixes parts, and it gets better.
+
+    Better: fewer bytes of messages; else the two stages' bounds are smaller, the larger one first; else their state
+    and saved bytes are more even.
+    """
+    found = tables.branches
+    touching: list[list[Value]] = [[] for _ in problem.units]
+    for value in problem.values:
+        for unit in {value.maker, *value.readers}:
+            touching[unit].append(value)
+    total = 1e-9 * sum(value.size + value.gradient_size for value in problem.values)
+    limit = cap * (1 + 1e-12)
+    for _ in range(ROUNDS):
+        better = False
+        for unit, source, target in list(moves(found, stages)):
+            if len(stages[source]) == 1 or unit not in stages[source] or part[unit] != part[stages[target][0]]:
+                continue
+            home = homes_of(stages)
+            before = sum(message_bytes(value, home) for value in touching[unit])
+            home[unit] = target
+            change = sum(message_bytes(value, home) for value in touching[unit]) - before
+            if change > total:
+                continue
+            pair = [stages[source], stages[target]]
+            other = [[u for u in pair[0] if u != unit], sorted([*pair[1], unit])]
+            old, new = stage_bounds(tables, pair), stage_bounds(tables, other)
+            if max(new) > limit:
+                continue
+            if change >= -total and not _smaller(new, old, cap):
+                continue
+            after = moved(found, stages, unit, target)
+            if after is None or (room and max(held(problem, found, after, room)) > room.memory * (1 + 1e-12)):
+                continue
+            if [set(units) for units in after] != [
+                set(other[0] if s == source else other[1] if s == target else units) for s, units in enumerate(stages)
+            ]:
+                better, stages = True, after
+                break  # the stages have new numbers
+            better, stages = True, after
+        if not better:
+            break
+    return stages
+
+
+def _smaller(new: Sequence[float], old: Sequence[float], cap: float) -> bool:
+    for a, b in zip(sorted(new, reverse=True), sorted(old, reverse=True)):
+        if abs(a - b) > 1e-9 * cap:
+            return a < b
+    return False
+
+
+def message_bytes(value: Value, home: Sequence[int]) -> float:
+    """Bytes that one value sends between stages, forward and back, when unit u is in stage home[u]."""
+    made = home[value.maker]
+    size = value.size * len({home[reader] for reader in value.readers} - {made})
+    visits = [home[reader] for reader, given in zip(value.readers, value.gradient) if given]
+    hops = sum(a != b for a, b in zip([made, *visits], visits))
+    return size + value.gradient_size * hops
+
+
+# --- The best cuts of the units in their order, by what memory leaves possible in each stage -------------------------
+#
+# Terms: see csc.planning.problem. *Early* is the work that a rank can do before its first B: F's whose saved bytes
+#   fit;
+# *late* is what it can do after its last B: W's whose stashed bytes fit. The larger memory is, the more of the ways
+#   there
+# and back is filled with them.
+#
+# For a stage with summed times F, B, W, and with the longest paths of csc.planning.partition_bound: f up to its F, b
+# up to its B, y after its B; m and r as there:
+#
+#     need(S) = max( r f + m (F + B + W),  r b + m (F + B + W) - early,
+#                    r b + m (F + B + W) - early - late + r y,  r f + m (F + B + W) - late + r y )
+#
+# The bounds of csc.planning.partition_bound take all of early and late for granted. With little memory the last
+# stages, which have no early work, should have less to do than those say.
+
+
+Floats = npt.NDArray[np.float64]
+SLACK = 1 + 1e-9
+
+
+def contiguous(problem: Problem, home: Sequence[int] | None = None) -> Stages | None:
+    """Of all cuts of the units in their order the one whose largest `need` is least. None if nothing fits. home: the
+    rank of each stage, in order, where ranks differ.
+
+    Time and memory are quadratic in the units.
+    """
+    check_ranks(problem)
+    assert problem.memory is not None
+    found = branches(problem)
+    count = len(problem.units)
+    alike = [problem.alike(kind) for kind in range(max(1, len(problem.kinds)))]
+    every = [_needs(one, segments(one, found)) for one in alike]
+    best = np.full(count + 1, np.inf)
+    best[0] = 0.0
+    starts = []
+    for stage in range(problem.ranks):
+        costs = every[problem.kind_of[stage if home is None else home[stage]]]
+        through = np.maximum(best[:, None], costs)  # [first unit, end]
+        starts.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    if not np.isfinite(best[count]):
+        return None
+    home = [0] * count
+    end = count
+    for stage in reversed(range(problem.ranks)):
+        first = int(starts[stage][end])
+        home[first:end] = [stage] * (end - first)
+        end = first
+    return numbered(found, home)
+
+
+def _needs(problem: Problem, tables: ChainTables) -> Floats:
+    """(units + 1, units + 1): `need` of the stage from one unit up to another; infinite if it does not fit."""
+    count = len(problem.units)
+    reached = np.zeros((count + 1, len(tables.lengths)), dtype=np.int64)  # by unit, the place on every chain
+    for u, (c, _) in enumerate(tables.branches.place):
+        reached[u + 1] = reached[u]
+        reached[u + 1, c] += 1
+    first, end = np.triu_indices(count + 1, 1)
+    low, high = reached[first], reached[end]
+    forward, backward, weight, state, saved, stashed = np.maximum(totals(tables, low, high).T, 0.0)
+    before_f, into_b, after_b, out_of_f = ways(tables, low, high)
+    m, r = tables.work, tables.ramp
+    largest = max(problem.scale or (1.0,))
+    assert problem.memory is not None
+    space = problem.memory * SLACK - state - largest * largest_working(tables, low, high)
+    saved, stashed = saved * largest, stashed * largest
+    moment = np.minimum(np.maximum(stashed - saved, 0.0), largest * largest_fused(tables, low, high))
+    turns = _turning(problem, first, end)
+    microbatches = float(problem.microbatches)
+    before_b = r * np.maximum(before_f + forward, into_b)
+    in_flight = _fitting(space - moment, saved, microbatches)
+    early = np.minimum(in_flight / microbatches * m * forward, before_b - r * before_f)
+    late = _fitting(space, stashed, microbatches) / microbatches * m * weight
+    work = m * (forward + backward + weight)
+    way = r * before_f + work
+    back = r * after_b
+    there = np.maximum.reduce([way, before_b + work - early, before_b + work - early - late + back, way - late + back])
+    need = np.maximum(bounds(tables, low, high), np.where(turns, there, r * (before_f + out_of_f) + m * forward))
+    need[turns & (in_flight < 1)] = np.inf
+    need[space < 0] = np.inf
+    result = np.full((count + 1, count + 1), np.inf)
+    result[first, end] = need
+    return result
+
+
+def _turning(problem: Problem, first: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of these stages take part in the backward pass."""
+    running = np.concatenate([[0], np.cumsum([unit.has_b for unit in problem.units])])
+    found: npt.NDArray[np.bool_] = running[end] > running[first]
+    return found
+
+
+def _fitting(space: Floats, each: Floats, most: float) -> Floats:
+    """How many of so many bytes fit, at most `most`."""
+    space = np.maximum(space, 0.0)
+    count: Floats = np.floor(np.divide(space, each, out=np.full_like(space, most), where=each * most > space))
+    return np.minimum(count, most)
+
+
+# --- Partitions and the order of ranks where ranks are of several kinds, one stage on each ---------------------------
+#
+# Terms: see csc.planning.frontiers. An *order* is the rank of each stage. Which rank of a kind has which of its
+# stages matters to links alone.
+
+
+Order = tuple[int, ...]
+
+SHARES_OF_KINDS = (
+    0.25,
+    0.5,
+    1.0,
+)  # of the ways to a stage and back; the first is the best one where there is time for one
+MANY = 8_000  # ranks times units beyond which that is so, and orders are not searched for
+FREE = 0.5  # the share for orders
+FRONTIERS = 300  # of the short chains, and 3,000 with the cells; where there are more, units are taken together
+CELLS = 3_000
+CLOSE = 2e-3
+
+
+def orders(problem: Problem) -> list[Order]:
+    """At most four, without those that are the same."""
+    listed = range(problem.ranks)
+    slow = weights(problem)  # a second of a fast rank counts more
+    by_speed = sorted(listed, key=lambda rank: (-slow[problem.kind_of[rank]], rank))
+    found: list[Order] = [*_searched(problem), tuple(listed), tuple(by_speed)]
+    found.append(tuple(sorted(listed, key=lambda rank: (slow[problem.kind_of[rank]], rank))))
+    return list(dict.fromkeys(found))
+
+
+def _searched(problem: Problem) -> list[Order]:
+    """The order that the search for stages takes if it may choose; none where that would take too long."""
+    cells = 1
+    for kind in problem.kinds:
+        cells *= len(kind.ranks) + 1
+    if cells > CELLS or problem.ranks > len(problem.units) or _large(problem):
+        return []
+    lumps = lumped(problem, max(1, min(FRONTIERS, CELLS // cells)))
+    found = branches(lumps.problem)
+    one = [1.0] * (problem.ranks + 1)
+    best = least_cap(lots(lumps.problem, found, one, FREE), spread_over_kinds(problem), within=CLOSE)
+    return [] if best is None else [on_ranks(lumps.problem, found, segments(lumps.problem, found), best[1])[1]]
+
+
+def partitions(
+    problem: Problem, home: Sequence[int], limits: Sequence[Callable[[int], float] | None]
+) -> list[Stages]:  # fmt: skip
+    """Stages whose largest bound is least, the ways counted in several shares; limits: as of csc.planning.ways. Then
+    cuts of the units in their order by what memory leaves possible. Empty if nothing fits.
+    """
+    lumps = lumped(problem, FRONTIERS)
+    found = branches(lumps.problem)
+    tables = segments(lumps.problem, found)
+    order = [problem.kind_of[rank] for rank in reversed(home)]
+    listed: list[Stages] = []
+    floor = spread_over_kinds(problem)
+    for limit in limits:
+        each = limit or (lambda depth: float(min(problem.microbatches, depth)))
+        in_flight = None if problem.memory is None else [float(each(depth)) for depth in range(problem.ranks + 1)]
+        for share in SHARES_OF_KINDS[: 1 if _large(problem) else None]:
+            best = least_cap(lots(lumps.problem, found, in_flight, share), floor, order, within=CLOSE)
+            if best is not None:
+                listed.append(lumps.stages(on_ranks(lumps.problem, found, tables, best[1])[0]))
+        if listed or problem.memory is None:
+            break
+    roomy = problem if problem.memory is not None else replace(problem, memory=float("inf"))
+    cuts = contiguous(roomy, home)
+    listed += [] if cuts is None else [cuts]
+    return list(dict.fromkeys(listed))
+
+
+def _large(problem: Problem) -> bool:
+    return problem.ranks * len(problem.units) > MANY
+
+
+# --- Partition: cut regions into stages ------------------------------------------------------------------------------
+#
+# Terms: a *cost* is a region's time in any whole unit (say, nanoseconds); a *cut* is the first region of a
+# stage. The *makespan* of a stage is the sum of its regions' costs; pipelines run at the pace of the largest.
+# A *unit* is a region in numbers, the *depth* of a stage is the number of stages from it to the end (1: the last), the
+# *trunk* is the component that the last unit belongs to.
+
 
 Layout = Literal["any", "apart", "colocated"]
 InFlight = Callable[[int], float]
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the ways to a stage and back, for candidates
 MIDDLE = 0.5  # the share for the other layouts
-FRONTIERS = 300  # of the short chains, for candidates; where there are more, units of encoders are taken together
-CLOSE = 2e-3  # how near a candidate's largest bound is to the least of its kind
+# of the short chains, for candidates; where there are more, units of encoders are taken together
+# how near a candidate's largest bound is to the least of its kind
 
 
 def balance(costs: Sequence[int], stages: int) -> list[int]:
@@ -125,7 +442,7 @@ def partition(problem: Problem, in_flight: InFlight | None = None, layout: Layou
     Exact: of all acyclic assignments of units to that many non-empty stages one with the least largest bound
     (csc.planning.partition_bound.stage_bound, and one microbatch's round trip). With problem.memory every stage keeps
     state + n * saved, n = in_flight(depth), and what B keeps for W of one microbatch at a time within it (see
-    csc.planning.room.Room); in_flight must not fall, the default min(microbatches, depth) is what 1F1B holds. Of
+    csc.planning.segment_bounds.Room); in_flight must not fall, the default min(microbatches, depth) is what 1F1B holds. Of
     partitions with equal bounds those with fewer bytes of messages, then smaller bounds of the other stages are
     preferred, as far as moving single units leads to them. The same problem always gives the same stages.
 
@@ -301,9 +618,81 @@ def _stages(count: int) -> str:
 
 def _ahead(found: Branches, stages: Sequence[Sequence[int]]) -> list[set[int]]:
     """For each stage all that it waits for, at first or second hand."""
-    home = homes(stages)
+    home = homes_of(stages)
     ahead: list[set[int]] = []
     for s, members in enumerate(stages):
         direct = {home[a] for u in members for a in found.before[u]} - {s}
         ahead.append(direct.union(*(ahead[t] for t in direct)))
     return ahead
+
+
+# --- Stages of which some belong to one component alone --------------------------------------------------------------
+
+
+NANOSECOND = 1e-9
+
+
+def own_stages(
+    problem: Problem, own: Sequence[tuple[str, int]], first: Sequence[tuple[str, object]] = ()
+) -> list[list[int]]:  # fmt: skip
+    """The units of each of `problem.ranks` stages: those of a named component in as many stages of its own, in front of
+    the stages of all others. If no stage is left for the others, they share those of the last component. Within both
+    the largest sum of F, B and W is as small as it can be. first: components whose stages stand in front of those of
+    the others, with how many ranks each has; in this order, if these differ.
+
+    InputError for a component that is not there, has fewer units than stages, or reads what stages behind make.
+    """
+    of: dict[str, list[int]] = {name: [] for name, _ in own}
+    others: list[int] = []
+    for place, unit in enumerate(problem.units):
+        of.get(unit.component, others).append(place)
+    missing = next((name for name, units in of.items() if not units), None)
+    if missing is not None:
+        raise InputError(
+            f"the mesh gives {missing} pipeline stages of its own, and nothing of it runs for the example batch",
+            "mesh", f"components: {', '.join(sorted({unit.component for unit in problem.units}))}",
+        )  # fmt: skip
+    ahead = dict(first)
+    turn = {name: i for i, name in enumerate(ahead)} if len({*ahead.values()}) > 1 else {}
+    front = sorted(own, key=lambda one: (one[0] not in ahead, turn.get(one[0], 0), of[one[0]][0]))
+    left = problem.ranks - sum(stages for _, stages in own)
+    rest = "all that has no stages of its own"
+    if left == 0:
+        rest, left = front.pop()
+        others = sorted([*others, *of.pop(rest)])
+    found: list[list[int]] = []
+    for name, stages in front:
+        found += _balanced(problem, name, of[name], stages)
+        _refuse_readers(problem, name, set().union(*found), ahead)
+    return found + _balanced(problem, rest, others, left)
+
+
+def _refuse_readers(problem: Problem, name: str, in_front: Collection[int], ahead: Collection[str]) -> None:
+    """InputError if the units up to those of a component read what others make, further back. ahead: components whose
+    stages stand in front.
+    """
+    for value in problem.values:
+        if value.maker not in in_front and any(reader in in_front for reader in value.readers):
+            maker = problem.units[value.maker]
+            remedy = f"give stages to the components that {name} reads in its place, and leave the rest to it"
+            if name in ahead:
+                remedy = (
+                    f"components on another number of ranks than the mesh's stand in front: let the mesh's be those of "
+                    f"{name} (of a dict those of the component named last), or put what it reads on another number too"
+                )
+            if maker.component in ahead:
+                remedy = f"name dp of {maker.component} in front of that of {name}: so do their stages stand"
+            raise InputError(
+                f"the mesh gives {name} pipeline stages in front of others, and it reads what {maker.name} of "
+                f"{maker.component} makes", "mesh", remedy,
+            )  # fmt: skip
+
+
+def _balanced(problem: Problem, what: str, units: Sequence[int], stages: int) -> list[list[int]]:
+    if len(units) < stages:
+        raise InputError(
+            f"the mesh has {stages} pipeline stages for {what}, which has {len(units)} regions", "mesh",
+            f"give it pp={max(1, len(units))}, or less",
+        )  # fmt: skip
+    cuts = balance([round(problem.units[unit].work / NANOSECOND) for unit in units], stages)
+    return [list(units[start:stop]) for start, stop in pairwise([*cuts, len(units)])]

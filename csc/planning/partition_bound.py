@@ -1,34 +1,245 @@
-"""Lower bounds of the makespan of one step: what no partition and no order of work can beat.
-
-Terms: see csc.planning.branches. The proofs are in docs/planning-bound.md. Messages take no time on their way
-and memory is left out, so the bounds hold for every network and every memory limit. Where ranks are of several
-kinds, see csc.planning.kind_bound.
-
-    stage_bound(problem, units)        seconds: a rank that runs these units as one stage
-    lower_bound(problem)               -> Bound: over every partition into one stage on each rank
-    shared_lower_bound(problem)        -> Bound: over every plan whatever, several stages on a rank included
-
-For a stage S with summed times F, B, W, with m the sum of the microbatches' scales and r the least of them, and with
-the longest paths of one microbatch of scale 1 that arrive from outside before its F (f) and its B (b, at least f + F),
-and that leave it after its B (y) and its F (x, at least B + y and B + W):
-
-    bound(S) = max( r (f + x) + m F,  r (f + y) + m (F + B),  r f + m (F + B + W),  r (b + y) + m B,  r b + m (B + W) )
-"""
+"""Lower bounds of the makespan of one step: what no partition and no order of work can beat."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from scipy.optimize import linprog
+
 from csc.errors import InputError
-from csc.planning import kind_bound
-from csc.planning.branches import branches, numbered, ramps
-from csc.planning.extension import EXACT
-from csc.planning.figures import check_figures
-from csc.planning.frontiers import least
-from csc.planning.pace import paced
-from csc.planning.problem import Problem
-from csc.planning.segment_bounds import ChainTables, segments, stage_bounds, stages_between
+from csc.planning.frontiers import least, least_cap, lots, on_ranks
+from csc.planning.problem import Floats, Ints, Problem, Stages, branches, check_figures, numbered, ramps
+from csc.planning.segment_bounds import (
+    EXACT,
+    Bools,
+    ChainTables,
+    Extension,
+    Measures,
+    best_frontiers,
+    extend,
+    fitting,
+    segments,
+    stage_bounds,
+    stages_between,
+    totals,
+)
+
+# --- A sharper lower bound: microbatches reach a stage no faster than the slowest F ahead of it ----------------------
+#
+# Terms: see csc.planning.problem. The *main chain* is the last one, the longest. The *pace* of a partition is the
+# largest F of a stage with units of the main chain.
+#
+# Take a stage S behind a stage P on the main chain whose F takes p. The k-th F on S starts at c + (k - 1) p or later,
+# c the F's of the main chain ahead of S. Before t, when the first B on S can start at all, S can only run F's;
+# whatever of them has not come by then is left for afterwards. So with e(p) = sum over k of min(F, t - max(f, c + (k -
+# 1) p)), and no more than t - f, the step takes at least t + m (F + B) - e(p) + max(y, m W). (f, y and m as in
+# csc.planning.partition_bound, for microbatches of equal size.)
+#
+# How the minimum over partitions is found. The pace lies in one of a few intervals (p, q]. For each of them the search
+# runs from the last stage on: stages with F up to p, which all have to keep the bound above; then the last stage with
+# F in (p, q]; then any stages with F up to q. A state may still be forgotten for one that leaves less: what becomes of
+# its continuation is a partition as good, either with that pace or with a slower one, which its own interval covers.
+
+
+INTERVALS = 14
+WITHIN = 2e-3  # how near the bound comes to the best of its kind
+STATES = 20_000  # frontiers of the short chains times ranks; beyond that the search would take too long
+
+
+def paced(problem: Problem, tables: ChainTables, ranks: int, seconds: float) -> float:
+    """Seconds that no plan with one stage on each rank can beat, at least `seconds`, itself such a bound.
+
+    `seconds` unchanged for microbatches of different sizes, where the main chain is not one of forward edges, and for
+    problems too large to search.
+    """
+    chain = tables.branches.chains[-1]
+    edges = set(ramps(problem).forward_edges)
+    count = problem.microbatches
+    if (
+        len(set(problem.scale or (1.0,))) > 1
+        or any(pair not in edges for pair in itertools.pairwise(chain))
+        or np.prod(tables.lengths[:-1] + 1.0) * ranks > STATES
+    ):
+        return seconds
+    forward = np.array([problem.units[u].forward for u in chain])
+    ahead = np.concatenate([[0.0], np.cumsum(forward)])
+    least = max(float(forward.max()), float(ahead[-1]) / ranks) * (1 - 1e-9)
+    if least <= 0:
+        return seconds
+    ratio = max(2.0, seconds / tables.work / least) ** (1 / (INTERVALS - 1))
+    grid = [least * ratio**i for i in range(INTERVALS)]
+    intervals = list(zip(grid, [*grid[1:], float("inf")]))
+    tried = 0
+
+    def find(cap: float) -> bool:
+        nonlocal tried
+        for i in [*range(tried, len(intervals)), *range(tried)]:
+            pace, most = intervals[i]
+            if _possible(tables, ranks, cap, pace, most, ahead, count):
+                tried = i  # the next cap is near, so probably the interval is the same
+                return True
+        return False
+
+    if find(seconds * (1 + 1e-9)):
+        return seconds
+    low, high = seconds, seconds * 1.02
+    while not find(high):
+        low, high = high, high * 1.04
+    while high > low * (1 + WITHIN):
+        middle = (low + high) / 2
+        low, high = (low, middle) if find(middle) else (middle, high)
+    return low
+
+
+def _possible(tables: ChainTables, ranks: int, cap: float, pace: float, most: float, ahead: Floats, count: int) -> bool:
+    """Whether exactly `ranks` stages can keep the cap with a pace above `pace`, up to `most`."""
+    last = len(tables.lengths) - 1
+
+    def main_forward(low: Ints, high: Ints, amounts: Floats) -> Floats:
+        return np.where(high[:, last] > low[:, last], amounts[:, 0], 0.0)
+
+    def behind(low: Ints, high: Ints, measured: Measures) -> Bools:
+        good: Bools = main_forward(low, high, measured.amounts) <= pace * (1 + 1e-12)
+        good &= _bound(tables, low, high, measured, pace, ahead, count) <= cap * (1 + 1e-12)
+        return good
+
+    def before(low: Ints, high: Ints, measured: Measures) -> Bools:
+        good: Bools = main_forward(low, high, measured.amounts) <= most * (1 + 1e-12)
+        return good
+
+    slow = Extension(tables, cap, check=behind)
+    free = Extension(tables, cap, check=before)
+    none = np.zeros((1, 0), dtype=np.int64)
+
+    def extended(step: Extension, state: Ints, left: int) -> tuple[Ints, Ints]:
+        if not len(state):
+            return state, np.zeros(0, dtype=np.int64)
+        low, rows, _ = extend(step, state, np.repeat(none, len(state), axis=0), left, False)
+        return low, rows
+
+    waiting = tables.lengths[None, :].copy()  # states without a stage of this pace
+    passed = waiting[:0]
+    for left in range(ranks - 1, 0, -1):
+        direct, rows = extended(free, waiting, left)
+        at = waiting[rows]
+        direct = direct[main_forward(direct, at, totals(tables, direct, at)) > pace]
+        on, _ = extended(free, passed, left)
+        passed = np.concatenate([direct, on])
+        passed = passed[best_frontiers(tables, passed)] if len(passed) else passed
+        waiting, _ = extended(slow, waiting, left)
+        if not len(waiting) and not len(passed):
+            return False
+    ends = np.concatenate([passed, waiting])
+    zero = np.zeros_like(ends)
+    good = fitting(free, zero, ends, np.repeat(none, len(ends), axis=0))
+    rest = zero[len(passed) :]
+    good[len(passed) :] &= main_forward(rest, waiting, totals(tables, rest, waiting)) > pace
+    return bool(good.any())
+
+
+def _bound(
+    tables: ChainTables, low: Ints, high: Ints, measured: Measures, pace: float, ahead: Floats, count: int
+) -> Floats:
+    """The bound of each segment behind a stage of this pace; 0 for segments that it says nothing about."""
+    forward, backward, weight = np.maximum(measured.amounts[:, :3].T, 0.0)
+    before_f, into_b, after_b, _ = measured.ways
+    start = np.maximum(before_f + forward, into_b)
+    first = ahead[low[:, -1]]
+    whole = np.clip(np.floor((start - forward - first) / pace) + 1, 0, count)
+    part = np.where(whole < count, np.clip(start - first - whole * pace, 0.0, forward), 0.0)
+    early = np.minimum(start - before_f, whole * forward + part)
+    end = np.maximum(tables.ramp * after_b, tables.work * weight)
+    bound = tables.ramp * (start - early) + tables.work * (forward + backward) + end
+    there = (low[:, -1] > 0) & (high[:, -1] > low[:, -1]) & (backward > 0)
+    return np.where(there, bound, 0.0)
+
+
+# --- Lower bounds where ranks are of several kinds -------------------------------------------------------------------
+#
+# Terms: see csc.planning.frontiers and docs/planning-bound.md. A *weight* of a kind is what a second of one of its
+# ranks counts; the weights of all ranks add up to 1.
+#
+# All ranks together have T seconds each. Count those of a rank with its weight: T is at least the weighted sum of what
+# they do. A unit counts no less than where its seconds, so weighted, are the fewest:
+#
+#     T >= m * sum over u of min over kinds k of w_k * work of u on k  +  r * sum over ranks of w * way of the rank
+#
+# Any weights make this a bound; those that make the first sum the largest solve the dual of the linear program that
+# divides units among ranks like water (Lenstra, Shmoys, Tardos 1990).
+
+
+SEARCHED = 3_000  # cells times frontiers of the short chains up to which partitions are searched
+WITHIN_OF_KINDS = 1e-6
+
+
+def weights(problem: Problem) -> list[float]:
+    """By kind; they need not be the best ones for `spread` to be a bound."""
+    kinds = problem.kinds
+    work = _work(problem)
+    count, units = work.shape
+    scale = work.max() or 1.0
+    costs = np.concatenate([np.zeros(count), -np.ones(units)])
+    rows = np.zeros((count * units, count + units))
+    for k in range(count):
+        own = slice(k * units, (k + 1) * units)
+        rows[own, k] = -work[k] / scale
+        rows[own, count:] = np.eye(units)
+    ranks = np.concatenate([[float(len(kind.ranks)) for kind in kinds], np.zeros(units)])[None, :]
+    found = linprog(costs, rows, np.zeros(len(rows)), ranks, [1.0], bounds=(0, None), method="highs")
+    chosen = np.maximum(found.x[:count], 0.0) if found.success else np.ones(count)
+    return [float(each) for each in chosen / (chosen * ranks[0, :count]).sum()]
+
+
+def _work(problem: Problem) -> Floats:
+    """[kind, unit]: seconds of F, B and W."""
+    return np.array([[sum(seconds) for seconds in kind.seconds] for kind in problem.kinds])
+
+
+def spread_over_kinds(problem: Problem, ways: Sequence[float] = ()) -> float:
+    """Seconds that no plan can beat. ways: the least seconds of one microbatch in which a rank has nothing to do, one
+    for each rank, of which it is not known whose they are.
+    """
+    scale = problem.scale or (1.0,) * problem.microbatches
+    own = weights(problem)
+    counted = (np.array(own)[:, None] * _work(problem)).min(axis=0).sum()
+    by_rank = sorted((own[kind] for kind in problem.kind_of), reverse=True)
+    idle = sum(weight * way for weight, way in zip(by_rank, sorted(ways)))  # least: large weights beside short ways
+    return float(sum(scale) * counted + min(scale) * idle)
+
+
+def lower_bound_of_kinds(problem: Problem) -> tuple[float, Stages]:
+    """What no plan with one stage on each rank can beat, wherever its stages stand, and stages for which the bound is
+    as low as that; none for problems too large to search, where only what holds for every plan is proven.
+    """
+    found = branches(problem)
+    tables = segments(problem, found)
+    floor = max(ramps(problem).round_trip * max(problem.scale or (1.0,)), spread_over_kinds(problem))
+    cells = math.prod(len(kind.ranks) + 1 for kind in problem.kinds)
+    if cells * math.prod(int(n) + 1 for n in tables.lengths[:-1]) > SEARCHED:
+        return floor, ()
+    least = least_cap(lots(problem, found), floor, empty=True, within=WITHIN_OF_KINDS)
+    assert least is not None  # without a memory limit every partition has a finite bound
+    stages, _ = on_ranks(problem, found, tables, least[1])
+    return max(floor, least[0] / (1 + WITHIN_OF_KINDS)), stages
+
+
+# --- Lower bounds of the makespan of one step: what no partition and no order of work can beat -----------------------
+#
+# Terms: see csc.planning.problem. The proofs are in docs/planning-bound.md. Messages take no time on their way and
+# memory is left out, so the bounds hold for every network and every memory limit. Where ranks are of several kinds,
+# see csc.planning.partition_bound.
+#
+# For a stage S with summed times F, B, W, with m the sum of the microbatches' scales and r the least of them, and with
+# the longest paths of one microbatch of scale 1 that arrive from outside before its F (f) and its B (b, at least f +
+# F), and that leave it after its B (y) and its F (x, at least B + y and B + W):
+#
+#     bound(S) = max( r (f + x) + m F,  r (f + y) + m (F + B),  r f + m (F + B + W),  r (b + y) + m B,  r b + m (B + W)
+#       )
+
 
 EXACTLY, NEARLY = 4_000, 1e-3  # ranks times units up to which the bound is exact, and how far it may be below elsewhere
 SOON = 0.2  # of the way from a cap found impossible to one that was reached: in large problems the first costs little
@@ -89,13 +300,13 @@ def lower_bound(problem: Problem) -> Bound:
 
     The minimum, over every acyclic assignment of the units to exactly `ranks` non-empty stages, of the largest
     `stage_bound` of a stage, and one microbatch's whole round trip: exact to a relative 1e-9, in large problems up to
-    0.1 % below that. Raised, where that is higher, to what csc.planning.pace proves. InputError for more ranks than
+    0.1 % below that. Raised, where that is higher, to what csc.planning.partition_bound proves. InputError for more ranks than
     units.
     """
     check_figures(problem)
     check_ranks(problem)
     if problem.kinds:
-        seconds, stages = kind_bound.lower_bound(problem)
+        seconds, stages = lower_bound_of_kinds(problem)
         seconds = _with_actions(problem, seconds)
         term = f"the work of one rank at its own speed, and {THERE}"
         return Bound(seconds, stages, ALONE if seconds <= round_trip(problem) * (1 + 1e-9) else term)
@@ -170,7 +381,7 @@ def shared_lower_bound(problem: Problem) -> Bound:
     behind.sort()
     n = problem.ranks
     if problem.kinds:
-        spread = kind_bound.spread(problem, [a + b for a, b in zip(ahead[:n], behind[:n])])
+        spread = spread_over_kinds(problem, [a + b for a, b in zip(ahead[:n], behind[:n])])
     else:
         work = sum(unit.work for unit in problem.units) * tables.work
         spread = (work + tables.ramp * (sum(ahead[:n]) + sum(behind[:n]))) / n

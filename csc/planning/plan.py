@@ -1,16 +1,4 @@
-"""The plan: stages, the rank of each, and the order of work, with what they are expected to take.
-
-Terms: see csc.planning.problem and csc.planning.branches. The *bound* is what no plan with one stage on each rank can
-beat (csc.planning.partition_bound); the *shared bound* holds for every plan, also with several stages on a rank. The
-*bubble* of a rank is the part of the makespan in which it has nothing to do.
-
-    plan(problem, schedule, chunks, stages, placement, effort, limit, tell) -> PipelinePlan
-
-A named schedule follows from the partition, so partitions are what is searched; with "auto" placements and orders are
-searched too (csc.planning.joint). That search does not see gathers, so it leaves room to keep what was gathered; where
-there is none, or a draft without that room is about as fast, it is made without, too. Nothing depends on time or
-chance, unless the limit ends the search: the same problem gives the same plan.
-"""
+"""The plan: stages, the rank of each, and the order of work, with what they are expected to take."""
 
 from __future__ import annotations
 
@@ -21,22 +9,199 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from csc.errors import CscError, InputError
-from csc.ir.schedule import Schedule
-from csc.planning.branches import Stages, branches
-from csc.planning.budget import Budget, Tell
-from csc.planning.draft_plan import DRAFTED, drafted, fitting, makes_room
-from csc.planning.figures import check_asked, check_figures
-from csc.planning.gathers import held_whole, on_one_rank, with_gathers
-from csc.planning.joint import budget_of, searched
-from csc.planning.partition import InFlight, candidates
-from csc.planning.partition_bound import check_ranks
-from csc.planning.pipeline_plan import PipelinePlan, check_room, excess, finished, verified
-from csc.planning.problem import Problem, pipeline
+from csc.ir.schedule import Schedule, verify
+from csc.planning.gathers import held_whole, on_one_rank, seconds_waited_for, with_gathers
+from csc.planning.joint import budget_of, drafts, searched
+from csc.planning.partition import InFlight, candidates, describe, homes_of, moved, neighbours
+from csc.planning.partition_bound import Bound, check_ranks, lower_bound, shared_lower_bound
+from csc.planning.problem import Problem, Stages, branches, check_asked, check_figures, pipeline
 from csc.planning.schedules import SCHEDULES, timed
-from csc.planning.unit_moves import homes, moved, neighbours
-from csc.planning.ways import Placement, checked, one, partitions, placements
-from csc.simulation.pipeline import peak_memory
-from csc.simulation.simulate import makespan
+from csc.planning.schedules.auto import finish
+from csc.planning.screen import Budget, Tell, Trial
+from csc.planning.ways import Placement, checked, one_in_flight, partitions, placements
+from csc.simulation.pipeline import Pipeline, peak_memory
+from csc.simulation.pipeline import peaks as peaks_of_run
+from csc.simulation.simulate import makespan, simulate
+
+# --- A plan: stages, the rank of each, the order of work, and what the simulator says about them ---------------------
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """stages[s]: its units; placement[s]: its rank. Times are seconds of one step, sizes bytes of each rank.
+
+    bubble: by rank, a part of 1. bound: None where a rank has several stages, as it does not hold for them, and of a
+    draft;
+    shared_bound: holds for every plan. layout: how the components share the ranks, in words.
+    """
+
+    stages: Stages
+    placement: tuple[int, ...]
+    schedule: Schedule
+    pipeline: Pipeline
+    makespan: float
+    peak_memory: tuple[float, ...]
+    bubble: tuple[float, ...]
+    bound: float | None
+    shared_bound: float
+    layout: str
+
+    @property
+    def gap(self) -> float:
+        """How much longer the step takes than the bound for plans of its kind, as a part of that bound."""
+        return self.makespan / (self.shared_bound if self.bound is None else self.bound) - 1
+
+
+def finished(
+    problem: Problem, stages: Stages, home: Placement, schedule: Schedule, bound: Bound | None = None,
+    bounded: bool = True,
+) -> PipelinePlan:  # fmt: skip
+    """The plan, with what the simulator says about it. bounded: with its bound. InputError if what gathers make whole
+    has no room.
+    """
+    numbers = pipeline(problem, stages, home)
+    schedule = with_gathers(numbers, schedule, problem.limits)
+    verified(numbers, schedule, problem.microbatches)
+    peaks = peak_memory(numbers, schedule)
+    if any(numbers.divided):
+        remedy = 'Ask for smaller stages with chunks=, more microbatches, recompute="auto", or more ranks'
+        check_room(problem, peaks, "with the stages that are whole at once", remedy)
+    if problem.waiting and problem.memory is not None:
+        run = simulate(numbers, schedule)
+        seconds, peaks = run.makespan, peaks_of_run(numbers, schedule, run)
+    else:
+        seconds = makespan(numbers, schedule)
+    scale = sum(problem.scale or (1.0,) * problem.microbatches)
+    busy = [0.0] * problem.ranks
+    for stage, rank in zip(numbers.stages, home):
+        busy[rank] += stage.work * scale
+    text = describe(problem, stages)
+    alone = len(home) == problem.ranks
+    return PipelinePlan(
+        stages=stages,
+        placement=home,
+        schedule=schedule,
+        pipeline=numbers,
+        makespan=seconds,
+        peak_memory=tuple(peaks),
+        bubble=tuple(1 - each / seconds if seconds else 0.0 for each in busy),
+        bound=(bound or lower_bound(problem)).seconds if alone and bounded else None,
+        shared_bound=shared_lower_bound(problem).seconds,
+        layout=text if alone else f"{text}; {len(home)} stages on {problem.ranks} ranks",
+    )
+
+
+def excess(problem: Problem, found: PipelinePlan) -> float:
+    """Less than nothing where all fit, messages that wait among it if the problem counts them."""
+    limits = (problem.limit_of(kind) for kind in problem.kind_of)
+    return max(0.0 if most is None else peak - most * (1 + 1e-9) for peak, most in zip(found.peak_memory, limits))
+
+
+def check_room(problem: Problem, peaks: Sequence[float], when: str, remedy: str) -> None:
+    """InputError if a rank holds more at its peak than the limit."""
+    for rank, peak in enumerate(peaks):
+        limit = problem.limit_of(problem.kind_of[rank])
+        if limit is not None and peak > limit * (1 + 1e-9):
+            raise InputError(
+                f"rank {rank} needs {math.ceil(peak)} bytes {when}, the limit is {math.floor(limit)}",
+                "plan",
+                remedy,
+            )
+
+
+def verified(numbers: Pipeline, schedule: Schedule, microbatches: int) -> None:
+    """ScheduleError unless it does the work of these stages."""
+    verify(schedule, numbers.messages, numbers.has_b, numbers.has_w, microbatches, numbers.divided)
+
+
+# --- A plan in a tenth of the time: what even cuts come to, put in order once (csc.planning.joint) ------------------
+
+
+DRAFTED = 2e6  # actions simulated for a draft, a second or two of an idle machine
+MARGIN = 1.1  # times what a draft holds too much, which the next one has less
+WAITED_FOR = 0.01  # of a step: where gathers of a draft take more, another leaves room to keep all stages
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """numbers: that it is the best draft of. seconds: of a step. waits: for gathers, of these."""
+
+    numbers: Problem
+    seconds: float
+    waits: float
+    trial: Trial
+    schedule: Schedule
+
+
+def draft(problem: Problem, limit: float | None = None) -> PipelinePlan | None:
+    """The best of what even cuts come to (csc.planning.joint), which memory is looked at but not made room for; None
+    if none of it fits. Without `bound`, which takes longer than the draft. limit: seconds, after which it is the best
+    of what was looked at.
+    """
+    check_figures(problem)
+    check_ranks(problem)
+    budget = Budget(DRAFTED, limit)
+    found: list[Drafted] = []
+    for numbers in [problem, held_whole(problem)] if makes_room(problem) else [problem]:
+        one = drafted(problem, numbers, budget)
+        if one is not None:
+            found.append(one)
+            if one.waits <= WAITED_FOR * one.seconds:
+                break
+    for one in sorted(found, key=lambda each: each.seconds):
+        made = fitting(problem, one, bounded=False)
+        if made is not None:
+            return made
+    return None
+
+
+def fitting(problem: Problem, one: Drafted, bounded: bool = True) -> PipelinePlan | None:
+    """The plan of a draft; where messages that wait have no room beside it, of another that leaves them some; None if
+    that has none either. bounded: as of csc.planning.plan.finished.
+    """
+    made = _plan_of(problem, one, bounded)
+    over = 0.0 if made is None else excess(problem, made)
+    if over > 0:
+        again = drafted(problem, one.numbers.less(over * MARGIN), Budget(DRAFTED))
+        made = None if again is None else _plan_of(problem, again, bounded)
+    return made if made is not None and excess(problem, made) <= 0 else None
+
+
+def _plan_of(problem: Problem, one: Drafted, bounded: bool) -> PipelinePlan | None:
+    with suppress(InputError):  # there is no room for what gathers make whole
+        return finished(problem, one.trial.stages, one.trial.placement, one.schedule, bounded=bounded)
+    return None
+
+
+def makes_room(problem: Problem) -> bool:
+    """Whether it may be faster to have room to keep what was gathered than to have more microbatches wait."""
+    return problem.memory is not None and problem.ranks > 1 and any(unit.gathered for unit in problem.units)
+
+
+def drafted(problem: Problem, numbers: Problem, budget: Budget) -> Drafted | None:
+    """What the best draft of `numbers` comes to, which is the problem or holds more."""
+    trials = drafts(numbers, placements(problem, "auto", None, None, None), None, budget)
+    if not trials:
+        return None
+    trial = trials[0]
+    own = pipeline(problem, trial.stages, trial.placement)
+    schedule = finish("auto", trial.work, trial.orders, numbers.limits)
+    schedule = with_gathers(own, schedule, problem.limits, one_by_one=False)
+    return Drafted(numbers, makespan(own, schedule), seconds_waited_for(own, schedule), trial, schedule)
+
+
+# --- The plan: stages, the rank of each, and the order of work, with what they are expected to take ------------------
+#
+# Terms: see csc.planning.problem and csc.planning.problem. The *bound* is what no plan with one stage on each rank
+#   can
+# beat (csc.planning.partition_bound); the *shared bound* holds for every plan, also with several stages on a rank. The
+# *bubble* of a rank is the part of the makespan in which it has nothing to do.
+#
+# A named schedule follows from the partition, so partitions are what is searched; with "auto" placements and orders
+# are searched too (csc.planning.joint). That search does not see gathers, so it leaves room to keep what was gathered;
+# where there is none, or a draft without that room is about as fast, it is made without, too. Nothing depends on time
+# or chance, unless the limit ends the search: the same problem gives the same plan.
+
 
 MOVES = 60  # partitions tried around the best one under a named schedule
 MARGINS = (1.1, 1.5, 2.0, 4.0)  # times what a plan holds too much, which the next one has less
@@ -68,7 +233,7 @@ def plan(
     each rank; None: as many as the schedule is made for, and with "auto" as many as is fastest. stages: the units of
     each stage, kept as they are. placement: the rank of each stage, kept as it is. effort: how much to search; 1.
     limit: seconds after which the search ends with the best plan that it has; None: never. tell: as of
-    csc.planning.budget.
+    csc.planning.screen.
 
     InputError for more stages than units, stages that leave units out or wait for each other, and a memory limit that
     nothing fits: the least that would, and what takes the space. ScheduleError for a schedule that does not do the work
@@ -154,7 +319,7 @@ def _planned(
     fixed = None if stages is None else _given(problem, stages, isinstance(schedule, Schedule))
     if isinstance(schedule, Schedule):
         home = checked(problem, tuple(schedule.placement.values()))
-        return _best(problem, [home], fixed, _kept(problem, schedule), [None, one])
+        return _best(problem, [home], fixed, _kept(problem, schedule), [None, one_in_flight])
     if schedule == "auto" and problem.ranks == 1 and placement is None and any(u.gathered for u in problem.units):
         return finished(problem, *on_one_rank(problem, chunks, fixed))
     ways = placements(problem, schedule, chunks, fixed, placement)
@@ -197,7 +362,7 @@ def _given(problem: Problem, stages: Sequence[Sequence[int]], may_be_empty: bool
     listed = sorted(unit for members in stages for unit in members)
     if listed != list(range(len(problem.units))) or not (may_be_empty or all(stages)):
         raise InputError("the stages do not hold every unit once, each stage at least one", "stages", "List them all")
-    home = homes(stages)
+    home = homes_of(stages)
     for unit, ahead in enumerate(branches(problem).before):
         for a in ahead:
             if home[a] > home[unit]:
@@ -213,7 +378,7 @@ def _given(problem: Problem, stages: Sequence[Sequence[int]], may_be_empty: bool
 def _limits(problem: Problem, schedule: str) -> list[InFlight | None]:
     """What the schedule holds at most; where nothing fits so, it may with microbatches of different sizes."""
     most: InFlight | None = (lambda depth: problem.microbatches) if schedule == "gpipe" else None
-    return [most, one]
+    return [most, one_in_flight]
 
 
 def _best(
@@ -251,7 +416,7 @@ def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way
     found = branches(problem)
     left = MOVES
     for unit in range(len(problem.units)):
-        at = homes(stages)
+        at = homes_of(stages)
         for target in neighbours(found, stages, at, unit):
             if left <= 0 or unit not in stages[at[unit]]:
                 continue
@@ -264,3 +429,69 @@ def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way
                 if seconds < best * (1 - 1e-6):
                     best, stages = seconds, other
     return stages
+
+
+# --- Plans beside a plan: the same problem under other schedules, and changed problems, each really planned ----------
+#
+# Terms
+#   variation   what is planned instead: a problem, a schedule, and what of the partition is given
+#   outcome     the plan of a variation, or the sentence that says why there is none; cut: its time was over before its
+#               search was, so there may be a better one
+
+
+EFFORT = 0.2  # of the search for each: within half a percent of the full one where both were tried
+
+
+@dataclass(frozen=True)
+class Variation:
+    """name: in words. problem: made when its turn comes, as that may take a compilation. schedule, chunks, stages,
+    placement: as of csc.planning.plan.plan. same: the plan beside which this stands would do here as it is.
+    """
+
+    name: str
+    problem: Callable[[], Problem]
+    schedule: str | Schedule = "auto"
+    chunks: int | None = None
+    stages: Sequence[Sequence[int]] | None = None
+    placement: Sequence[int] | None = None
+    same: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """plan: None if there is none, for the reason `why`. microbatches: of the step that was planned."""
+
+    variation: Variation
+    plan: PipelinePlan | None
+    microbatches: int = 0
+    why: str = ""
+    cut: bool = False
+
+
+def tried(variations: Sequence[Variation], seconds: float, tell: Callable[[str], None]) -> list[Outcome]:
+    """Plan each of them, in `seconds` of wall clock: each may take its share of what is left, and what it does not
+    take is there for those after it. tell: called with the name of each.
+    """
+    end = time.monotonic() + seconds
+    found: list[Outcome] = []
+    for number, variation in enumerate(variations):
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        tell(variation.name)
+        found.append(_outcome(variation, left / (len(variations) - number)))
+    return found
+
+
+def _outcome(variation: Variation, limit: float) -> Outcome:
+    began = time.monotonic()
+    try:
+        problem = variation.problem()
+        began = time.monotonic()
+        found = plan(
+            problem, variation.schedule, variation.chunks, variation.stages, variation.placement, EFFORT, limit
+        )  # fmt: skip
+    except CscError as error:
+        return Outcome(variation, None, why=error.what)
+    late = time.monotonic() - began >= limit
+    return Outcome(variation, found, problem.microbatches, cut=late and variation.schedule == "auto")

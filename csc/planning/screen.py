@@ -1,31 +1,85 @@
-"""A quick look at what a partition can do: named schedules, greedy orders, and small changes of the partition.
-
-Terms: see csc.planning.schedules.work and greedy. A *trial* is a partition on its ranks with the best order found. A
-*style* is a way to make an order.
-
-    screen(problem, stages, placement, budget)   -> Trial, or None if nothing fits
-    climb(problem, trial, budget, effort)        -> Trial: after moving units between neighbouring stages
-    polish(problem, trial, enough, budget)       -> Trial: after local search on the order itself
-    fitting(problem, work)                       -> whether orders fit with their messages, as a function
-"""
+"""A quick look at what a partition can do: named schedules, greedy orders, and small changes of the partition."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from csc.errors import InputError
-from csc.planning.branches import Stages, branches
-from csc.planning.budget import Budget
-from csc.planning.problem import Problem, pipeline
+from csc.planning.partition import moved, moves
+from csc.planning.problem import Problem, Stages, branches, pipeline
 from csc.planning.schedules.auto import Fits, improve
 from csc.planning.schedules.greedy import Rule, hastened, settled_all
 from csc.planning.schedules.named import ORDERS, depths
 from csc.planning.schedules.work import Fitted, WorkTables, excess, fitted, makespan, room
-from csc.planning.unit_moves import moved, moves
+
+# --- How long a search may go on: simulated actions, so that its result does not depend on the machine, and a ... ----
+#
+#     Budget(actions, seconds, tell)
+#     budget.part(share) -> Budget       budget.at_most(actions) -> Budget
+#     budget.spend(actions)              budget.spent       budget.left
+#     budget.tell(what, seconds)
+#
+# What a part spends, the whole has spent; what it leaves is there for the parts after it.
+
+
+Tell = Callable[[str, float], None]
+
+
+class Budget:
+    """actions: to simulate in all. seconds: of wall clock from now on; what was found by then has to do. tell: called
+    with what is being done and the seconds of the best step so far.
+    """
+
+    def __init__(self, actions: float = math.inf, seconds: float | None = None, tell: Tell | None = None) -> None:
+        self.left = actions
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._tell = tell
+        self._whole: Budget | None = None
+
+    def part(self, share: float) -> Budget:
+        """A budget with a share of what is left, under the same clock."""
+        part = Budget(self.left * share, None, self._tell)
+        part._end, part._whole = self._end, self
+        return part
+
+    def at_most(self, actions: float) -> Budget:
+        """A budget of so many actions, or what is left if that is less, under the same clock."""
+        part = self.part(1.0)
+        part.left = min(actions, self.left)
+        return part
+
+    def spend(self, actions: float) -> None:
+        """Note that so many actions were simulated."""
+        self.left -= actions
+        if self._whole is not None:
+            self._whole.spend(actions)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() >= self._end
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing is left, of actions or of time."""
+        return self.left <= 0 or self.late
+
+    def tell(self, what: str, seconds: float) -> None:
+        """Say what is being done now."""
+        if self._tell is not None:
+            self._tell(what, seconds)
+
+
+# --- A quick look at what a partition can do: named schedules, greedy orders, and small changes of the partition -----
+#
+# Terms: see csc.planning.schedules.work and greedy. A *trial* is a partition on its ranks with the best order found. A
+# *style* is a way to make an order.
+
 
 # A named schedule, or a greedy rule: urgency of F, of B and of W (the least goes first); in flight as a multiple of the
 # depth (None: as memory allows); patience and fused as in csc.planning.schedules.greedy.

@@ -1,25 +1,23 @@
-"""What any segment of a problem's units costs as a stage.
-
-Terms: see csc.planning.branches for chains and ramps.
-  frontier   for each chain how many of its units, from the first one on, are left to be put into stages
-  segment      the units between two frontiers: on chain c the positions low[c] up to high[c]
-
-    segments(problem, branches)  -> ChainTables    tables by which the bounds of many segments are found at once
-    bounds(tables, low, high)    -> seconds of each segment: see csc.planning.partition_bound for the proof
-    measures(tables, low, high)  -> Measures       what they follow from: bounds_of(tables, measures)
-    stage_bounds(tables, stages) -> seconds of each stage
-"""
+"""What any segment of a problem's units costs as a stage, and which segments can be the next one."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
-from csc.planning.branches import Branches, Floats, Ints, Ramps, Stages, numbered, ramps
-from csc.planning.problem import Problem
+from csc.planning.problem import Branches, Floats, Ints, Problem, Ramps, Stages, numbered, ramps
+
+# --- What any segment of a problem's units costs as a stage ----------------------------------------------------------
+#
+# Terms: see csc.planning.problem for chains and ramps.
+#   frontier   for each chain how many of its units, from the first one on, are left to be put into stages
+#   segment      the units between two frontiers: on chain c the positions low[c] up to high[c]
 
 
 @dataclass(frozen=True)
@@ -261,3 +259,348 @@ def ways(tables: ChainTables, low: Ints, high: Ints) -> Floats:
         inside &= (crossing.position < low[:, c]) | (crossing.position >= high[:, c])
         np.maximum(ramp[crossing.where], crossing.seconds, out=ramp[crossing.where], where=inside)
     return ramp
+
+
+# --- What a stage holds on its rank, and the depth that it follows from ----------------------------------------------
+#
+# Terms: see csc.planning.problem. The *depth* of a stage is the number of stages on the longest path from it to the
+#   end,
+# 1 for a stage that no other waits for; by it its rank holds microbatches in flight. A *target* is a unit that comes
+# after units of other chains. A *label* is the depth of a stage that units ahead wait for: for each chain that of the
+# stage with the front of what was taken of it, then for each target that of the stage that holds it.
+
+
+Target = tuple[int, int, Ints]  # its chain and position; by place, how many of the units that it comes after are before
+
+
+@dataclass(frozen=True)
+class Room:
+    """memory: bytes of a rank. in_flight[d]: microbatches that a stage of depth d holds, d from 0 (unused), at least 1
+    and never falling. scale: of the largest microbatch.
+
+    A stage holds its state, what its microbatches in flight saved, what its largest unit works with, and for a moment
+    what B of one of them keeps for W: of all its units, or, with B and W fused, of one unit at a time, if that is less:
+    state + scale * (in flight * saved + working + min(max(0, stashed - saved), largest `fused` of a unit)).
+    """
+
+    memory: float
+    in_flight: tuple[float, ...]
+    scale: float = 1.0
+
+
+def need_of(tables: ChainTables, low: Ints, high: Ints, amounts: Floats, room: Room, depth: Ints) -> Floats:
+    """Bytes that the rank of each segment holds at most; see `Room`. amounts: csc.planning.problem.totals of them."""
+    _, _, _, state, saved, stashed = amounts.T
+    count = np.array(room.in_flight)[depth]
+    moment = np.minimum(np.maximum(stashed - saved, 0.0), largest_fused(tables, low, high))
+    need: Floats = state + room.scale * (count * saved + moment + largest_working(tables, low, high))
+    return need
+
+
+def targets(tables: ChainTables) -> tuple[Target, ...]:
+    """Units that come after units of other chains."""
+    found = []
+    place = tables.branches.place
+    for unit, before in enumerate(tables.branches.before):
+        c, position = place[unit]
+        sources = [place[other] for other in before if place[other][0] != c]
+        if sources:
+            count = np.zeros(len(tables.sums), dtype=np.int64)
+            for d, there in sources:
+                count[tables.start[d] + there + 1] += 1
+            found.append((c, position, np.cumsum(count)))
+    return tuple(found)
+
+
+def depths_of(tables: ChainTables, among: tuple[Target, ...], low: Ints, high: Ints, labels: Ints) -> Ints:
+    """Depth of each segment as the next stage, given the labels of the state behind it."""
+    chains = len(tables.lengths)
+    depth: Ints = np.where((high > low) & (high < tables.lengths), labels[:, :chains], 0).max(axis=1)
+    for i, (c, position, count) in enumerate(among):
+        source = (count[tables.start + high] - count[tables.start + low]).sum(axis=1) > 0
+        depth = np.maximum(depth, np.where(source & (position >= high[:, c]), labels[:, chains + i], 0))
+    return depth + 1
+
+
+def labels_after(
+    tables: ChainTables, among: tuple[Target, ...], low: Ints, high: Ints, labels: Ints, depth: Ints
+) -> Ints:
+    """The labels after these segments became stages of these depths; 0 where nothing left depends on them.
+
+    For a target that is not in a stage yet: the label of the front of its chain, which its own cannot be below.
+    """
+    chains = len(tables.lengths)
+    after = labels.copy()
+    after[:, :chains] = np.where(high > low, depth[:, None], labels[:, :chains])
+    for i, (c, position, count) in enumerate(among):
+        now = (position >= low[:, c]) & (position < high[:, c])
+        done = position >= high[:, c]
+        pending = count[tables.start + low].sum(axis=1) > 0
+        label = np.where(now, depth, np.where(done, labels[:, chains + i], after[:, c]))
+        after[:, chains + i] = np.where(pending, label, 0)
+    after[:, :chains] = np.where(low > 0, after[:, :chains], 0)
+    saved = tables.sums[tables.start + low, 4].sum(axis=1) > 0
+    return np.where(saved[:, None], after, 0)
+
+
+# --- Which states of the search for stages can be forgotten: those for which another leaves no more of any chain -----
+#
+# Terms: see csc.planning.problem and csc.planning.segment_bounds.
+
+
+def undominated(tables: ChainTables, low: Ints, labels: Ints) -> Ints:
+    """Positions of the states that no other dominates, in frontier and labels; of equal ones the first."""
+    if not labels.shape[1] or (labels == labels[:1]).all():
+        return best_frontiers(tables, low)
+    kept = np.concatenate([low, labels], axis=1)
+    _, first = np.unique(kept, axis=0, return_index=True)
+    order = first[np.argsort(kept[first].sum(axis=1), kind="stable")]
+    survivors = np.zeros(0, dtype=np.int64)
+    for begin in range(0, len(order), 256):
+        chunk = order[begin : begin + 256]
+        among = np.concatenate([survivors, chunk])
+        below = np.ones((len(chunk), len(among)), dtype=bool)
+        for column in range(kept.shape[1]):
+            below &= kept[among, column][None, :] <= kept[chunk, column][:, None]
+        survivors = np.concatenate([survivors, chunk[below.sum(axis=1) == 1]])
+    return np.sort(survivors)
+
+
+def best_frontiers(tables: ChainTables, low: Ints) -> Ints:
+    """The same without labels: the least position on the last chain by a table over the positions on the others."""
+    if len(low) < 2:
+        return np.arange(len(low))
+    shape = tuple(int(n) + 1 for n in tables.lengths[:-1])
+    key = np.ravel_multi_index(tuple(low[:, :-1].T), shape) if shape else np.zeros(len(low), dtype=np.int64)
+    order = np.lexsort((np.arange(len(low)), low[:, -1], key))
+    first = order[np.concatenate([[True], key[order][1:] != key[order][:-1]])]
+    never = int(tables.lengths[-1]) + 1
+    table = np.full(shape, never, dtype=np.int64)
+    table.reshape(-1)[key[first]] = low[first, -1]
+    for axis in range(len(shape)):
+        table = np.minimum.accumulate(table, axis=axis)
+    least = np.full(shape, never, dtype=np.int64)
+    for axis in range(len(shape)):
+        ahead = [slice(None)] * len(shape)
+        behind = [slice(None)] * len(shape)
+        ahead[axis], behind[axis] = slice(1, None), slice(None, -1)
+        least[tuple(ahead)] = np.minimum(least[tuple(ahead)], table[tuple(behind)])
+    return np.sort(first[low[first, -1] < least.reshape(-1)[key[first]]])
+
+
+# --- One step of the search for stages: the longest segments that can be the next stage, for many states at once -----
+#
+# Terms: see csc.planning.problem and csc.planning.segment_bounds. A *state* is a frontier with its labels. A *cap* is the
+# largest bound that a stage may have. A *charge* is what a segment takes of something that has a limit, where that is
+# a plain sum over its units: work, work and the way that follows at least, bytes.
+#
+#     Step(tables, cap, room, parts, targets, check)      what the segments of a search have to respect
+#     extend(step, state, labels, left, empty)            -> states after one more stage, their parents, their labels
+#     fitting(step, low, high, labels, at_most)           -> which segments respect it
+
+
+Bools = npt.NDArray[np.bool_]
+
+EXACT = 1e-9  # relative difference below which two caps are the same
+ROWS = 200_000  # segments looked at in one go; only a matter of memory
+PROBES = 512  # segments that take about as long to look at as one, so many ends are tried together
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One extension of the search: what its segments have to respect. parts: see csc.planning.frontiers.parts_of."""
+
+    tables: ChainTables
+    cap: float
+    room: Room | None = None
+    parts: Ints | None = None
+    targets: tuple[Target, ...] = ()
+    # What later stages could be at best, where they may stand on other ranks; None: the same as this one.
+    after: Extension | None = None
+    # Whatever else segments have to be, by their ends and measures; never lost by taking units away.
+    check: Callable[[Ints, Ints, Measures], Bools] | None = None
+
+    @cached_property
+    def charges(self) -> list[tuple[Floats, float]]:
+        """Running sums by place, and the largest of them, of every charge that has a limit."""
+        sums, work = self.tables.sums, self.tables.work
+        found = [sums[:, :3].sum(axis=1) * work, sums[:, 0] * work] if math.isfinite(self.cap) else []
+        if self.room and math.isfinite(self.room.memory):
+            found.append(sums[:, 3] + self.room.in_flight[1] * self.room.scale * sums[:, 4])
+        return [(charge, float(charge.max())) for charge in found]
+
+    def limits(self, state: Ints) -> list[Floats]:
+        """The limit of every charge for a segment of what each state leaves."""
+        found = []
+        if math.isfinite(self.cap):
+            rest = self.tables.least_rest[self.tables.start + state].min(axis=1)
+            tail = np.where(np.isfinite(rest), rest, 0.0) * self.tables.ramp
+            found = [np.full(len(state), self.cap), self.cap - tail]
+        if self.room and math.isfinite(self.room.memory):
+            found.append(np.full(len(state), self.room.memory))
+        return found
+
+
+def extend(step: Extension, state: Ints, labels: Ints, left: int, empty: bool) -> tuple[Ints, Ints, Ints]:
+    """The states after one more stage that nothing dominates, their parents and labels; `left` stages come after."""
+    limits = step.limits(state)
+    found = []
+    for first, last in _batches(step, state, limits):
+        low, rows, limit = _choices(step, state, np.arange(first, last), [each[first:last] for each in limits])
+        low, largest, rows = _ends(step, state, low, rows, limit, 0 if empty else left)
+        found.append(_reach(step, state, labels, low, largest, rows, left))
+    low, rows, after = found[0] if len(found) == 1 else (np.concatenate(each) for each in zip(*found))
+    kept = undominated(step.tables, low, after)
+    return low[kept], rows[kept], after[kept]
+
+
+def _batches(step: Extension, state: Ints, limits: list[Floats]) -> list[tuple[int, int]]:
+    """Runs of states whose choices together are at most ROWS, or single states."""
+    options = np.prod(state[:, :-1] + 1.0, axis=1)
+    if options.sum() <= ROWS:
+        return [(0, len(state))]
+    options = np.ones(len(state))
+    for c in range(len(step.tables.lengths) - 1):
+        options *= state[:, c] - _lowest(step, limits, c, state[:, c]) + 1
+    edges, total = [0], 0.0
+    for i, count in enumerate(options):
+        if total + count > ROWS and i > edges[-1]:
+            edges.append(i)
+            total = 0.0
+        total += count
+    return list(zip(edges, [*edges[1:], len(options)]))
+
+
+def _lowest(step: Extension, limits: list[Floats], c: int, high: Ints) -> Ints:
+    """For each row the lowest position on chain c down to which a segment from `high` keeps within the limits."""
+    lowest = np.zeros(len(high), dtype=np.int64)
+    first = step.tables.start[c]
+    for (charge, most), limit in zip(step.charges, limits):
+        sums = charge[first : first + step.tables.lengths[c] + 1]
+        slack = 1e-9 * max(most, 1e-300)
+        np.maximum(lowest, np.searchsorted(sums, sums[high] - limit - slack, side="left"), out=lowest)
+    return np.minimum(lowest, high)
+
+
+def _choices(step: Extension, state: Ints, rows: Ints, limits: list[Floats]) -> tuple[Ints, Ints, list[Floats]]:
+    """All ends of the next segment on every chain but the last: (segments, chains), the row of the state of each, and
+    what the limits leave for its end on the last chain.
+    """
+    tables = step.tables
+    low = state[rows]
+    for c in range(len(tables.lengths) - 1):
+        lowest = _lowest(step, limits, c, low[:, c])
+        count = low[:, c] - lowest + 1
+        places = np.repeat(np.arange(len(rows)), count)
+        end = lowest[places] + np.arange(len(places)) - np.repeat(np.cumsum(count) - count, count)
+        high = tables.start[c] + low[places, c]
+        limits = [
+            limit[places] - (charge[high] - charge[tables.start[c] + end])
+            for limit, (charge, _) in zip(limits, step.charges)
+        ]
+        low, rows = low[places], rows[places]
+        low[:, c] = end
+    return low, rows, limits
+
+
+def _ends(
+    step: Extension, state: Ints, low: Ints, rows: Ints, limits: list[Floats], left: int
+) -> tuple[Ints, Ints, Ints]:
+    """Between which positions of the last chain the segment can end so that a frontier comes out: least in `low`,
+    largest in the second result. `left` units at least stay for the stages ahead.
+    """
+    tables = step.tables
+    last = len(tables.lengths) - 1
+    need = tables.need[tables.start + low]  # (segments, chain, what it needs of each chain)
+    fine = np.ones(len(low), dtype=bool)
+    for c in range(last):
+        for d in range(last):
+            if c != d:
+                fine &= need[:, c, d] <= low[:, d]
+    largest = low[:, last].copy()
+    own = tables.need[tables.start[last] : tables.start[last] + tables.lengths[last] + 1]
+    for d in range(last):
+        np.minimum(largest, np.searchsorted(own[:, d], low[:, d], side="right") - 1, out=largest)
+    moved = (low[:, :last] < state[rows][:, :last]).any(axis=1)
+    largest = np.where(moved, largest, np.minimum(largest, low[:, last] - 1))
+    least = np.maximum(need[:, :last, last].max(axis=1, initial=0), left - low[:, :last].sum(axis=1))
+    least = np.maximum(least, _lowest(step, limits, last, low[:, last]))
+    fine &= (least <= largest) & (largest >= 0)
+    low[:, last] = least
+    return low[fine], largest[fine], rows[fine]
+
+
+def _reach(
+    step: Extension, state: Ints, labels: Ints, low: Ints, largest: Ints, rows: Ints, left: int
+) -> tuple[Ints, Ints, Ints]:
+    """The longest segments that fit, for every depth that they may have: their frontiers, rows and labels."""
+    last = len(step.tables.lengths) - 1
+    at_most = None
+    if step.room:
+        every = np.sort(labels[rows], axis=1).T + 1
+        depths = [limit for i, limit in enumerate(every) if i == 0 or (limit > every[i - 1]).any()]
+        at_most = np.concatenate(depths)
+        low, largest, rows = (np.concatenate([each] * len(depths)) for each in (low, largest, rows))
+
+    def fits(which: Ints, end: Ints) -> Bools:
+        at, parents = low[which], rows[which]
+        at[:, last] = end
+        return fitting(step, at, state[parents], labels[parents], None if at_most is None else at_most[which])
+
+    end = _least_that_fits(fits, low[:, last], largest)
+    low[:, last] = end
+    there = np.flatnonzero(end <= largest)
+    there = there[_enough(step.after or step, low[there], left)]
+    low, parents = low[there], rows[there]
+    if step.room is None:
+        return low, parents, labels[parents]
+    high, before = state[parents], labels[parents]
+    depth = depths_of(step.tables, step.targets, low, high, before)
+    return low, parents, labels_after(step.tables, step.targets, low, high, before, depth)
+
+
+def _least_that_fits(fits: Callable[[Ints, Ints], Bools], least: Ints, largest: Ints) -> Ints:
+    """For each row the first end from `least` to `largest` that fits, where all behind it do; else largest + 1.
+
+    fits(rows, ends): whether these ends of these rows do. Bisection with several ends at a time.
+    """
+    bottom, top = least.copy(), largest + 1
+    while len(rows := np.flatnonzero(bottom < top)):
+        width = top[rows] - bottom[rows]
+        count = np.minimum(width, max(1, PROBES // len(rows)))
+        first = np.cumsum(count) - count
+        number = np.arange(int(count.sum())) - np.repeat(first, count)
+        which, parts = np.repeat(rows, count), np.repeat(count, count)
+        end = bottom[which] + (2 * number + 1) * np.repeat(width, count) // (2 * parts)
+        good = fits(which, end)
+        bottom[rows] = np.maximum.reduceat(np.where(good, bottom[which], end + 1), first)
+        top[rows] = np.minimum.reduceat(np.where(good, end, top[which]), first)
+    return top
+
+
+def _enough(step: Extension, low: Ints, left: int) -> Bools:
+    """False where `left` stages cannot hold what is left, whatever they are."""
+    good = np.ones(len(low), dtype=bool)
+    for (charge, most), limit in zip(step.charges, step.limits(low)):
+        amount = charge[step.tables.start + low].sum(axis=1)
+        good &= amount <= left * limit * (1 + EXACT) + 1e-12 * most
+    return good
+
+
+def fitting(step: Extension, low: Ints, high: Ints, labels: Ints, at_most: Ints | None = None) -> Bools:
+    """Which segments keep under the cap, the memory, the parts and a depth `at_most`: with one, all parts of it do."""
+    tables = step.tables
+    measured = measures(tables, low, high)
+    good: Bools = bounds_of(tables, measured) <= step.cap * (1 + 1e-12)
+    if step.check is not None:
+        good &= step.check(low, high, measured)
+    if step.parts is not None:
+        counts = (step.parts[tables.start + high] - step.parts[tables.start + low]).sum(axis=1)
+        good &= (counts > 0).sum(axis=1) <= 1
+    if step.room is not None:
+        depth = depths_of(tables, step.targets, low, high, labels)
+        need = need_of(tables, low, high, measured.amounts, step.room, depth)
+        good &= need <= step.room.memory * (1 + 1e-12)
+        if at_most is not None:
+            good &= depth <= at_most
+    return good

@@ -1,6 +1,6 @@
 """What else a plan could be, and what a change would bring: every row is planned or simulated.
 
-Terms: see csc.planning.variations. An *alternative* is another schedule, number of stages on a rank or split of the
+Terms: see csc.planning.plan. An *alternative* is another schedule, number of stages on a rank or split of the
 same problem; a *change* is another problem: more microbatches, ranks or memory, other links, other recomputation or
 freezing. Stages that the user gave stay as they are. Where the whole schedule was given, changes are planned with
 `auto`, as it holds for its own problem alone.
@@ -29,8 +29,8 @@ from csc.passes.pipeline_problem import limits, problem
 from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE, default_choice
 from csc.passes.schedule_file import given_schedule
 from csc.planning.partition import balance
+from csc.planning.plan import Outcome, Variation, tried
 from csc.planning.problem import Problem
-from csc.planning.variations import Outcome, Variation, tried
 from csc.simulation.pipeline import Network
 from csc.simulation.pipeline import from_json as read_pipeline
 

@@ -31,7 +31,7 @@ from csc.planning.energy.frontier import (
     of_profiles,
     point,
 )  # fmt: skip
-from csc.planning.variations import tried
+from csc.planning.plan import tried
 from csc.reports.advice import alternatives, as_compiled, now_of, recomputations
 from csc.runtime.clock_file import clocks_document
 from csc.simulation.pipeline import from_json as read_pipeline

@@ -31,10 +31,8 @@ from csc.passes.pipeline_problem import problem
 from csc.passes.schedule_file import given_schedule
 from csc.passes.step_end import seconds_behind
 from csc.planning.assign.step import AlikeSizes, Floats, large_enough
-from csc.planning.pipeline_plan import PipelinePlan
-from csc.planning.plan import plan
-from csc.planning.problem import Problem
-from csc.planning.rates import mean
+from csc.planning.plan import PipelinePlan, plan
+from csc.planning.problem import Problem, mean
 from csc.reports.data import Probes, probes
 
 NEAR = 1.3  # times the fastest for the mean microbatch: ways that are tried on batches

@@ -195,7 +195,7 @@ def main_chain(problem: Problem) -> list[int]:
 
 
 def paced_bound_of(problem: Problem, stages: Sequence[Sequence[int]], steps: Sequence[float]) -> float:
-    """What csc.planning.pace states about a partition, its pace lowered to the next of `steps`."""
+    """What csc.planning.partition_bound states about a partition, its pace lowered to the next of `steps`."""
     chain = main_chain(problem)
     count = problem.microbatches
     ends, starts = paths(problem)

@@ -10,11 +10,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.branches import branches
 from csc.planning.frontiers import least
-from csc.planning.pace import INTERVALS, WITHIN
-from csc.planning.partition_bound import floor_of, lower_bound, round_trip, shared_lower_bound, stage_bound
-from csc.planning.problem import Problem, Unit, Value
+from csc.planning.partition_bound import (
+    INTERVALS,
+    WITHIN,
+    floor_of,
+    lower_bound,
+    round_trip,
+    shared_lower_bound,
+    stage_bound,
+)
+from csc.planning.problem import Problem, Unit, Value, branches
 from csc.planning.segment_bounds import segments
 from tests.planning.graphs import (
     assignments,
@@ -61,7 +67,7 @@ def test_a_part_of_a_stage_has_no_larger_bound(problem: Problem, data: st.DataOb
 
 
 def grid(problem: Problem) -> list[float]:
-    """The paces that csc.planning.pace tells apart, read off the bound without it."""
+    """The paces that csc.planning.partition_bound tells apart, read off the bound without it."""
     tables = segments(problem, branches(problem))
     plain = least(tables, problem.ranks, floor_of(problem, tables))
     assert plain is not None

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.planning.branches import branches
-from csc.planning.contiguous import _needs, contiguous
-from csc.planning.problem import Problem, Unit, Value, pipeline
+from csc.planning.partition import _needs, contiguous
+from csc.planning.problem import Problem, Unit, Value, branches, pipeline
 from csc.planning.schedules.greedy import Rule, run
 from csc.planning.schedules.work import WorkTables, room
 from csc.planning.segment_bounds import segments

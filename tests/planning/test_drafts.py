@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.budget import Budget
-from csc.planning.draft_plan import draft
-from csc.planning.drafts import CLOSER, drafts
 from csc.planning.gathers import seconds_waited_for
+from csc.planning.joint import CLOSER_DRAFTS, drafts
 from csc.planning.partition_bound import lower_bound
-from csc.planning.pipeline_plan import PipelinePlan
-from csc.planning.plan import plan
+from csc.planning.plan import PipelinePlan, draft, plan
 from csc.planning.problem import Problem, Unit, Value
+from csc.planning.screen import Budget
 from csc.planning.ways import placements
 from csc.simulation.pipeline import Link, peaks
 from csc.simulation.simulate import simulate
@@ -142,7 +140,7 @@ def looked_at(problem: Problem, budget: Budget, fixed: Sequence[Sequence[int]] |
 def test_more_cuts_of_the_placements_that_are_fast() -> None:
     problem = problem_of(chain(range(32)), [(float(1 + u % 3), True) for u in range(32)], 4, 8)
     counts = looked_at(problem, Budget())
-    assert len(counts) > 2 and 2 <= sum(count > 1 for count in counts.values()) <= CLOSER
+    assert len(counts) > 2 and 2 <= sum(count > 1 for count in counts.values()) <= CLOSER_DRAFTS
     assert looked_at(problem, Budget(1.0)) == {4: 1}  # something, whatever the budget
     given = [[0, 1, 2], [*range(3, 20)], [20, 21], [*range(22, 32)]]
     assert looked_at(problem, Budget(), given) == {4: 1}

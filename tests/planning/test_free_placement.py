@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.planning.branches import branches
+from csc.planning.joint import Arrangement, changes
 from csc.planning.plan import plan
-from csc.planning.problem import Problem, RankKind, unequal
-from csc.planning.stage_moves import Arrangement, changes
+from csc.planning.problem import Problem, RankKind, branches, unequal
 from tests.planning.graphs import best_makespan, chain, mllm, orders, problem_of, problems
 from tests.planning.placement_judge import best_placement
 from tests.planning.test_plan import check

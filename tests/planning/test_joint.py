@@ -13,14 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.branches import branches
-from csc.planning.budget import Budget
-from csc.planning.coarse import lumped
 from csc.planning.partition import balance, candidates
 from csc.planning.partition_bound import lower_bound
 from csc.planning.plan import plan
-from csc.planning.problem import Problem, RankKind, pipeline, unequal
+from csc.planning.problem import Problem, RankKind, branches, lumped, pipeline, unequal
 from csc.planning.schedules import SCHEDULES, placement
+from csc.planning.screen import Budget
 from csc.planning.ways import partitions, spread
 from csc.simulation.pipeline import Link, Network, RankNodes, peak_memory
 from csc.simulation.simulate import makespan

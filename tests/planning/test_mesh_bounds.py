@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from csc.planning.mesh_bounds import expected_seconds, least_memory, least_seconds
+from csc.planning.meshes import expected_seconds, least_memory, least_seconds
 from csc.planning.plan import plan
 from csc.planning.problem import Problem
 from tests.planning.graphs import chain, problem_of, problems

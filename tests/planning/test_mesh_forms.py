@@ -10,8 +10,7 @@ from csc.driver.mesh_forms import forms, own_stages
 from csc.driver.mesh_rows import MeshChoice, MeshIfRoom, MeshRow
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
-from csc.planning.mesh_bounds import least_seconds
-from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout
+from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, least_seconds
 from csc.planning.problem import Problem, Unit, Value, in_parts
 
 TP = MeshDivision(4, 1, 1)

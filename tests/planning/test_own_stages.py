@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.own_stages import own_stages
+from csc.planning.partition import own_stages
 from csc.planning.problem import Problem, Unit, Value
 
 

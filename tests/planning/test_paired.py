@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csc.planning.paired import CLOSE, KEPT, filled, paired
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, auto, placement
 from csc.planning.screen import FEW, screen
+from csc.planning.ways import CLOSE, KEPT, filled, paired
 from csc.simulation.pipeline import peak_memory
 from csc.simulation.simulate import makespan
 from tests.planning.graphs import mllm

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.branches import branches, numbered
-from csc.planning.partition import candidates, describe, partition
+from csc.planning.partition import candidates, depths, describe, homes_of, message_bytes, moved, moves, partition
 from csc.planning.partition_bound import NEARLY, lower_bound, stage_bound
-from csc.planning.problem import Problem, pipeline
-from csc.planning.unit_moves import depths, homes, message_bytes, moved, moves
+from csc.planning.problem import Problem, branches, numbered, pipeline
 from tests.planning.graphs import (
     assignments,
     bound_of,
@@ -40,7 +38,7 @@ def check_valid(problem: Problem, stages: tuple[tuple[int, ...], ...]) -> list[i
     """Every unit once, no stage empty, values to higher stages: what the simulator and the runtime take."""
     assert sorted(u for units in stages for u in units) == list(range(len(problem.units)))
     assert len(stages) == problem.ranks and all(stages)
-    home = homes(stages)
+    home = homes_of(stages)
     assert all(home[a] <= home[b] for a, b in orders(problem))
     for kind, source, destination in pipeline(problem, stages).messages:
         assert (source < destination) == (kind == "F")

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from csc.errors import InputError, ScheduleError
 from csc.ir.schedule import parse, verify
 from csc.planning import plan as plans
-from csc.planning.budget import Budget
 from csc.planning.partition import candidates, partition
 from csc.planning.partition_bound import lower_bound, shared_lower_bound
-from csc.planning.pipeline_plan import PipelinePlan
-from csc.planning.plan import plan
+from csc.planning.plan import PipelinePlan, plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES, placement
+from csc.planning.screen import Budget
 from csc.simulation.pipeline import Link, Network
 from csc.simulation.simulate import makespan, simulate
 from tests.planning.graphs import chain, mllm, problem_of, problems

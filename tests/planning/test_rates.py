@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.problem import Problem, Unit, Value, pipeline
-from csc.planning.rates import SizeRates, fitted, loads, mean
+from csc.planning.problem import Problem, SizeRates, Unit, Value, fitted, loads, mean, pipeline
 
 RATE = st.floats(0.0, 100.0).map(lambda x: round(x, 2))
 SIZES = [(1.0, float(t), float(n), float(n) ** 2) for t, n in ((1, 100), (2, 700), (5, 300), (8, 900), (3, 2000))]

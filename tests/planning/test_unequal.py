@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.kind_bound import spread
-from csc.planning.partition_bound import lower_bound, round_trip, shared_lower_bound
+from csc.planning.partition import orders, partitions
+from csc.planning.partition_bound import lower_bound, round_trip, shared_lower_bound, spread_over_kinds
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, RankKind, pipeline, placed, unequal
-from csc.planning.unequal import orders, partitions
 from csc.simulation.pipeline import Link, Network, RankNodes
 from csc.simulation.simulate import makespan
 from tests.planning.graphs import assignments, best_makespan, bound_of, chain, members, mllm, problem_of, problems
@@ -43,7 +42,7 @@ def least_over_partitions(problem: Problem) -> float:
             for ranks in itertools.permutations(range(problem.ranks), count):
                 bounds = (stage_bound_on(problem, s, problem.kind_of[r]) for s, r in zip(stages, ranks))
                 best = min(best, max(bounds))
-    return max(best, round_trip(problem), spread(problem))
+    return max(best, round_trip(problem), spread_over_kinds(problem))
 
 
 @settings(max_examples=60, deadline=None)

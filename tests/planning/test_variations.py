@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from csc.planning.plan import plan
+from csc.planning.plan import EFFORT, Variation, plan, tried
 from csc.planning.problem import Problem
-from csc.planning.variations import EFFORT, Variation, tried
 from csc.simulation.simulate import makespan
 from tests.planning.graphs import mllm
 

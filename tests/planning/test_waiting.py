@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csc.errors import InputError
-from csc.planning.branches import Stages
+from csc.planning.joint import splits
 from csc.planning.plan import plan
-from csc.planning.problem import Problem, pipeline
-from csc.planning.published import splits
+from csc.planning.problem import Problem, Stages, pipeline
 from csc.planning.schedules import SCHEDULES, placement
 from csc.planning.schedules.work import WorkTables, orders_of, peaks_with_messages, start_times
 from csc.planning.ways import partitions
