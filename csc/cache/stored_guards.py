@@ -12,8 +12,7 @@ from torch import nn
 
 from csc.capture.guards import Guards
 from csc.capture.trace.traced_model import HoistedCalls
-from csc.capture.values.hoist import Function, HostCall
-from csc.capture.values.hoisted import Hoisted
+from csc.capture.values.hoist import Function, Hoisted, HostCall
 from csc.ir import capture_guards
 from csc.ir.capture_guards import Unstorable
 

@@ -37,7 +37,7 @@ from csc.capture.trace.replay import replay
 from csc.capture.trace.size_guards import sizes_of
 from csc.capture.trace.traced_model import HostFunctionFound, loss_of, sizes_among
 from csc.capture.trace.training_mode import training, without_kv_cache
-from csc.capture.values.hoisted import Hoisted
+from csc.capture.values.hoist import Hoisted
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.capture_guards import CaptureGuards, FlagsAsked, Miss, alike, capture_guards, exactly

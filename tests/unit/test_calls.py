@@ -8,7 +8,7 @@ import pytest
 import sympy
 import torch
 
-from csc.capture.values.call_log import Recording, writes
+from csc.capture.values.batch_alone import Recording, writes
 from csc.ir.capture_guards import UNKNOWN, alike, calls_from_tree, calls_to_tree
 
 LENGTH = sympy.Symbol("s0", integer=True, positive=True)

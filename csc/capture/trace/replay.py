@@ -1,7 +1,7 @@
 """What a model's code does with another batch: whether that is what a trace has, and which rows it moves where.
 
 Some models decide by sizes of images how they lay out features. A trace holds for all batches with which their code
-makes the same calls (see csc.capture.values.call_log). To know that, the code is run once more, on tensors without
+makes the same calls (see csc.capture.values.batch_alone). To know that, the code is run once more, on tensors without
 data and with the values that it decides by: milliseconds where a trace takes seconds. Guards compare its calls with
 those of each capture (csc.ir.capture_guards).
 

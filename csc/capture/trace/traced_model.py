@@ -25,10 +25,8 @@ from csc.capture.trace.held_parameters import Held
 from csc.capture.trace.mutations import Changes, Slot, Slots
 from csc.capture.trace.own_chance import own_chance
 from csc.capture.values import hoist as hosting
-from csc.capture.values.batch_alone import Alone
-from csc.capture.values.call_log import Recording
-from csc.capture.values.hoist import Function, HostCall
-from csc.capture.values.hoisted import Hoisted, unused
+from csc.capture.values.batch_alone import Alone, Recording
+from csc.capture.values.hoist import Function, Hoisted, HostCall, unused
 from csc.capture.values.interpreter import Run, Watching
 from csc.capture.values.row_index import PREFIX, RowIndices
 from csc.errors import InputError
