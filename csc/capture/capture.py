@@ -23,8 +23,7 @@ from csc.capture.batch import (
     split_batch,
     twice,
 )
-from csc.capture.dedup.bodies import CannotRepeat
-from csc.capture.dedup.layers import Layers, NotHidden
+from csc.capture.dedup.layers import CannotRepeat, Layers, NotHidden
 from csc.capture.diagnostics import untraceable
 from csc.capture.guards import Guards, frozen_in, plain_texts
 from csc.capture.lower.flatten import Flattened, flatten

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from csc.capture.dedup.operations import unprofiled
+from csc.capture.dedup.equality import unprofiled
 from csc.torch_private.traces import FakeTensorMode
 
 

@@ -1,30 +1,128 @@
-"""Layers that do the same: which of a layer's attributes its forward looks at, and whether another layer has the same.
-
-Terms
-  structure   classes of the modules below a layer, names, shapes and dtypes of their parameters and buffers
-  read        (path below the layer, name) of the attributes that a forward looked at, tensors and modules aside
-  pairs       each thing of one layer, and the thing that another layer has in its place
-
-    structure(layer) -> a hashable value
-    attributes_read(layer) -> context with the set that grows while the layer runs
-    Counterparts(layer, other).same(read) -> bool
-
-Equal values are not the same thing: a forward may look itself up in a table that both layers share. Whoever takes one
-layer for another asks the pairs, too, whether anything shared leads to either of them (csc.capture.dedup.identity).
-"""
+"""Layers that do the same: which attributes, globals and closures a layer's forward looks at, and whether another's are equal."""
 
 from __future__ import annotations
 
+import builtins
 import functools
+import gc
+import itertools
+import logging
+import operator
+import random
+import sys
+import threading
+import warnings
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
-from types import CellType, FunctionType, MappingProxyType, MethodType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from csc.capture import recorders
+from csc.capture.code_names import globals_read, imported
+from csc.capture.values.hoist import NOT_THE_MODELS
+from csc.torch_private.traces import FakeTensor, modes_that_are_on
+
+# --- While an operation of torch's runs, nobody looks at what is called ----------------------------------------------
+#
+# Python tells a profile function of every call and return. A layer of forty operations makes 80,000 of them in a
+# trace, nearly all within torch, where none is to be looked at: telling them took longer than the trace.
+#
+# An operation is one that torch defines, called with tensors of torch's and plain values, so that it can call nothing
+# of the model's: no subclass of Tensor, no function among its arguments, no mode but torch's and csc's around it.
+
+
+DEFINED = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)  # in C
+IN_PYTHON = frozenset({"torch.nn.functional", "torch.functional", "torch._tensor"})
+TENSORS = frozenset({FakeTensor, torch.Tensor, torch.nn.Parameter})
+PLAIN_ARGUMENTS = frozenset(
+    {bool, int, float, complex, str, type(None), type(...), torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype,
+     torch.device, torch.layout, torch.memory_format}
+)  # fmt: skip
+TRACERS = ("torch", "csc")  # packages whose modes are on in every trace
+
+
+class _Operations(TorchFunctionMode):
+    def __init__(self, look: Callable[..., None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (_is_torch_s(func) and _are_plain(args) and _are_plain(kwargs.values()) and _only_tracers()):
+            return func(*args, **kwargs)
+        sys.setprofile(None)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.setprofile(self._look)
+
+
+@contextmanager
+def unprofiled(look: Callable[..., None]) -> Iterator[None]:
+    """Python calls `look` for what runs in the context, outside of operations."""
+    before = sys.getprofile()
+    with _Operations(look):
+        sys.setprofile(look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+def _is_torch_s(func: Any) -> bool:
+    if isinstance(func, FunctionType):
+        return func.__module__ in IN_PYTHON
+    return isinstance(func, DEFINED)
+
+
+def _are_plain(values: Any) -> bool:
+    for one in values:
+        kind = type(one)
+        if kind in TENSORS or kind in PLAIN_ARGUMENTS:
+            continue
+        if kind in (tuple, list, torch.Size):
+            if not _are_plain(one):
+                return False
+        elif kind is not slice or not _are_plain((one.start, one.stop, one.step)):
+            return False
+    return True
+
+
+def _only_tracers() -> bool:
+    return all(type(mode).__module__.partition(".")[0] in TRACERS for mode in modes_that_are_on())
+
+
+# --- Layers that do the same: which of a layer's attributes its forward looks at, and whether another layer ... ------
+#
+# Terms
+#   structure   classes of the modules below a layer, names, shapes and dtypes of their parameters and buffers
+#   read        (path below the layer, name) of the attributes that a forward looked at, tensors and modules aside
+#   pairs       each thing of one layer, and the thing that another layer has in its place
+#
+# Equal values are not the same thing: a forward may look itself up in a table that both layers share. Whoever takes
+# one layer for another asks the pairs, too, whether anything shared leads to either of them
+# (csc.capture.dedup.equality).
+
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, Enum)
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})  # compared once, by `structure`
@@ -203,3 +301,281 @@ def _hooks(attributes: Mapping[str, Any], name: str) -> tuple[Any, ...]:
     """The hooks of a module, in their order, each with how it is called."""
     ways = [attributes.get(one, {}) for one in HOOKS[name]]
     return tuple((hook, *(number in way for way in ways)) for number, hook in attributes[name].items())
+
+
+# --- What code can tell a layer by, besides what it holds: that it is this very one ----------------------------------
+#
+# `scales[self]`, `everyone.index(self)` and `self is owner.layers[-1]` are other for each of two layers that hold
+# equal values. Each needs something that both layers share and that leads to one of them: a table with modules for
+# keys, a list of all layers, their owner. What leads to neither is for both the same. `table[id(self)]` needs no such
+# thing, but it has to ask for the number.
+
+
+NUMBERS = frozenset({"id", "hash"})  # functions of Python that tell one thing from another
+METHODS = frozenset({"__hash__", "__repr__"})  # and methods: texts of functions and objects have their addresses
+TOLD = tuple(getattr(builtins, name) for name in sorted(NUMBERS))
+ENDS = (CodeType, FrameType, ModuleType, logging.Logger, logging.Handler)  # that lead to nothing of a model
+TORCH_S = (nn.Module, tuple, dict, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+MOST = 50_000  # things that are followed; what leads to more may lead to anything
+
+
+class SharedByLayers:
+    """outside: packages whose functions and classes hold nothing of a model."""
+
+    def __init__(self, outside: Collection[str]) -> None:
+        self._outside = outside
+        self._codes: dict[tuple[int, int], Any] = {}
+        self._roots: dict[int, Any] = {}
+        self._reached: dict[int, Any] | None = None
+        self.asks_for_identity = False
+
+    def add(self, code: CodeType, space: Mapping[str, Any], kinds: Iterable[type]) -> None:
+        """A function that is called: what it may read of its globals, and what the classes of its arguments hold."""
+        for kind in kinds:
+            self._roots[id(kind)] = kind
+        if (id(code), id(space)) in self._codes:
+            return
+        self._codes[id(code), id(space)] = code, space
+        names = frozenset(code.co_names).union(text for text in code.co_consts if isinstance(text, str))
+        asked = {name for name in NUMBERS & globals_read(code) if name not in space}
+        if asked or not METHODS.isdisjoint(code.co_names):
+            self.asks_for_identity = True
+        package = space.get("__package__") or ""
+        for name in imported(code):
+            self._take(sys.modules.get(f"{package}.{name}") or sys.modules.get(name), names)
+        for name in names:
+            if name in space:
+                self._take(space[name], names)
+
+    def _take(self, value: Any, names: Set[str]) -> None:
+        """A value; of Python's modules, those of their members that have one of the names."""
+        if not isinstance(value, ModuleType):
+            if type(value) not in PLAIN:
+                self._roots[id(value)] = value
+        elif self._is_own(value.__name__):
+            for name in names & vars(value).keys():
+                member = vars(value)[name]
+                if type(member) not in PLAIN and not isinstance(member, ModuleType):
+                    self._roots[id(member)] = member
+
+    def leads_to(self, things: Mapping[int, Any], identities: Set[int]) -> bool:
+        """things: what two layers hold in common. What leads to a function that tells identities leads to all."""
+        if self._reached is None:
+            self._reached = self._followed(self._roots)
+        reached = self._followed(things, self._reached)
+        told = {*identities, *map(id, TOLD)}
+        return (
+            len(self._reached) + len(reached) > MOST
+            or not told.isdisjoint(self._reached)
+            or not told.isdisjoint(reached)
+        )
+
+    def _followed(self, roots: Mapping[int, Any], known: Collection[int] = ()) -> dict[int, Any]:
+        """All that these lead to, and they themselves, by identity."""
+        reached: dict[int, Any] = {}
+        waiting = list(roots.values())
+        while waiting and len(reached) <= MOST:
+            value = waiting.pop()
+            if type(value) not in PLAIN and id(value) not in reached and id(value) not in known:
+                reached[id(value)] = value
+                waiting += self._next(value)
+        return reached
+
+    def _next(self, value: Any) -> Iterable[Any]:
+        """What a thing leads to in one step."""
+        kind = type(value)  # a weak proxy has the class of what it stands for
+        if issubclass(kind, type):
+            return (*vars(value).values(), *value.__bases__) if self._is_own(value.__module__) else ()
+        if kind in weakref.ProxyTypes:
+            return (value.__init__.__self__,)
+        if isinstance(value, weakref.ref):
+            return (value(),)
+        if isinstance(value, torch.Tensor):
+            return ()
+        if isinstance(value, FunctionType):
+            if _package(value.__globals__.get("__name__")) == "csc":  # a trace's own, which know all layers
+                return ()
+            return (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        if isinstance(value, (MethodType, BuiltinFunctionType)):
+            return (value.__self__, getattr(value, "__func__", None))
+        if isinstance(value, ContextVar):
+            return (value.get(None),)
+        if isinstance(value, threading.local):
+            return (vars(value), kind)
+        package = _package(kind.__module__)
+        if isinstance(value, ENDS) or package == "csc" or (package == "torch" and not isinstance(value, TORCH_S)):
+            return ()
+        return gc.get_referents(value)
+
+    def _is_own(self, module: Any) -> bool:
+        return _package(module) not in self._outside and module != "builtins"
+
+
+def _package(module: Any) -> str:
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+# --- What code looks at besides its arguments: globals, closures, state that objects share; and whether it ... -------
+#
+#     looked = Looked()
+#     with looked.watching(): layer(hidden)
+#     looked.unchanged() -> bool          whether all of it is as it was when it was looked at
+#
+# Of every function of the model's or of its libraries that runs (not torch's, not the standard library's) the names in
+# its code say which globals it may read, and which attributes of these, of its arguments and of what it closes over.
+# What they hold is noted as the function is called, and compared later: plain values, containers of them, where an
+# iterator stands. A name that is never reached is noted too; that costs a trace at most.
+#
+# Other code may run meanwhile that is none of the model's: what takes messages (handlers of logging, a replacement of
+# warnings.showwarning) counts or keeps them, and what it looks at does not count. The garbage collector waits, since
+# it calls functions of whoever asked for that at any time (gc.callbacks, finalizers).
+
+
+# Called by traces; and what computes nothing of a forward: huggingface_hub keeps what it found installed, tqdm locks.
+LIBRARIES = {
+    *NOT_THE_MODELS, *sys.stdlib_module_names, "huggingface_hub", "mpmath", "networkx", "numpy", "sympy", "tqdm",
+}  # fmt: skip
+DEEPEST, LONGEST = 4, 256  # of values within values; entries of a container
+
+
+class Looked:
+    """What one run looked at, with what it was then."""
+
+    def __init__(self) -> None:
+        self._notes: dict[tuple[int, CodeType], tuple[Any, frozenset[str], Any]] = {}
+        self._telling: FrameType | None = None  # of the message that is under way
+        self._passed: dict[tuple[int, int], CodeType] = {}  # code that is not looked at, by identity, and its globals'
+        self.shared = SharedByLayers(LIBRARIES)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note what the functions look at that run inside of the context."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with unprofiled(self._called):
+                yield
+        finally:
+            self._telling = None
+            if collects:
+                gc.enable()
+
+    def unchanged(self) -> bool:
+        """Whether everything is what it was when a function that looks at it was first called."""
+        return all(_look(root, names, DEEPEST) == then for root, names, then in self._notes.values())
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        if self._telling is not None:
+            if event == "return" and frame is self._telling:
+                self._telling = None
+            return
+        if event != "call":  # Python tells of returns and of calls of C functions too: most of what it tells
+            return
+        code = frame.f_code
+        place = (id(code), id(frame.f_globals))
+        if place in self._passed:
+            return
+        if _takes_messages(code):
+            self._telling = frame
+            return
+        home = str(frame.f_globals.get("__name__"))
+        if not home or home.partition(".")[0] in LIBRARIES or home in recorders.MODULES:
+            self._passed[place] = code
+            return
+        names = frozenset(code.co_names).union(one for one in code.co_consts if isinstance(one, str))
+        for name in code.co_names:
+            if name in frame.f_globals:
+                self._note(frame.f_globals[name], code, names)
+                if isinstance(frame.f_globals[name], PLAIN):
+                    self._note(frame.f_globals, code, frozenset({name}))
+        for one in [frame.f_locals[name] for name in code.co_freevars if name in frame.f_locals]:
+            self._note(one, code, names)
+        arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+        for one in arguments:  # containers, and contexts of torch's, may be made for this call
+            if hasattr(one, "__dict__") and not _is_torch_class(type(one)):
+                self._note(one, code, names)
+        kinds = [one if isinstance(one, type) else type(one) for one in arguments]
+        self.shared.add(code, frame.f_globals, [kind for kind in kinds if not _is_torch_class(kind)])
+
+    def _note(self, root: Any, code: CodeType, names: frozenset[str]) -> None:
+        if type(root) in PLAIN or isinstance(root, torch.Tensor):
+            return
+        key = (id(root), code)
+        if key in self._notes and self._notes[key][1] == names:
+            return
+        known = self._notes[key][1] if key in self._notes else frozenset()
+        self._notes[key] = (root, names | known, _look(root, names | known, DEEPEST))
+
+
+def _takes_messages(code: CodeType) -> bool:
+    return code is logging.Logger.handle.__code__ or code is getattr(warnings.showwarning, "__code__", None)
+
+
+def _look(value: Any, names: frozenset[str], deep: int) -> Any:
+    """What a value holds, as nested tuples that can be compared; of objects what has one of the names."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return ("tensor", id(value))
+    if deep == 0:
+        return None
+    if isinstance(value, PLAIN):  # of a subclass, which may have attributes
+        return (value, _of_object(value, names, deep))
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        attributes = _of_object(value, names, deep) if getattr(value, "__dict__", None) else ()
+        return (len(value), attributes, *(_look(one, names, deep - 1) for one in itertools.islice(value, LONGEST)))
+    if isinstance(value, ContextVar):
+        return _look(value.get(None), names, deep - 1)
+    if isinstance(value, (FunctionType, MethodType)):
+        return _of_function(value, names, deep)
+    if isinstance(value, GeneratorType):
+        inner = dict(value.gi_frame.f_locals) if value.gi_frame is not None else {}
+        return tuple(_look(one, names, deep - 1) for one in inner.values())
+    if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, random.Random):
+        return hash(value.__self__.getstate())
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, Mapping) and type(value).__module__ == "builtins" and "__builtins__" in value:
+        return tuple((name, _look(value[name], names, deep - 1)) for name in sorted(names) if name in value)
+    if isinstance(value, (dict, Mapping)) and len(value) <= LONGEST:
+        entries = [(key if isinstance(key, PLAIN) else id(key), value[key]) for key in list(value)]
+        attributes = _of_object(value, names, deep) if getattr(value, "__dict__", None) else ()
+        return (attributes, *((key, _look(one, names, deep - 1)) for key, one in entries))
+    if hasattr(type(value), "__length_hint__"):
+        return operator.length_hint(value)
+    return _of_object(value, names, deep)
+
+
+def _of_function(value: Any, names: frozenset[str], deep: int) -> Any:
+    if isinstance(value, MethodType):
+        return _look(value.__self__, names, deep - 1)
+    cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
+    own = tuple(_look(cell.cell_contents, names, deep - 1) for cell in cells)
+    return (*own, *(_look(value.__dict__[name], names, deep - 1) for name in sorted(names & set(value.__dict__))))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _of_object(value: Any, names: frozenset[str], deep: int) -> Any:
+    """The attributes of these names: of an instance, of its classes, of a Python module."""
+    classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    own = [getattr(value, "__dict__", {}), *(vars(one) for one in classes if not _is_torch_class(one))]
+    if isinstance(value, nn.Module):
+        own.append(value.__dict__.get("_modules", {}))
+    found: dict[str, Any] = {}
+    for attributes in own:
+        for name in names.intersection(attributes):
+            held = attributes[name]
+            if type(held).__name__ == "member_descriptor" and not isinstance(value, type):
+                held = getattr(value, name, None)
+            found.setdefault(name, held)
+    return tuple((name, _look(found[name], names, deep - 1)) for name in sorted(found))
+
+
+def _is_torch_class(cls: type) -> bool:
+    return cls.__module__ == "builtins" or cls.__module__.split(".")[0] == "torch"

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from csc.analysis.gradient_flow import settle
-from csc.capture.dedup import bodies
+from csc.capture.dedup import layers
 from csc.capture.lower.autocast import SETTLED, write_casts
 from csc.capture.lower.decompose import functional
 from csc.capture.lower.detached import own_memory
@@ -245,7 +245,7 @@ class _Flat:
         assert exported.example_inputs is not None
         self._entries = iter(exported.example_inputs[0][0])  # the batch's keys, in the order of the placeholders
         batch = {node for node, spec in self._specs.items() if spec.kind is InputKind.USER_INPUT}
-        self._bodies = bodies.bodies(functional, module_of, batch)
+        self._bodies = layers.bodies(functional, module_of, batch)
         self._whole = False  # all of the model's parameters and buffers have their placeholders
 
     def add(self, node: fx.Node) -> None:
@@ -268,12 +268,12 @@ class _Flat:
                 f"the traced graph holds a {node.op} ({node.target})", source_of(node) or "model",
                 "control flow operators inside a model are not supported; write the block with tensor operations",
             )  # fmt: skip
-        elif bodies.is_again(node):
+        elif layers.is_again(node):
             body = self._bodies[node.args[0]]  # type: ignore[index]
-            self._mapping[node] = bodies.copied(node, body, self._mapping, self._of_the_other, self._call)
+            self._mapping[node] = layers.copied(node, body, self._mapping, self._of_the_other, self._call)
         elif node.target is operator.getitem and isinstance(self._mapping[node.args[0]], list):  # type: ignore[index]
             self._mapping[node] = self._mapping[node.args[0]][node.args[1]]  # type: ignore[index]
-        elif g.op_name(node) not in ASSERTIONS and not bodies.is_first(node):
+        elif g.op_name(node) not in ASSERTIONS and not layers.is_first(node):
             self._mapping[node] = self._call(node, self._mapping.__getitem__)
 
     def _call(self, node: fx.Node, lookup: Callable[[fx.Node], Any]) -> fx.Node:
@@ -325,7 +325,7 @@ class _Flat:
             return self._mapping[node]
         name = other + target.removeprefix(path)
         if name not in self._own:
-            raise bodies.CannotRepeat(f"{name} is not in the graph")
+            raise layers.CannotRepeat(f"{name} is not in the graph")
         return self._own[name]
 
 

@@ -33,7 +33,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from csc.capture.dedup.bodies import CannotRepeat
+from csc.capture.dedup.layers import CannotRepeat
 from csc.errors import InputError, calling_line, is_of_libraries
 from csc.torch_private.traces import FakeTensor, address_of_storage, in_functorch_transform, pytree, unwatched
 

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from csc.capture.batch import NOTHING_TOLD, dynamic_dimensions, sample_axis, symbolic_dimensions
-from csc.capture.dedup.bodies import CannotRepeat
-from csc.capture.dedup.layers import Layers, NotHidden
+from csc.capture.dedup.layers import CannotRepeat, Layers, NotHidden
 from csc.capture.diagnostics import untraceable
 from csc.capture.trace.mutations import Changes, Slot
 from csc.capture.trace.symbolic_lengths import symbolic_lengths
