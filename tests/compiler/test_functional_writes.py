@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.nn import functional as F
 
-from csc.capture.lower.decompose import functional
 from csc.capture.lower.flatten import inline_regions
+from csc.capture.lower.writes import functional
 from csc.ir import graph as g
 
 Tensor = torch.Tensor

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import csc
-from csc.capture.lower.same_value import same_value
+from csc.capture.lower.masked_index import same_value
 from csc.errors import InputError
 
 WORDS, WIDTH, SAMPLES, TOKENS = 20, 16, 4, 6

@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from csc.capture.capture import capture
-from csc.capture.lower import decompose
-from csc.capture.lower.decompose import functional
+from csc.capture.lower import writes
+from csc.capture.lower.writes import functional
 from csc.ir import graph as g
 from csc.torch_private.exported import OpOverload, is_taken_apart
 
@@ -98,8 +98,8 @@ def test_operations_that_others_know_stay_the_ones_they_know() -> None:
     """Inductor's tables, which other libraries import before csc, name operations by their objects."""
     packets = [one for one in vars(torch.ops.aten).values() if hasattr(one, "overloads")]
     before = [(packet, dict(vars(packet))) for packet in packets]
-    assert decompose.__spec__ is not None and decompose.__spec__.loader is not None
-    decompose.__spec__.loader.exec_module(module_from_spec(decompose.__spec__))  # as in a process that knew them before
+    assert writes.__spec__ is not None and writes.__spec__.loader is not None
+    writes.__spec__.loader.exec_module(module_from_spec(writes.__spec__))  # as in a process that knew them before
     for packet, operations in before:
         assert getattr(torch.ops.aten, packet.__name__) is packet
         assert all(vars(packet)[name] is one for name, one in operations.items()), packet

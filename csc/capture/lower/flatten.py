@@ -1,14 +1,10 @@
-"""An ExportedProgram as one flat functional ATen graph with roles on its placeholders.
-
-Order matters: no-grad regions are inlined as plain ops followed by `aten.detach` *before* decomposition, because
-decomposition drops them and frozen layers would start to receive gradients.
-"""
+"""An ExportedProgram as one flat functional ATen graph with roles on its placeholders."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +14,185 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 
 from csc.analysis.gradient_flow import settle
 from csc.capture.dedup import layers
-from csc.capture.lower.autocast import SETTLED, write_casts
-from csc.capture.lower.decompose import functional
-from csc.capture.lower.detached import own_memory
 from csc.capture.lower.masked_index import without_selections
-from csc.capture.lower.own_divisors import with_own_divisors
-from csc.capture.lower.recorded import source_of
+from csc.capture.lower.writes import functional, own_memory, source_of
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
-from csc.ir.graph import add_call, replace_call
+from csc.ir.graph import Writer, add_call, add_traced_call, replace_call, values_of
 from csc.ir.program import Checkpoint
 from csc.torch_private.exported import OpOverload, is_autocast_region, is_no_grad_region
-from csc.torch_private.traces import FakeTensor, FakeTensorMode
+from csc.torch_private.traces import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, without_messages
+
+# --- Smoothed cross entropies over weighted classes, as a sum and what it is divided by ------------------------------
+#
+# By ATen's definition the mean of `cross_entropy(x, labels, weight=w, label_smoothing=s)` is a sum over tokens divided
+# by the sum of `w[label]`. Smoothing gives a token whose class weighs 0 a loss all the same. So where all labels of a
+# microbatch weigh 0 there is something to divide and nothing to divide by, though the whole batch has both: as a sum
+# and a divisor in the graph they are combined for the batch, as those of a user's own quotient are.
+
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2  # values of ATen's `reduction` argument
+
+
+def with_own_divisors(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """See the module.
+
+    Before    %loss = aten.cross_entropy_loss(%x, %labels, %w, 1, -100, 0.1)
+    After     %sum = aten.cross_entropy_loss(%x, %labels, %w, 2, -100, 0.1);  %loss = aten.div(%sum, %divisor)
+    """
+    writer = Writer(graph, mode)
+    for node in g.calls(graph):
+        if g.op_name(node) == "aten::cross_entropy_loss" and _has_own_divisor(node):
+            with graph.inserting_before(node):
+                new = _quotient(writer, node)
+            replace_call(node, new)
+
+
+def _has_own_divisor(node: fx.Node) -> bool:
+    bound = g.bind(node)
+    weighted = bound.get("weight") is not None and bound["label_smoothing"] and bound["reduction"] == MEAN
+    return bool(weighted) and not bound["target"].meta["val"].dtype.is_floating_point
+
+
+def _quotient(writer: Writer, node: fx.Node) -> fx.Node:
+    bound = g.bind(node)
+    labels, weight, ignored = bound["target"], bound["weight"], bound["ignore_index"]
+    arguments = bound["self"], labels, weight, SUM, ignored, bound["label_smoothing"]
+    total = writer.call(node, aten.cross_entropy_loss.default, *arguments)
+    counted = writer.call(node, aten.ne.Scalar, labels, ignored)
+    classes = writer.call(node, aten.mul.Tensor, labels, counted)  # 0 where there is no label
+    weights = writer.call(node, aten.mul.Tensor, writer.call(node, aten.index.Tensor, weight, [classes]), counted)
+    return writer.call(node, aten.div.Tensor, total, writer.call(node, aten.sum.default, weights))
+
+
+# --- `with torch.autocast(...)` inside a forward: the casts that it makes, written into the graph --------------------
+#
+# Terms
+#   region    the calls of one such block, as export keeps them: without casts, with the results that the casts lead to
+#   work      what a call does, operation by operation, and the dtypes of operands and results; views and casts left
+#     out
+#             (values without data let an operation take operands of dtypes that it refuses with data)
+#
+# There is no table of what autocast does with which operation: each call is run under it, on values without data, and
+# what that casts of its operands before it computes anything is tried. If the call then does the same work without
+# autocast, the graph gets these casts; if not, it is refused.
+
+
+CAST = torch.ops.aten._to_copy.default
+Work = list[tuple[str, tuple[torch.dtype, ...]]]
+SETTLED = "autocast"  # in a node's meta: of a block within, whose casts are its own
+
+
+def write_casts(body: fx.Graph, device: str, dtype: torch.dtype, cache: bool) -> None:
+    """InputError, with the line, for a call whose casts cannot be written so.
+
+    cache: a parameter that several calls read is cast once, and its gradients are added up in the low dtype, as torch
+    does it.
+    """
+    cast_once: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    for node in list(body.nodes):
+        if isinstance(node.target, OpOverload) and not node.meta.get(SETTLED):
+            casts = _casts(node, device, dtype)
+            with body.inserting_before(node):
+                made = {used: _cast(body, used, to, node, cast_once if cache else {}) for used, to in casts.items()}
+            for used, new in made.items():
+                node.replace_input_with(used, new)
+        node.meta[SETTLED] = True
+
+
+def _casts(node: fx.Node, device: str, dtype: torch.dtype) -> Mapping[fx.Node, torch.dtype]:
+    """What autocast casts of a call's operands."""
+    floating = {
+        used: val.dtype
+        for used in node.all_input_nodes
+        if isinstance(val := used.meta.get("val"), torch.Tensor) and val.is_floating_point()
+    }
+    if not floating:
+        return {}
+    own = _Work(node)
+    with torch.no_grad(), own, torch.autocast(device, dtype, cache_enabled=False):
+        own.gave(node.target(*values_of(node.args), **values_of(node.kwargs)))  # type: ignore[operator]
+    # What it casts at first may be the operation's own doing; products may cast behind views of their operands.
+    for casts in ({}, own.casts, dict.fromkeys(floating, dtype), dict.fromkeys(floating, torch.float32)):
+        needed = {used: to for used, to in casts.items() if floating[used] is not to}
+        if _work(node, needed) == own.done:
+            return needed
+    raise InputError(
+        f"the model runs part of itself under torch.autocast, where csc cannot tell what is cast in {g.op_name(node)}",
+        source_of(node) or "model",
+        "cast the tensors there by hand, or compile with precision='bf16' and leave autocast out",
+    )
+
+
+def _work(node: fx.Node, casts: Mapping[fx.Node, torch.dtype]) -> Work | None:
+    """Of the call for operands that are cast so, without autocast; None: it refuses them."""
+
+    def value(used: fx.Node) -> Any:
+        return used.meta["val"].to(casts[used]) if used in casts else used.meta["val"]
+
+    watching = _Work(node)
+    try:
+        with torch.no_grad(), without_messages():
+            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+            with watching:
+                watching.gave(node.target(*args, **kwargs))  # type: ignore[operator]
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return watching.done
+
+
+class _Work(TorchDispatchMode):
+    """done: the work of one call. casts: those of its operands that it begins with."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__()
+        self._given = {id(used.meta["val"]): used for used in node.all_input_nodes}
+        self.casts: dict[fx.Node, torch.dtype] = {}
+        self.done: Work = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is CAST:
+            if not self.done and id(args[0]) in self._given and kwargs.get("dtype") is not None:
+                self.casts[self._given[id(args[0])]] = kwargs["dtype"]
+        elif func.namespace != "prim" and not any(one.alias_info for one in func._schema.returns):
+            self._add(str(func), (args, kwargs, result))
+        return result
+
+    def gave(self, result: Any) -> None:
+        """What the call returns belongs to its work."""
+        self._add("return", result)
+
+    def _add(self, what: str, values: Any) -> None:
+        dtypes = [one.dtype for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+        self.done.append((what, tuple(dtypes)))
+
+
+def _cast(
+    body: fx.Graph,
+    used: fx.Node,
+    dtype: torch.dtype,
+    reader: fx.Node,
+    known: dict[tuple[fx.Node, torch.dtype], fx.Node],
+) -> fx.Node:
+    """The operand in a dtype, where the graph's insertion point is."""
+    kept = used.op == "placeholder" and used.meta["val"].requires_grad  # parameters: what torch's cache keeps
+    if kept and (used, dtype) in known:
+        return known[used, dtype]
+    made = add_traced_call(body, torch.ops.aten.to.dtype, (used, dtype), val=used.meta["val"].to(dtype), like=reader)
+    made.meta[SETTLED] = True
+    if kept:
+        known[used, dtype] = made
+    return made
+
+
+# --- An ExportedProgram as one flat functional ATen graph with roles on its placeholders -----------------------------
+#
+# Order matters: no-grad regions are inlined as plain ops followed by `aten.detach` *before* decomposition, because
+# decomposition drops them and frozen layers would start to receive gradients.
+
 
 WRAPPER_PREFIX, BATCH = "model.", "batch_"  # of names that export gives to what is of the model, and of the batch
 ASSERTIONS = frozenset(

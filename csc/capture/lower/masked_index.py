@@ -1,33 +1,409 @@
-"""Selections of rows by a mask (`features[mask]`), whose size depends on values, in sizes that do not.
-
-Terms
-  selection  `x[mask]`, `x.masked_select(mask)`: the rows of x where a mask is true, one after the other
-  in place   a selection of which all rows were kept, each where it is in x. What is computed from it row by row is in
-             place too. Rows that the mask leaves out must not count in the end: where rows are written back through
-             the mask, scattered to other places, or are the targets of a loss.
-
-    without_selections(graph, mode)      changes a captured graph, in place
-"""
+"""Selections of rows by a mask (`features[mask]`), whose size depends on values, in sizes that do not."""
 
 from __future__ import annotations
 
+import math
+import operator
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from csc.analysis.operators.table import COPIES, ELEMENTS, LABELS, NORMS, RESHAPES, is_pointwise, links
+from csc.analysis.operators.table import (
+    CASTS,
+    COPIES,
+    ELEMENTS,
+    LABELS,
+    NORMS,
+    RESHAPES,
+    SLICE,
+    UNSQUEEZED,
+    is_pointwise,
+    links,
+)
 from csc.analysis.tokens import mixes
-from csc.capture.lower.rows_in_place import RowsInPlace, refused
-from csc.capture.lower.same_value import same_value
-from csc.capture.lower.selected_sums import by_their_number, each, of_each, reduced
-from csc.capture.lower.selections import is_scattered, mask_of
-from csc.capture.lower.unselected_rows import is_only_moved, made_by, stays_finite
+from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.graph import replace_call
+from csc.ir.graph import add_call, replace_call, values_of
 from csc.torch_private.traces import FakeTensorMode
 
+# --- Calls that select rows by a mask, write to them, or take them in order ------------------------------------------
+
+
+def mask_of(node: fx.Node) -> fx.Node | None:
+    """The mask of `x[mask]` or `x[mask] = ...`, if that is what a call does."""
+    if g.op_name(node) not in ("aten::index", "aten::index_put"):
+        return None
+    indices: Any = node.args[1]
+    first = indices[0] if indices else None
+    if not isinstance(first, fx.Node) or any(one is not None for one in indices[1:]):
+        return None
+    return first if first.meta["val"].dtype in (torch.bool, torch.uint8) else None
+
+
+def is_scattered(node: fx.Node) -> bool:
+    """Whether only scatters read it, which take values in order whatever their shape, or copies for these."""
+    return all(
+        g.op_name(user) == "aten::masked_scatter"
+        or (g.op_name(user) in ("aten::clone", "aten::_to_copy") and is_scattered(user))
+        for user in node.users
+    )
+
+
+# --- Whether two values of a graph are the same, as far as how they are computed tells -------------------------------
+
+
+END = sys.maxsize  # of a slice that has none
+_ALL = {(start, end, step) for start in (0, None) for end in (END, None) for step in (1, None)}
+
+
+def same_value(one: Any, other: Any, shaped: bool = True) -> bool:
+    """Whether they are made by the same calls of the same values. shaped: False: but for the shapes in which the same
+    entries lie. What is made of several values is as their shapes have them broadcast, and what works along a dimension
+    as that has it: those are looked at with their shapes. Two draws of random numbers are never the same.
+    """
+    return _same(one, other, shaped, {})
+
+
+def _same(one: Any, other: Any, shaped: bool, known: dict[Any, bool]) -> bool:
+    """known: what was found of pairs before, which many values may be made of."""
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return bool(one == other)
+    if not shaped:
+        one, other = _unshaped(one), _unshaped(other)
+    if one is other:
+        return True
+    if one.op != "call_function" or one.target != other.target or len(one.args) != len(other.args):
+        return False
+    key = one, other, shaped
+    if key not in known:
+        draws = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
+        inner = shaped or len(one.all_input_nodes) > 1 or not is_pointwise(one)
+        alike = not draws and one.kwargs == other.kwargs
+        known[key] = alike and all(_same(*pair, inner, known) for pair in zip(one.args, other.args))
+    return known[key]
+
+
+def _unshaped(node: Any) -> fx.Node:
+    """What a value is laid out from."""
+    while g.op_name(node) in UNSQUEEZED | COPIES - CASTS or _is_all(node):
+        node = node.args[0]
+    found: fx.Node = node
+    return found
+
+
+def _is_all(node: fx.Node) -> bool:
+    """Whether it is a slice of a whole dimension, as `x[:, None]` writes one."""
+    return g.op_name(node) == SLICE and (*node.args[2:], *(None, None, None)[len(node.args) - 2 :]) in _ALL
+
+
+# --- Selections of rows by a mask as values of all rows, each where it was -------------------------------------------
+#
+# Terms: see csc.capture.lower.masked_index.
+#
+#     rows = RowsInPlace(graph, mode)       .in_place: to the mask of the rows that were selected     .zeros
+#     rows.flat, .zeroed, .spread, .together(like, value)      the same rows otherwise: calls in front of `like`
+#     rows.call(like, target, ...), .place(node, as_these)     a call with its value; a call whose rows are in place
+#     refused(node, why) -> InputError
+
+
 aten = torch.ops.aten
+
+
+class RowsInPlace:
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.graph, self.mode = graph, mode
+        self.in_place: dict[fx.Node, fx.Node] = {}
+        self.zeros: set[fx.Node] = set()  # in place: rows that were not selected are zeros
+        self.numbers: dict[fx.Node, fx.Node] = {}  # by mask, how many it selects
+
+    def zeroed(self, like: fx.Node, rows: fx.Node, mask: fx.Node) -> fx.Node:
+        """The same, with zeros in rows that the mask leaves out."""
+        others = self.call(like, aten.logical_not.default, mask)
+        others = self.column(like, others, rows.meta["val"].dim() - mask.meta["val"].dim())
+        found = self.call(like, aten.masked_fill.Scalar, rows, others, 0)
+        self.in_place[found] = mask
+        self.zeros.add(found)
+        return found
+
+    def flat(self, like: fx.Node, rows: fx.Node) -> fx.Node:
+        """Rows in place with one dimension for the rows, and so is their mask."""
+        mask = self.in_place[rows]
+        if mask.meta["val"].dim() == 1:
+            return rows
+        rest = list(rows.meta["val"].shape[mask.meta["val"].dim() :]) if rows.meta["val"].dim() else []
+        if any(not isinstance(size, int) for size in rest):
+            raise refused(like, "selects rows whose own size varies")
+        flat = self.call(like, aten.reshape.default, rows, [-1, *rest])
+        self.in_place[flat] = self.call(like, aten.reshape.default, mask, [-1])
+        return flat
+
+    def has_their_number(self, used: fx.Node, node: fx.Node) -> bool:
+        """Whether an operand has a row for each row that was selected."""
+        value = g.tensor_value(used)
+        if used in self.in_place or value is None or value.dim() != node.meta["val"].dim() or not value.dim():
+            return False
+        return not isinstance(value.shape[0], int) or value.shape[0] != 1
+
+    def spread(self, like: fx.Node, rows: fx.Node, selected: fx.Node) -> fx.Node:
+        """Rows, as many as a mask selects, in the places of those that it does; zeros elsewhere."""
+        rest = list(rows.meta["val"].shape[1:])
+        rows_dims = self.in_place[selected].meta["val"].dim()
+        mask = self.column(like, self.in_place[selected], len(rest))
+        nothing = self.call(like, aten.zeros_like.default, mask, dtype=rows.meta["val"].dtype)
+        nothing = self.call(like, aten.expand.default, nothing, [*[-1] * rows_dims, *rest])
+        return self.made(like, aten.masked_scatter.default, (nothing, mask, rows), {}, nothing.meta["val"])
+
+    def together(self, like: fx.Node, rows: fx.Node) -> fx.Node:
+        """The selected rows first, in order, then the others; who reads only the first ones reads the selection."""
+        rows = self.flat(like, rows)
+        others = self.call(like, aten.logical_not.default, self.in_place[rows])
+        order = self.call(like, aten.argsort.stable, others, stable=True)
+        return self.call(like, aten.index_select.default, rows, 0, order)
+
+    def column(self, like: fx.Node, mask: fx.Node, rest: int) -> fx.Node:
+        """The mask with dimensions of 1 behind, to be broadcast over a row."""
+        for _ in range(rest):
+            mask = self.call(like, aten.unsqueeze.default, mask, -1)
+        return mask
+
+    def place(self, node: fx.Node, rows: fx.Node) -> None:
+        """The call's result has its rows in place, as these do."""
+        node.meta["val"] = self.value(node.target, node.args, node.kwargs)
+        self.in_place[node] = self.in_place[rows]
+
+    def size(self, like: fx.Node, node: fx.Node, dim: int) -> Any:
+        size = node.meta["val"].shape[dim]
+        return size if isinstance(size, int) else self.made(like, aten.sym_size.int, (node, dim), {}, size)
+
+    def call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+        return self.made(like, target, arguments, keywords, self.value(target, arguments, keywords))
+
+    def value(self, target: Any, arguments: Any, keywords: Any) -> Any:
+        arguments, keywords = values_of((arguments, keywords))
+        with self.mode:
+            return target(*arguments, **keywords)
+
+    def made(self, like: fx.Node, target: Any, arguments: Any, keywords: Any, value: Any) -> fx.Node:
+        with self.graph.inserting_before(like):
+            return add_call(self.graph, target, arguments, keywords, val=value, like=like)
+
+
+def refused(node: fx.Node, why: str) -> InputError:
+    """Of a call that reads selected rows."""
+    return InputError(
+        f"{g.op_name(node)} {why}: how many is known only when the batch is there",
+        node.meta.get("source") or node.meta.get("module") or "model",
+        "keep all rows and give those that do not count no weight (torch.where, a label of -100), or select them in "
+        "the data loader",
+    )
+
+
+# --- Sums, means and losses over rows that a mask selects, and how many these are ------------------------------------
+#
+# Terms: see csc.capture.lower.masked_index. Rows that were not selected are zeros in a sum; a mean divides by how many
+# the mask selects. In 16 bits a mean adds up in float32, as PyTorch's own does.
+
+
+REDUCED = ("aten::sum", "aten::mean")
+ARITHMETIC = ("aten::mul", "aten::div")
+NARROW = (torch.float16, torch.bfloat16)
+NONE, MEAN, SUM = 0, 1, 2  # what becomes of a loss for each entry
+
+
+def reduced(rows: RowsInPlace, node: fx.Node) -> bool:
+    """See the module. Those along what is in a row leave rows in place."""
+    if g.op_name(node) not in REDUCED:
+        return False
+    bound = g.bind(node)
+    given: fx.Node = bound["self"]
+    dims: list[int] | None = bound.get("dim") or None
+    if dims is not None:
+        given = rows.flat(node, given)
+        dims = [dim % given.meta["val"].dim() for dim in dims]
+        if 0 not in dims:
+            return False
+    found = _reduced(rows, node, given, dims, bound.get("keepdim", False), bound["dtype"])
+    replace_call(node, found)
+    return True
+
+
+def _reduced(
+    rows: RowsInPlace,
+    node: fx.Node,
+    given: fx.Node,
+    dims: Sequence[int] | None,
+    keepdim: bool,
+    dtype: torch.dtype | None,
+) -> fx.Node:
+    mask, val = rows.in_place[given], given.meta["val"]
+    zeroed = given if given in rows.zeros else rows.zeroed(node, given, mask)
+    along = range(val.dim()) if dims is None else dims
+
+    def total(dtype: torch.dtype | None) -> fx.Node:
+        if dims is None:
+            return rows.call(node, aten.sum.default, zeroed, dtype=dtype)
+        return rows.call(node, aten.sum.dim_IntList, zeroed, list(dims), keepdim, dtype=dtype)
+
+    if g.op_name(node) == "aten::sum" or (g.op_name(node) in ELEMENTS and g.bind(node)["reduction"] == SUM):
+        return total(dtype)
+    result = dtype or val.dtype
+    others = [val.shape[dim] for dim in along if dim >= mask.meta["val"].dim()]
+    if not all(isinstance(size, int) for size in others):
+        raise refused(node, "takes a mean over rows, of which a mask has selected some, whose own size varies")
+    found = rows.call(node, aten.div.Tensor, total(torch.float32 if result in NARROW else dtype), _number(rows, mask))
+    if math.prod(others) != 1:
+        found = rows.call(node, aten.div.Tensor, found, math.prod(others))
+    return found if found.meta["val"].dtype is result else rows.call(node, aten._to_copy.default, found, dtype=result)
+
+
+def _number(rows: RowsInPlace, mask: fx.Node) -> fx.Node:
+    """How many a mask selects: one value for all masks that are the same, so that terms of a loss are seen to be
+    divided by the same. It stands right behind the mask, as who asks first may stand behind who asks next.
+    """
+    known = next((one for one in rows.numbers if same_value(one, mask, shaped=False)), None)
+    if known is None:
+        behind = mask.next
+        while behind.op == "placeholder":
+            behind = behind.next
+        rows.numbers[mask] = rows.call(behind, aten.sum.default, mask)
+    return rows.numbers[known or mask]
+
+
+def each(rows: RowsInPlace, loss: fx.Node) -> fx.Node:
+    """See the module."""
+    bound = g.bind(loss) | {"reduction": NONE}
+    keyword = [one.name for one in loss.target._schema.arguments if one.kwarg_only]  # type: ignore[union-attr]
+    arguments = tuple(value for name, value in bound.items() if name not in keyword)
+    keywords = {name: bound[name] for name in keyword}
+    given = [one for one in loss.all_input_nodes if one in rows.in_place]
+    widest = max(given, key=lambda one: one.meta["val"].dim() - rows.in_place[one].meta["val"].dim())
+    return rows.made(loss, loss.target, arguments, keywords, rows.flat(loss, widest).meta["val"])
+
+
+def of_each(rows: RowsInPlace, loss: fx.Node, entries: fx.Node) -> None:
+    """See the module."""
+    if g.bind(loss)["reduction"] == NONE:
+        replace_call(loss, entries)
+        return
+    replace_call(loss, _reduced(rows, loss, entries, None, False, None))
+
+
+def by_their_number(rows: RowsInPlace, size: fx.Node, selected: fx.Node, user: fx.Node) -> bool:
+    """See the module. size: the number of rows, of which Python has a multiple perhaps."""
+    factors = [one for one in user.args if one is not size]
+    if user.target is operator.mul and len(factors) == 1 and isinstance(factors[0], int):
+        times = factors[0]
+        done = [_divided(rows, user, selected, times, reader) for reader in list(user.users)]
+        if all(done):
+            user.graph.erase_node(user)
+        return all(done)
+    return _divided(rows, size, selected, 1, user)
+
+
+def _divided(rows: RowsInPlace, size: fx.Node, selected: fx.Node, times: int, user: fx.Node) -> bool:
+    """A product with a number of rows, or a quotient by one, of what has no rows in place itself. Not one that is
+    rounded to a whole number. In 16 bits the number would be rounded as a tensor, which Python's is not.
+    """
+    if g.op_name(user) not in ARITHMETIC or len(user.args) != 2 or user.args[1] is not size or user.kwargs:
+        return False
+    value: Any = user.args[0]
+    if not isinstance(value, fx.Node) or value in rows.in_place or g.tensor_value(value) is None:
+        return False
+    number = _number(rows, rows.in_place[selected])
+    if times != 1:
+        number = rows.call(user, aten.mul.Tensor, number, times)
+    target = aten.div.Tensor if g.op_name(user) == "aten::div" else aten.mul.Tensor
+    dtype = value.meta["val"].dtype
+    if dtype in NARROW:
+        value = rows.call(user, aten._to_copy.default, value, dtype=torch.float32)
+    found = rows.call(user, target, value, number)
+    replace_call(user, rows.call(user, aten._to_copy.default, found, dtype=dtype) if dtype in NARROW else found)
+    return True
+
+
+# --- What rows that a mask leaves out may do to others: nothing, unless they come to hold what is no number ----------
+#
+# Terms: see csc.capture.lower.masked_index. Such rows have a gradient of 0, and 0 times infinity is no number: a
+# layer's weight, which adds up over all rows, would have it too. So they hold zeros from the selection on, and again
+# wherever a call may make something infinite of them. They may be no numbers in the model itself: what attention makes
+# of padding. Logits are many, so what a loss over classes reads is made of zeros, by the layer that makes it.
+
+
+LOSSES = {"aten::cross_entropy_loss": (0, 1), "aten::nll_loss_nd": (0, 1)}  # what they read as which arguments
+WRITES = {
+    "aten::index_put": (2,),
+    "aten::masked_scatter": (2,),
+    "aten::index_add": (2, 3),
+}
+FINITE = {
+    f"aten::{name}"
+    for name in (
+        "add", "sub", "rsub", "mul", "neg", "abs", "relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu",
+        "softplus", "sin", "cos", "clamp", "maximum", "minimum", "where", "masked_fill", "dropout", "native_dropout",
+    )
+}  # fmt: skip
+
+
+def is_only_moved(selection: fx.Node) -> bool:
+    """See the module."""
+    return _is_only_read(selection, WRITES if _has_numbers(selection) else WRITES | LOSSES)
+
+
+def made_by(selected: fx.Node, selection: fx.Node, mask: fx.Node) -> list[fx.Node] | None:
+    """See the module."""
+    rows = selected.meta["val"].dim() - 1
+    if not _is_only_read(selection, LOSSES) or len(selected.users) > 1 or mask.meta["val"].dim() != rows:
+        return None
+    found = [selected]
+    while g.op_name(found[0]) in COPIES | RESHAPES:
+        before: fx.Node = found[0].args[0]  # type: ignore[assignment]
+        if len(before.users) > 1 or str(before.meta["val"].shape[-1:]) != str(selected.meta["val"].shape[-1:]):
+            return None
+        found.insert(0, before)
+    return found if g.op_name(found[0]) == "aten::linear" else None
+
+
+def _is_only_read(selection: fx.Node, by: Mapping[str, tuple[int, ...]]) -> bool:
+    for user in selection.users:
+        name = g.op_name(user)
+        at = [place for place, one in enumerate(user.args) if one is selection]
+        if name == "aten::sym_size" or (at and set(at) <= set(by.get(name, ()))):
+            continue
+        if name not in RESHAPES | COPIES or not _is_only_read(user, by):
+            return False
+    return True
+
+
+def _has_numbers(value: fx.Node) -> bool:
+    val = value.meta["val"]
+    return bool(val.is_floating_point() or val.is_complex())
+
+
+def stays_finite(call: fx.Node) -> bool:
+    """See the module. Whole powers are as good as products; what is no pointwise call adds up, or normalises."""
+    name = g.op_name(call)
+    value = g.tensor_value(call)
+    if value is None or not (value.is_floating_point() or value.is_complex()):
+        return True
+    if name == "aten::pow":
+        power = call.args[1]
+        return isinstance(power, int) and power >= 1
+    return not is_pointwise(call) or name in FINITE | COPIES
+
+
+# --- Selections of rows by a mask (`features[mask]`), whose size depends on values, in sizes that do not -------------
+#
+# Terms
+#   selection  `x[mask]`, `x.masked_select(mask)`: the rows of x where a mask is true, one after the other
+#   in place   a selection of which all rows were kept, each where it is in x. What is computed from it row by row is
+#     in
+#              place too. Rows that the mask leaves out must not count in the end: where rows are written back through
+#              the mask, scattered to other places, or are the targets of a loss.
+
+
 ALONG_ROWS = {"aten::linear", "aten::embedding"} | NORMS | COPIES  # whatever dimensions stand in front
 SIZED = {"aten::full", "aten::zeros", "aten::ones", "aten::expand"}
 
@@ -246,7 +622,7 @@ class _Rewriting:
         of_each(self.rows, loss, entries)
 
     def _zero_inputs(self, node: fx.Node) -> None:
-        """See csc.capture.lower.unselected_rows."""
+        """See csc.capture.lower.masked_index."""
         for used in [one for one in node.all_input_nodes if one in self.in_place]:
             finite = stays_finite(node) or used in self.rows.zeros or not used.meta["val"].is_floating_point()
             if used in self.infinite or not finite:
