@@ -29,7 +29,7 @@ from csc.cache.patched import patched
 from csc.cache.reads import reads
 from csc.cache.switches import switches
 from csc.capture.batch import device_of
-from csc.capture.trace.training_mode import training, without_kv_cache
+from csc.capture.trace.export import training, without_kv_cache
 from csc.ir.program import Options
 
 FORMAT = 5

@@ -29,13 +29,11 @@ from csc.capture.guards import Guards, frozen_in, plain_texts
 from csc.capture.lower.flatten import Flattened, flatten
 from csc.capture.module_tree import describe
 from csc.capture.opaque_reads import opaque_reads, refuse_shared_tensors
-from csc.capture.trace.export import Exported, Undecided, export
+from csc.capture.trace.export import Exported, Undecided, export, sizes_of, training, without_kv_cache
 from csc.capture.trace.meta_init import standing_in
 from csc.capture.trace.mutations import Changes, Slot, refuse_if_computed_with
 from csc.capture.trace.replay import replay
-from csc.capture.trace.size_guards import sizes_of
 from csc.capture.trace.traced_model import HostFunctionFound, loss_of, sizes_among
-from csc.capture.trace.training_mode import training, without_kv_cache
 from csc.capture.values.hoist import Hoisted
 from csc.errors import CscError, InputError
 from csc.ir import graph as g

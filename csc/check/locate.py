@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from csc.capture.batch import device_of
-from csc.capture.trace.training_mode import training, without_kv_cache
+from csc.capture.trace.export import training, without_kv_cache
 from csc.check.compiling import Compiles
 from csc.check.eager import EagerStep, eager_step
 from csc.check.judge import judge

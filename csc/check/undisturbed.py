@@ -22,7 +22,7 @@ from torch import nn
 
 from csc import devices
 from csc.capture.batch import device_of
-from csc.capture.trace.training_mode import caching, uncached
+from csc.capture.trace.export import caching, uncached
 
 CONTAINERS = frozenset({list, dict, set, OrderedDict})  # the last one of hooks
 

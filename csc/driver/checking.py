@@ -33,7 +33,7 @@ from csc import devices
 from csc.cache.packed import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
-from csc.capture.trace.training_mode import caching
+from csc.capture.trace.export import caching
 from csc.check.eager import EagerStep
 from csc.check.first import Checked, check, too_much
 from csc.check.one_of_each import check_by_layer

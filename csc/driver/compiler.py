@@ -28,8 +28,8 @@ from csc.cache.store import Store
 from csc.capture.batch import doubtful, split_batch
 from csc.capture.capture import capture, name_of, with_sizes_of
 from csc.capture.guards import Guards, Match
-from csc.capture.trace.autograd_functions import refuse_hooks
-from csc.capture.trace.held_tensors import refuse_tensors
+from csc.capture.trace.autograd import refuse_hooks
+from csc.capture.trace.traced_model import refuse_tensors
 from csc.codegen.write import write
 from csc.driver.more_samples import MoreSamples
 from csc.driver.shared_traces import SharedTraces, undivided

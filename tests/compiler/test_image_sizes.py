@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.capture.trace import hf_varlen
+from csc.capture.trace import export
 from csc.ir.printer import program_text
 from csc.reports.verification import verify
 from tests.compiler.conftest import Models
@@ -64,17 +64,17 @@ def test_what_has_the_same_size_in_another_size_of_the_batch_is_differentiated_o
 def test_what_attention_over_packed_rows_cannot_do_is_said() -> None:
     tokens = torch.zeros(1, 2, 6, 8)
     ends = torch.tensor([0, 2, 6])
-    out, _ = hf_varlen._attention(nn.Identity(), tokens, tokens, tokens, None, cu_seq_lens_q=ends)
+    out, _ = export._attention(nn.Identity(), tokens, tokens, tokens, None, cu_seq_lens_q=ends)
     assert out.shape == (1, 6, 2, 8)
     with pytest.raises(csc.CscError, match="packed rows with sliding_window"):
-        hf_varlen._attention(nn.Identity(), tokens, tokens, tokens, None, cu_seq_lens_q=ends, sliding_window=4)
+        export._attention(nn.Identity(), tokens, tokens, tokens, None, cu_seq_lens_q=ends, sliding_window=4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_over_packed_rows_is_that_of_each_sequence(causal: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 12, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
-    out, _ = hf_varlen._attention(
+    out, _ = export._attention(
         nn.Identity(), q, k, v, None, scaling=0.3, is_causal=causal, cu_seq_lens_q=torch.tensor([0, 5, 6, 12])
     )
     for low, high in ((0, 5), (5, 6), (6, 12)):

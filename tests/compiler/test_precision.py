@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
+from csc.capture.trace.export import without_kv_cache
 from csc.capture.trace.traced_model import loss_of
-from csc.capture.trace.training_mode import without_kv_cache
 from csc.driver.compiled import CompiledModel
 from csc.driver.new_model import compiled_model
 from csc.errors import InputError

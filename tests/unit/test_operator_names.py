@@ -37,7 +37,7 @@ NAMES = {
     "csc.capture.lower.masked_index": "which calls select, and which take what was selected in order",
     "csc.capture.lower.masked_index": "which calls make numbers of numbers",
     "csc.capture.lower.writes": "writes what changes in place as calls that give it",
-    "csc.capture.trace.size_guards": "the one call that asks whether a size is 1",
+    "csc.capture.trace.export": "the one call that asks whether a size is 1",
     "csc.check.numbers": "draws by itself: what judges shares no code with what it judges",
     "csc.codegen.torch_calls": "how the call of one is written",
     "csc.kernels.cpu": "runs ATen's kernels",

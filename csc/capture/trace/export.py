@@ -1,36 +1,301 @@
-"""torch.export of the whole model, returning only the loss.
-
-The step traced is `loss = model(**batch).loss` in training mode, with the sequence dimensions symbolic.
-"""
+"""torch.export of the whole model, returning only the loss; the modes in which it runs, what it assumes of sizes."""
 
 from __future__ import annotations
 
+import builtins
+import functools
+import inspect
 import io
 import keyword
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stderr
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
+import sympy
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.nn import functional as F
 
 from csc.capture.batch import NOTHING_TOLD, dynamic_dimensions, sample_axis, symbolic_dimensions
 from csc.capture.dedup.layers import CannotRepeat, Layers, NotHidden
 from csc.capture.diagnostics import untraceable
-from csc.capture.trace.mutations import Changes, Slot
-from csc.capture.trace.symbolic_lengths import symbolic_lengths
+from csc.capture.trace.mutations import Changes, Slot, attributes_kept
 from csc.capture.trace.traced_model import HoistedCalls, HostFunctionFound, LossOnly
-from csc.capture.trace.training_mode import as_traced
 from csc.errors import CscError, InputError
-from csc.ir.capture_guards import Call, Decision
+from csc.ir import graph as g
+from csc.ir.capture_guards import Call, Decision, SizeGuards
 from csc.torch_private.hooks import no_new_registration_hooks
-from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
+from csc.torch_private.real_layouts import real_layouts
+from csc.torch_private.symbolic_sizes import assumed_of_sizes, conditions_of_models, one_is_no_special_size
+from csc.torch_private.traces import (
+    each_computed,
+    plain_checkpoints,
+    tensors_of_data,
+    unchanged_modules,
+    without_messages,
+)
+
+# --- `len(x)` of a tensor in the model's code, as `x.shape[0]` is in a trace: a number that may vary -----------------
+#
+# Python's `len` gives a plain number, so a trace would be for that number of samples. While a model is traced its code
+# finds a `len` of this file instead, among the globals of the files that its classes are from, and of those whose
+# functions these have. torch's own code does not, nor csc's.
+
+
+LENGTH = "len"
+APART = ("torch", "csc")  # their code needs plain numbers
+
+
+@contextmanager
+def symbolic_lengths(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """See the module. A file with a `len` of its own keeps it."""
+    asked = [False]
+
+    def length(of: Any) -> Any:
+        if isinstance(of, torch.Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt):
+            asked[0] = True
+            return of.shape[0]
+        return builtins.len(of)
+
+    with ExitStack() as stack:
+        for names in _globals_of(model):
+            if LENGTH not in names:
+                names[LENGTH] = length
+                stack.callback(names.pop, LENGTH)
+        yield lambda: asked[0]
+
+
+def _globals_of(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Of the code of the model, each once."""
+    seen: set[int] = set()
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    written = [inspect.unwrap(one) for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+    for function in filter(_is_own, written):
+        for other in (function, *filter(_is_own, function.__globals__.values())):
+            if id(other.__globals__) not in seen:
+                seen.add(id(other.__globals__))
+                yield other.__globals__
+
+
+def _is_own(one: Any) -> bool:
+    """Whether it is a function of Python code that is neither torch's nor csc's."""
+    if not isinstance(one, FunctionType):
+        return False
+    return str(one.__globals__.get("__name__", "")).partition(".")[0] not in APART
+
+
+# --- Attention over packed sequences in Hugging Face models, as one attention with a mask ----------------------------
+#
+# Encoders for images of any size (Qwen-VL, GLM-V) pack all patches in one row and tell attention where each image or
+# window begins: `cu_seqlens`. Without FlashAttention they then split the row and attend image by image, so a trace
+# holds for these images. Attention functions of the flash kind get the whole row and `cu_seqlens`; the library lets
+# others register theirs. The one here says in tensor operations who sees whom, which pass `attention` reads as a mask.
+
+
+VARLEN = "csc_flash_of_packed_rows"  # with "flash" in it, modules hand over the whole row
+LIBRARY = "transformers.modeling_utils"
+LIBRARY_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
+FURTHER = ("sliding_window", "softcap", "s_aux")  # what the library's attention functions may be given beside
+BEGINNINGS, LONGEST = "cu_seqlens", "max_seqlen"
+
+
+@contextmanager
+def one_attention(model: nn.Module) -> Iterator[None]:
+    """While it lasts, attention modules of the model that take `cu_seqlens` and ask the library for their attention
+    function get the one of this file.
+    """
+    library = sys.modules.get(LIBRARY)
+    with ExitStack() as stack:
+        if library is not None:
+            library.ALL_ATTENTION_FUNCTIONS[VARLEN] = _attention
+            stack.callback(library.ALL_ATTENTION_FUNCTIONS.pop, VARLEN)
+            for kind in {type(module): None for module in model.modules() if _takes_packed_rows(module)}:
+                stack.enter_context(patch.object(kind, "forward", _asking_for_it(kind.forward)))
+        yield
+
+
+def _takes_packed_rows(module: nn.Module) -> bool:
+    return (
+        BEGINNINGS in inspect.signature(type(module).forward).parameters
+        and LIBRARY_FUNCTIONS in vars(sys.modules[type(module).__module__])
+        and hasattr(getattr(module, "config", None), "_attn_implementation")
+    )
+
+
+def _asking_for_it(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an attention module. The longest sequence, which flash kernels need and which takes a look at
+    values, is not asked for where it can be given.
+    """
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called = signature.bind(self, *args, **kwargs)
+        if LONGEST in signature.parameters and called.arguments.get(LONGEST) is None:
+            called.arguments[LONGEST] = 0
+        before = self.config._attn_implementation
+        self.config._attn_implementation = VARLEN
+        try:
+            return real(*called.args, **called.kwargs)
+        finally:
+            self.config._attn_implementation = before
+
+    return forward
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, H, T, D], key and value [1, G, T, D], cu_seq_lens_q [N + 1] from 0 to T; gives [1, T, H, D].
+
+    Called as the library calls attention functions. Without cu_seq_lens_q all of the row is one sequence. InputError
+    for what would be dropped: another mask, a sliding window, a soft cap, sinks.
+    """
+    further = {"attention_mask": attention_mask, **{name: kwargs.get(name) for name in FURTHER}}
+    for name, given in further.items():
+        if given is not None:
+            raise InputError(
+                f"attention over packed rows with {name} is not known to csc", type(module).__name__,
+                "keep the module out of the trace with csc.opaque(module)",
+            )  # fmt: skip
+    causal = bool(is_causal)
+    seen = None
+    if cu_seq_lens_q is not None:
+        places = torch.arange(query.shape[2], device=query.device)
+        sequence = torch.bucketize(places, cu_seq_lens_q[1:], right=True)
+        seen = sequence[:, None] == sequence[None, :]
+        seen = (seen & (places[None, :] <= places[:, None]) if causal else seen)[None, None]
+    out = F.scaled_dot_product_attention(
+        query, key, value, seen, dropout, seen is None and causal, scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+# --- A model as a trace runs it, and as it was before afterwards: contexts -------------------------------------------
+
+
+def caching(modules: Iterable[nn.Module]) -> list[Any]:
+    """The configurations of HF models that say whether a key/value cache is filled."""
+    have = (one for one in modules if "config" in vars(one) or hasattr(type(one), "config"))
+    found = {id(one.config): one.config for one in have if one.config is not None}
+    return [one for one in found.values() if hasattr(one, "use_cache")]
+
+
+@contextmanager
+def uncached(configurations: Sequence[Any]) -> Iterator[None]:
+    """HF models fill a key/value cache while training unless told not to; it would be dead weight in the graph. With it
+    they also take packed documents (positions that start again) for one sequence. configurations: see `caching`.
+    """
+    before = [one.use_cache for one in configurations]
+    try:
+        for one in configurations:
+            one.use_cache = False
+        yield
+    finally:
+        for one, was in zip(configurations, before):
+            one.use_cache = was
+
+
+def without_kv_cache(model: nn.Module) -> AbstractContextManager[None]:
+    """A model whose configurations are so."""
+    return uncached(caching(model.modules()))
+
+
+@contextmanager
+def as_traced(model: nn.Module, layers: Layers) -> Iterator[None]:
+    """The model as a trace runs it, and as it was before afterwards."""
+    with (
+        training(model),
+        without_kv_cache(model),
+        one_attention(model),
+        attributes_kept(model),
+        layers.kept_out(),
+        without_messages(),
+        each_computed(),
+        real_layouts(),
+        plain_checkpoints(),
+        tensors_of_data(),
+        unchanged_modules(),
+    ):
+        yield
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """In training mode, as the user left it: a model in eval mode is switched as a whole, and back afterwards; in one
+    that trains, modules that were put in eval mode (frozen batch norms) stay so.
+    """
+    before = {module: module.training for module in model.modules()}
+    try:
+        if not model.training:
+            model.train()
+        yield
+    finally:
+        for module, mode in before.items():
+            if module.training is not mode:
+                module.training = mode
+
+
+# --- What a captured graph assumes of the sizes of its inputs --------------------------------------------------------
+#
+# A model that is traced with several samples is traced for one too, unless its code asks whether there is one. That
+# torch takes a size for another one than 1 within an operation is no condition: it decides there what is a view and
+# how results lie in memory, and the operations of the graph give for one sample what they give for several. `squeeze`
+# alone does not.
+
+
+def sizes_of(graph: fx.Graph, asked: Collection[Any] | None) -> SizeGuards:
+    """The sizes of a flat graph's inputs, and the conditions under which it is the model."""
+    given = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(graph) if n.meta["role"][0] == "input"}
+    entries = {
+        name: (str(val.dtype), tuple(size if isinstance(size, int) else size.node.expr for size in val.shape))
+        for name, val in given.items()
+    }
+    ranges, relations = assumed_of_sizes(g.outputs(graph)[0].meta["val"].fake_mode)
+    if asked is None:
+        return SizeGuards(entries, ranges, tuple(relations))
+    kept = [one for one in relations if one in asked or not _is_not_one(one)]
+    several = {str(one.lhs) for one in asked if isinstance(one, sympy.Ge) and one.rhs == 2}
+    ranges = {name: (1 if low == 2 and name not in several else low, high) for name, (low, high) in ranges.items()}
+    return SizeGuards(entries, ranges, (*kept, *_squeezed(graph)))
+
+
+def _is_not_one(relation: Any) -> bool:
+    return isinstance(relation, sympy.Ne) and sympy.S.One in relation.args
+
+
+def _squeezed(graph: fx.Graph) -> Iterator[Any]:
+    """That dimensions which are asked to go if their size is 1 have another one."""
+    for node in g.calls(graph):
+        if g.op_name(node) == "aten::squeeze":
+            val = node.all_input_nodes[0].meta["val"]
+            named = node.args[1] if len(node.args) > 1 else range(val.dim())
+            for dimension in named if isinstance(named, (list, tuple, range)) else [named]:
+                if isinstance(val.shape[dimension], torch.SymInt):
+                    yield sympy.Ne(val.shape[dimension].node.expr, 1)
+
+
+# --- torch.export of the whole model, returning only the loss --------------------------------------------------------
+#
+# The step traced is `loss = model(**batch).loss` in training mode, with the sequence dimensions symbolic.
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch import nn
 from csc.capture.batch import device_of
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.module_tree import describe
+from csc.capture.trace.export import as_traced
 from csc.capture.trace.traced_model import HoistedCalls, LossOnly, metadata
-from csc.capture.trace.training_mode import as_traced
 from csc.capture.values.row_index import PREFIX
 from csc.ir.capture_guards import Call, Decision
 from csc.torch_private.traces import replaying

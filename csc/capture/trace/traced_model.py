@@ -1,29 +1,26 @@
-"""The model as what a trace or a replay runs: a function from batch tensors to its loss.
-
-LossOnly(model, extra, host, values, layers)(batch) -> loss      HostFunctionFound if it has to run again
-Host                                                             what of the model runs on the host
-"""
+"""The model as what a trace or a replay runs: a function from batch tensors to its loss."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from csc.capture.batch import is_metadata
 from csc.capture.dedup.layers import Layers, Repeats
-from csc.capture.trace.autograd_calls import AutogradQueries, autograd_calls
-from csc.capture.trace.autograd_functions import own_gradients
-from csc.capture.trace.fakes_left import no_fakes_left
-from csc.capture.trace.held_parameters import Held
+from csc.capture.model_guards import reached
+from csc.capture.trace.autograd import AutogradQueries, autograd_calls, own_gradients
+from csc.capture.trace.chance import own_chance
 from csc.capture.trace.mutations import Changes, Slot, Slots
-from csc.capture.trace.own_chance import own_chance
 from csc.capture.values import hoist as hosting
 from csc.capture.values.batch_alone import Alone, Recording
 from csc.capture.values.hoist import Function, Hoisted, HostCall, unused
@@ -32,6 +29,119 @@ from csc.capture.values.row_index import PREFIX, RowIndices
 from csc.errors import InputError
 from csc.ir.capture_guards import Expression
 from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
+
+# --- Parameters that a module holds beside the ones it has registered ------------------------------------------------
+#
+# `nn.LSTM` computes with a list of its parameters, and a user's module may have one. A tracer puts what it traces in
+# the place of registered parameters alone: the list would be read as constants, and nothing in it trained.
+#
+#     held = Held(model)                  which list, at which place, holds which parameter
+#     held.put(named)                     in a trace: what stands for the parameters, by name, in their place
+
+
+class Held:
+    """Places in the lists and dicts that modules of a model have as attributes. Whoever calls `put` brings them back
+    as they were (csc.capture.trace.mutations).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._places: list[tuple[list[Any] | dict[Any, Any], Any, str]] = []
+        for module in model.modules():
+            for attribute, held in vars(module).items():
+                if not attribute.startswith("_parameters") and type(held) in (list, dict):
+                    for place, one in enumerate(held) if isinstance(held, list) else held.items():
+                        if isinstance(one, nn.Parameter) and id(one) in names:
+                            self._places.append((held, place, names[id(one)]))
+
+    def put(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Put what is called by a parameter's name wherever that parameter is held."""
+        for held, place, name in self._places:
+            if name in named:  # not hidden from the trace
+                held[place] = named[name]
+
+
+# --- Tensors that a model holds and a trace would take for others ----------------------------------------------------
+#
+# A trace puts plain tensors in place of parameters and buffers. So a class of tensors with code of its own
+# (__torch_function__, __torch_dispatch__) would compute as torch.Tensor does, in silence.
+
+
+HANDLERS = ("__torch_function__", "__torch_dispatch__")
+PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def refuse_tensors(model: nn.Module) -> None:
+    """Raises InputError for a parameter or buffer without values yet, with code of its own, or made for inference."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                "it has no size yet: its module is a lazy one, which makes it at its first batch",
+                name,
+                "run model(**batch) once before you compile",
+            )
+        if tensor.is_floating_point() and _computes(type(tensor)):
+            raise InputError(
+                f"it is a {type(tensor).__name__}, a class of tensors that computes by code of its own, which csc "
+                "would not run",
+                name,
+                "hold a plain tensor, and compute in the module's forward, or in a parametrization "
+                "(torch.nn.utils.parametrize)",
+            )
+        if tensor.is_inference():
+            raise InputError(
+                "it was made in torch.inference_mode, and autograd cannot use it",
+                name,
+                "put a clone in its place (made outside of inference_mode)",
+            )
+
+
+def _computes(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors has code for what torch does with them."""
+    return any(all(_code(kind, name) != _code(plain, name) for plain in PLAIN) for name in HANDLERS)
+
+
+def _code(kind: type, name: str) -> object:
+    """What is behind a class method."""
+    handler = getattr(kind, name)
+    return getattr(handler, "__func__", handler)
+
+
+# --- What a trace leaves in tables that the model's code keeps beside the model (globals, closures, caches of ... ----
+#
+# tensors without data, where eager PyTorch would find them.
+
+
+DEEPEST = 3  # of containers within one that a trace has made
+
+
+@contextmanager
+def no_fakes_left(model: nn.Module) -> Iterator[None]:
+    """Members that are, or hold, tensors of the trace are as they were before it, or gone; caches of functions that it
+    has added to (functools.lru_cache) are empty.
+    """
+    before = reached(model)
+    known = [(cache, cache.cache_info().misses) for cache in before.caches]
+    try:
+        yield
+    finally:
+        before.put_back(_is_of_trace)
+        for cache, misses in known:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _is_of_trace(value: Any, deep: int = DEEPEST) -> bool:
+    """A tensor of a trace, or a container with one; containers may hold themselves."""
+    if isinstance(value, torch.Tensor):
+        return type(value).__module__.startswith("torch._subclasses")
+    if not deep or not isinstance(value, (list, tuple, dict)):
+        return False
+    return any(_is_of_trace(one, deep - 1) for one in (dict.values(value) if isinstance(value, dict) else value))
+
+
+# --- The model as what a trace or a replay runs: a function from batch tensors to its loss ---------------------------
+
 
 NAMED = 4  # of the tensors that a model returned
 WITH_LOSS = (
