@@ -44,12 +44,12 @@ from csc.cache.class_sources import CACHED, has_source, of_transformers, slots
 from csc.cache.classes import Classes
 from csc.cache.indescribable import Opaque
 from csc.cache.origins import Origins, is_own, is_source
-from csc.capture import recorders
+from csc.capture import batch
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.hooks import hooks_of_all_modules, hooks_of_tensor
 
 PLACES = {"name_or_path", "_name_or_path", "_commit_hash"}  # where weights came from
-INERT = {"generation_config", recorders.INSTALLED, "_is_hf_initialized"}  # not for training
+INERT = {"generation_config", batch.INSTALLED, "_is_hf_initialized"}  # not for training
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_MODULES = {"training", "_parameters", "_buffers", "_modules"} | {
     name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called", "_set"))
@@ -120,7 +120,7 @@ class Describer:
 
     def _hooks(self, module: nn.Module, kind: str, where: str) -> Any:
         with_kwargs = vars(module).get(f"{kind}_with_kwargs", {})
-        found = {k: h for k, h in getattr(module, kind).items() if not recorders.is_recorder(h)}
+        found = {k: h for k, h in getattr(module, kind).items() if not batch.is_recorder(h)}
         return [[self.tree(hook, f"{where}.{kind}"), key in with_kwargs] for key, hook in found.items()]
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> Any:

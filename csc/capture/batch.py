@@ -13,6 +13,33 @@ from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import OWN
 
+# --- The hooks with which models of transformers keep what their layers return ---------------------------------------
+#
+# The first forward that is asked for hidden states puts them in place; they look at what passes and compute nothing.
+
+
+MODULES = {"transformers.utils.output_capturing"}  # whose functions record
+INSTALLED = "_output_capturing_hooks_installed"  # the attribute that says that they are in place
+
+
+def is_recorder(hook: Any) -> bool:
+    """See the module."""
+    return getattr(hook, "__module__", "") in MODULES
+
+
+def only_records(name: str, before: Any, after: Any) -> bool:
+    """See the module. before, after: the values of the attribute."""
+    if name == INSTALLED:
+        return True
+    if name != "_forward_hooks" or not isinstance(before, dict) or not isinstance(after, dict):
+        return False
+    kept = all(after.get(key) is hook for key, hook in before.items())
+    return kept and all(is_recorder(hook) for key, hook in after.items() if key not in before)
+
+
+# --- What a model is fed: an example batch, split into tensors (traced) and plain values (baked in) ------------------
+
+
 TOKENS = ("input_ids", "labels", "decoder_input_ids", "attention_mask")  # what has a row for each sample
 NOTHING_TOLD: Mapping[str, int] = MappingProxyType({})
 LARGEST = 2**26  # bytes of a batch that is made of a microbatch

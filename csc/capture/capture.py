@@ -15,26 +15,19 @@ from torch import fx, nn
 from csc import devices
 from csc.analysis.batch_limits import class_limits, table_limits
 from csc.analysis.operators.table import OF_VALUES
-from csc.capture.batch import (
-    device_of,
-    dynamic_dimensions,
-    placed,
-    sample_axis,
-    split_batch,
-    twice,
-)
+from csc.capture.batch import device_of, dynamic_dimensions, placed, sample_axis, split_batch, twice
 from csc.capture.dedup.layers import CannotRepeat, Layers, NotHidden
 from csc.capture.diagnostics import untraceable
 from csc.capture.guards import Guards, frozen_in, plain_texts
 from csc.capture.lower.flatten import Flattened, flatten
 from csc.capture.module_tree import describe
-from csc.capture.opaque_reads import opaque_reads, refuse_shared_tensors
 from csc.capture.trace.export import Exported, Undecided, export, sizes_of, training, without_kv_cache
 from csc.capture.trace.meta_init import standing_in
 from csc.capture.trace.mutations import Changes, Slot, refuse_if_computed_with
 from csc.capture.trace.replay import replay
 from csc.capture.trace.traced_model import HostFunctionFound, loss_of, sizes_among
 from csc.capture.values.hoist import Hoisted
+from csc.capture.watches import opaque_reads, refuse_shared_tensors
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.capture_guards import CaptureGuards, FlagsAsked, Miss, alike, capture_guards, exactly

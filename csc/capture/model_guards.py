@@ -26,11 +26,18 @@ import torch
 from torch import nn
 
 from csc import devices
-from csc.capture.opaque_reads import Namespace, hidden, namespaces
 from csc.capture.reached import Reached
-from csc.capture.tensor_values import TensorValues
-from csc.capture.versions import Holds, Versioned, counted, members_hold
-from csc.capture.watches import items
+from csc.capture.watches import (
+    Holds,
+    Namespace,
+    TensorValues,
+    Versioned,
+    counted,
+    hidden,
+    items,
+    members_hold,
+    namespaces,
+)
 from csc.torch_private.hooks import any_gradient_hooks, gradient_hooks, hooks_of_all_modules
 
 CONTAINERS = (list, dict, set, tuple)

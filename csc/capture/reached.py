@@ -43,13 +43,13 @@ from torch import nn
 
 from csc.capture.code_names import CALLED_BY_PYTHON, globals_read, imported, names_read, texts
 from csc.capture.dedup.equality import LIBRARIES, PLAIN
-from csc.capture.tensor_values import TensorValues
 from csc.capture.watches import (
     ABSENT,
     PARTS,
     Codes,
     Names,
     Read,
+    TensorValues,
     Together,
     Watch,
     attributes,

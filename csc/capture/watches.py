@@ -1,29 +1,153 @@
-"""Things that hold values, with the values that they had: lists, dicts, classes, objects with __slots__, names of a
-namespace, environment variables.
-
-Terms
-  watch      (path, names, read, before): `read` is a partial of one of the functions here, `before` what it gave
-  together   thousands of watches, asked in loops that Python does not see
-
-    Together(watches).hold() -> bool               whether each holds the very values that it had, by the same names
-    Codes(functions).hold() -> bool                whether each function has its code and its defaults
-    put_members_back(read, before, elements_before, is_wrong)      those that are not what they should be
-    without(watch, names) -> watch                 the same of all its values but some
-"""
+"""Things that hold values, with the values that they had: mappings, lists, objects, tensors."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from csc.capture.versions import Versioned, counted, kind_of, members_hold
+import torch
+from torch import nn
+
+from csc.capture.dedup.equality import attributes_read
+from csc.errors import InputError
+from csc.kernels.opaque import is_opaque
 from csc.torch_private.fast_guards import dict_version
+from csc.torch_private.traces import outside_tracing
+
+# --- Mappings whose writes Python counts: one number says that nothing was written, whatever they hold ---------------
+#
+# A number says nothing of the order in an OrderedDict, which has one of its own. Nor, from Python 3.12 on, does it
+# count that an empty dict became a copy of another one (`update`): whether those are empty still is asked each time.
+
+
+Holds = Callable[[], bool]
+
+
+class Versioned:
+    """held: (mapping, whether it holds what it did), as it is now."""
+
+    def __init__(self, held: Iterable[tuple[dict[Any, Any], Holds]]) -> None:
+        pairs = list(held)
+        self._mappings, self._asked = [mapping for mapping, _ in pairs], [holds for _, holds in pairs]
+        versions = list(map(dict_version, self._mappings))
+        self._versions: list[int | None] = [number if holds() else None for number, holds in zip(versions, self._asked)]
+        self._empty = self._empty_ones()
+
+    def hold(self) -> bool:
+        """Whether each holds what it did."""
+        now: list[int | None] = list(map(dict_version, self._mappings))
+        filled = any(map(dict.__len__, self._empty))
+        if now == self._versions and not filled:
+            return True
+        written = (holds for holds, old, new in zip(self._asked, self._versions, now) if filled or old != new)
+        if not all(holds() for holds in written):
+            return False
+        self._versions, self._empty = now, self._empty_ones()
+        return True
+
+    def _empty_ones(self) -> list[dict[Any, Any]]:
+        return [mapping for mapping in self._mappings if not dict.__len__(mapping)]
+
+
+def counted(mapping: Mapping[Any, Any]) -> dict[Any, Any] | None:
+    """The dict that counts the writes of a mapping: itself, or that of a class, which Python shows through a proxy."""
+    one = gc.get_referents(mapping)[0] if isinstance(mapping, MappingProxyType) else mapping
+    return one if isinstance(one, dict) and not isinstance(one, OrderedDict) else None
+
+
+def kind_of(mapping: Mapping[Any, Any]) -> Any:
+    """The class of Python whose methods read a mapping as it is: its own may make values on demand."""
+    return next((kind for kind in (OrderedDict, dict) if isinstance(mapping, kind)), type(mapping))
+
+
+def members_hold(mapping: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> bool:
+    """See above."""
+    kind = kind_of(mapping)
+    size = dict.__len__(mapping) if isinstance(mapping, dict) else len(mapping)
+    if not size == len(keys) == len(values):
+        return False
+    return all(map(is_, kind.__iter__(mapping), keys)) and all(map(is_, kind.values(mapping), values))
+
+
+# --- Tensors as they were, by what changes when one is written to: its version; where and how it lies, as ------------
+#
+# `tensor.data = other` changes; and the bytes of a small one, since `tensor.data.mul_(2)` and NumPy leave the version
+# as it was.
+#
+#     values = TensorValues([(path, tensor), ...])
+#     values.hold() -> bool                           values.changed() -> [path]
+
+
+SMALL = 4096  # bytes: of what lies on the CPU, of which a microsecond compares that many
+VERSION, KIND = attrgetter("_version"), attrgetter("dtype", "shape")
+HOW = (torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg, KIND)  # one lies
+
+
+class TensorValues:
+    """named: (path, tensor); those in inference mode have no versions, and are left out."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._paths, self._tensors = list[str](), list[torch.Tensor]()
+        for path, tensor in named:
+            if not tensor.is_inference():
+                self._paths.append(path)
+                self._tensors.append(tensor)
+        self._versions = list(map(VERSION, self._tensors))
+        lying = [(path, one) for path, one in zip(self._paths, self._tensors) if _lies(one)]
+        self._lying, self._lying_paths = [one for _, one in lying], [path for path, _ in lying]
+        self._places = self._as_they_lie()
+        self._bytes = [(path, view, view.tobytes()) for path, one in lying if (view := _bytes(one)) is not None]
+
+    def hold(self) -> bool:
+        """Whether none was written to or moved."""
+        return (
+            list(map(VERSION, self._tensors)) == self._versions
+            and self._as_they_lie() == self._places
+            and all(view.tobytes() == before for _, view, before in self._bytes)
+        )
+
+    def changed(self) -> list[str]:
+        """The paths of those that were."""
+        found = [path for path, one, was in zip(self._paths, self._tensors, self._versions) if one._version != was]
+        for now, before in zip(self._as_they_lie(), self._places):
+            found += [path for path, one, was in zip(self._lying_paths, now, before) if one != was]
+        return found + [path for path, view, before in self._bytes if view.tobytes() != before]
+
+    def _as_they_lie(self) -> list[list[Any]]:
+        return [list(map(one, self._lying)) for one in HOW]
+
+
+def _lies(tensor: torch.Tensor) -> bool:
+    """Whether it is one piece of memory, and no tensor class that has its own ways."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """The memory of a small one, as NumPy shows it."""
+    with outside_tracing():
+        small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not small or tensor.is_conj() or tensor.is_neg():
+            return None
+        return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+# --- Things that hold values, with the values that they had: lists, dicts, classes, objects with __slots__, ... ------
+#
+# namespace, environment variables.
+#
+# Terms
+#   watch      (path, names, read, before): `read` is a partial of one of the functions here, `before` what it gave
+#   together   thousands of watches, asked in loops that Python does not see
+
 
 ABSENT = object()
 Read = Callable[[], list[Any]]
@@ -225,3 +349,76 @@ def _looked_up_hold(space: Mapping[str, Any], names: Names, before: Sequence[Any
 def _firsts(watches: Sequence[Watch]) -> list[Any]:
     """What they watch."""
     return [read.args[0] for _, _, read, _ in watches if isinstance(read, partial)]
+
+
+# --- What the rest of a model reads of an opaque module, which runs as it is: a trace sees what was there, ... -------
+
+
+Slot = tuple[str, str]  # the path of a module, the name of an attribute
+Namespace = tuple[str, dict[str, Any], list[str]]
+OF_CALLS = frozenset({"forward", "training"})  # what calling a module reads, as it reads its hooks
+
+
+def hidden(model: nn.Module) -> dict[int, str]:
+    """Of these a trace sees nothing but the parameters, and what other modules read of them."""
+    return {
+        id(one): ".".join(filter(None, (path, inner)))
+        for path, module in model.named_modules()
+        if is_opaque(module)
+        for inner, one in module.named_modules()
+    }
+
+
+@contextmanager
+def opaque_reads(model: nn.Module) -> Iterator[set[Slot]]:
+    """Attributes of opaque modules that a trace reads, which runs none of them. No tensors: those are in the graph."""
+    read: set[Slot] = set()
+    opaque = [(path, module) for path, module in model.named_modules() if is_opaque(module)]
+    with ExitStack() as stack:
+        seen = [(path, module, stack.enter_context(attributes_read(module))) for path, module in opaque]
+        yield read
+    for path, module, names in seen:
+        for inner, name in names:
+            value = vars(module.get_submodule(inner)).get(name, ABSENT)
+            if value is not ABSENT and not (isinstance(value, torch.Tensor) or name in OF_CALLS or "_hooks" in name):
+                read.add((".".join(filter(None, (path, inner))), name))
+
+
+def refuse_shared_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
+    """constants: the tensors, no parameters, that a graph reads. What an opaque module has in memory it may change in
+    every step, before others read it or after.
+    """
+    inside = hidden(model)
+    owners = {
+        _address(tensor): f"{inside[id(module)]}.{name}"
+        for module in model.modules()
+        if id(module) in inside
+        for name, tensor in (*module._buffers.items(), *vars(module).items())
+        if isinstance(tensor, torch.Tensor)
+    }
+    for name, tensor in constants.items():
+        if (owner := owners.get(_address(tensor))) is not None:
+            raise InputError(
+                f"the model reads {owner!r}, a tensor of an opaque module, outside of that module, which may change it "
+                "in every step", name,
+                "let the opaque module itself compute with it, or read a tensor of another module; or make opaque a "
+                "module around both",
+            )  # fmt: skip
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of its memory; of a tensor without any its identity."""
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr()
+
+
+def namespaces(model: nn.Module, read: Set[Slot]) -> list[Namespace]:
+    """Of the modules that these slots are of, each with the names that are read."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[int, Namespace] = {}
+    for path, name in sorted(read):
+        if path in modules:
+            own: dict[str, Any] = modules[path].__dict__
+            found.setdefault(id(own), (f"attribute {path}", own, []))[2].append(name)
+    return list(found.values())

@@ -10,7 +10,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 import csc
 from csc.capture import capture as capturing
-from csc.capture.recorders import INSTALLED, only_records
+from csc.capture.batch import INSTALLED, only_records
 from tests.models.hf import llava, llava_batch
 
 

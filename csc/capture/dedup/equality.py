@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from csc.capture import recorders
+from csc.capture import batch
 from csc.capture.code_names import globals_read, imported
 from csc.capture.values.hoist import NOT_THE_MODELS
 from csc.torch_private.traces import FakeTensor, modes_that_are_on
@@ -479,7 +479,7 @@ class Looked:
             self._telling = frame
             return
         home = str(frame.f_globals.get("__name__"))
-        if not home or home.partition(".")[0] in LIBRARIES or home in recorders.MODULES:
+        if not home or home.partition(".")[0] in LIBRARIES or home in batch.MODULES:
             self._passed[place] = code
             return
         names = frozenset(code.co_names).union(one for one in code.co_consts if isinstance(one, str))

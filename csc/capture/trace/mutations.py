@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.capture.batch import only_records
 from csc.capture.model_guards import BESIDE, reached
-from csc.capture.recorders import only_records
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
