@@ -8,7 +8,6 @@
 """
 
 from csc.composition.composing import compose
-from csc.composition.model import ComposedModel
-from csc.composition.processor import Processor
+from csc.composition.model import ComposedModel, Processor
 
 __all__ = ["ComposedModel", "Processor", "compose"]

@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from csc.composition import encoders as known
-from csc.composition.modality import Modality, keywords
+from csc.composition.encoders import REDUCING, Modality, ProjectorSpec, build, keywords, projector_spec
 from csc.composition.model import TEXT_INPUTS, ComposedModel
-from csc.composition.projectors import REDUCING, ProjectorSpec, build, projector_spec
 from csc.errors import InputError
 
 

@@ -29,9 +29,8 @@ from torch.nn import functional as F
 
 from csc.composition import ComposedModel, compose
 from csc.composition import encoders as known
-from csc.composition.merging import merge
-from csc.composition.modality import Modality
-from csc.composition.projectors import ProjectorSpec, build, projector_spec, space_to_depth, stacked
+from csc.composition.encoders import Modality, ProjectorSpec, build, projector_spec, space_to_depth, stacked
+from csc.composition.model import merge
 from csc.errors import InputError
 from csc.model_search.encoder_features import RememberedEncoder
 from csc.model_search.strategies import Pair

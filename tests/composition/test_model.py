@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import csc
-from csc.composition.merging import merge
-from csc.composition.projectors import space_to_depth, stacked
+from csc.composition.encoders import space_to_depth, stacked
+from csc.composition.model import merge
 from csc.errors import InputError
 from tests.exactness import FLOAT32
 from tests.models import hf
