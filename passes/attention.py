@@ -9,16 +9,103 @@ from typing import Any
 
 import torch
 from csc.kernels import attention as kernels
-from csc.passes.encoder_context import component_of
-from csc.passes.written_out import written_out
+from csc.passes.context import component_of
 from torch import fx
 
 from csc.analysis import visibility
-from csc.analysis.operators.table import RESHAPES, SDPA
+from csc.analysis.operators.table import COPIES, RESHAPES, SDPA, STOPS
 from csc.analysis.visibility import OWN_PLACE, ZERO, Clause, KeyBound, Predicate, SameGroup, Unrecognised
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call
-from csc.ir.program import Options, Program
+from csc.ir.program import Options, Program, Variant
+
+# --- Attentions that a model writes out: two products with a softmax between them ------------------------------------
+#
+# scores = q @ k.T * scale;  scores = tanh(scores / cap) * cap;  softmax(scores + mask, -1) @ v
+
+
+TRANSPOSED = ((2, 3), (3, 2), (-1, -2), (-2, -1))
+
+
+def written_out(node: fx.Node) -> dict[str, Any] | None:
+    """The operands by their names in the operator's schema. key: as it was, before it was transposed; where nothing
+    transposed it, `transposed_key` is there in its place.
+    """
+    if not _is_product(node):
+        return None
+    weights: Any
+    value: Any
+    mask: Any
+    weights, value = node.args
+    while g.op_name(weights) in COPIES - STOPS:
+        weights = weights.args[0]
+    if g.op_name(weights) not in ("aten::softmax", "aten::_softmax") or weights.args[1] not in (-1, 3):
+        return None
+    scores, mask = weights.args[0], None
+    if g.op_name(scores) == "aten::add" and not scores.kwargs:
+        left, right = scores.args
+        if _number(left) is None and _number(right) is None:
+            scores, mask = (left, right) if _cap(left)[1] or _scaled(left) is not None else (right, left)
+    capped, cap = _cap(scores)
+    found = _scaled(capped)
+    if found is None:
+        return None
+    product, scale = found
+    query, key = product.args
+    if (
+        query.meta["val"].shape[:2] != key.meta["val"].shape[:2]
+        or value.meta["val"].shape[:2] != key.meta["val"].shape[:2]
+    ):
+        return None
+    operands = {"query": query, "value": value, "attn_mask": mask, "scale": scale, "softcap": cap}
+    operands |= {"dropout_p": 0.0, "is_causal": False}
+    if g.op_name(key) == "aten::transpose" and tuple(key.args[1:]) in TRANSPOSED:
+        return operands | {"key": key.args[0]}
+    return operands | {"transposed_key": key}
+
+
+def _is_product(node: Any) -> bool:
+    if not isinstance(node, fx.Node) or g.op_name(node) != "aten::matmul":
+        return False
+    return all(isinstance(one, fx.Node) and one.meta["val"].dim() == 4 for one in node.args)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _times(node: Any) -> tuple[Any, float] | None:
+    """What is multiplied by a number, or divided by it."""
+    name = g.op_name(node) if isinstance(node, fx.Node) else ""
+    if name not in ("aten::mul", "aten::div") or len(node.args) != 2 or node.kwargs:
+        return None
+    number = _number(node.args[1])
+    if not number:
+        return None
+    return node.args[0], number if name == "aten::mul" else 1 / number
+
+
+def _scaled(node: Any) -> tuple[Any, float] | None:
+    """A product of queries and keys, and the number that it is multiplied by."""
+    if _is_product(node):
+        return node, 1.0
+    found = _times(node)
+    return (found[0], found[1]) if found is not None and _is_product(found[0]) else None
+
+
+def _cap(node: Any) -> tuple[Any, float]:
+    """What `tanh(x / cap) * cap` holds down, and cap; 0 if nothing is."""
+    outer = _times(node)
+    if outer is None or g.op_name(outer[0]) != "aten::tanh":
+        return node, 0.0
+    inner = _times(outer[0].args[0])
+    if inner is None or abs(inner[1] * outer[1] - 1) > 1e-12:
+        return node, 0.0
+    return inner[0], outer[1]
+
+
+# --- Pass `attention`: every attention of the graph becomes one operator that knows its mask as data -----------------
+
 
 aten = torch.ops.aten
 
@@ -322,3 +409,50 @@ class _Rules:
 def _order(condition: Any) -> tuple[str, ...]:
     """A clause is a set; the text of the program must not depend on the order in which it is walked."""
     return (type(condition).__name__, *(str(value) for value in vars(condition).values()))
+
+
+# --- Pass `attention_order`: who chooses the order in which attention adds -------------------------------------------
+
+
+NAMES = frozenset({"csc::attention", "csc::attention_backward"})
+
+
+def attention_order(program: Program, options: Options) -> Program:
+    """Let the CPU's attention add in the order that takes least time, where bits may differ.
+
+    Requires  pass `split`.
+    Ensures   without `fuse` nothing changes. Else attention on CPUs is `reordered` in F, B and W: causal queries go in
+              blocks that leave out the keys that none of them sees, where eager PyTorch has one call of its kernel, and
+              the kernel adds the gradients of query heads that share a key head, which eager PyTorch repeats.
+    Before    %dq, %dk, %dv = csc.attention_backward(%d_out, %q[2, 8, 64, 32], %k[2, 2, 64, 32], ..)
+    After     %dq, %dk, %dv = csc.attention_backward(%d_out, %q[2, 8, 64, 32], %k[2, 2, 64, 32], .., reordered=True)
+    """
+    if not options.fuse:
+        return program
+    return replace(program, variants={name: _reordered(one) for name, one in program.variants.items()})
+
+
+def _reordered(variant: Variant) -> Variant:
+    return replace(
+        variant, forward=_of_graph(variant.forward), backward_input=_of_graph(variant.backward_input),
+        backward_weight=_of_graph(variant.backward_weight),
+    )  # fmt: skip
+
+
+def _of_graph(graph: fx.Graph | None) -> fx.Graph | None:
+    """The same one where no order is to choose."""
+    if graph is None or not any(map(_has_order, g.calls(graph))):
+        return graph
+    copy, _ = g.copy_graph(graph)
+    for node in filter(_has_order, g.calls(copy)):
+        node.kwargs = {**node.kwargs, "reordered": True}
+    return copy
+
+
+def _has_order(node: fx.Node) -> bool:
+    """On a CPU, under a mask or over key heads that query heads share."""
+    if g.op_name(node) not in NAMES:
+        return False
+    given = g.bind(node)
+    q, k = given["q"].meta["val"], given["k"].meta["val"]
+    return q.device.type == "cpu" and (given["mask"] is not None or k.shape[1] < q.shape[1])

@@ -3,23 +3,174 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
+from csc.kernels import own_gradient as _own_gradient  # noqa: F401  registers them
 from csc.kernels import scattered_rows as _operators  # noqa: F401  registers them
-from csc.passes.layouts import with_reshapes
-from csc.passes.provenance import Marking, tagging
 from torch import fx
 
+from csc.analysis import gradient_flow
+from csc.analysis.operators.execution import OWN_LAYOUT, is_view
 from csc.ir import graph as g
 from csc.ir.graph import Writer, identifier, unique
 from csc.ir.program import LOSS, Options, Program, Region, Template
 from csc.ir.strides import overlaps
 from csc.torch_private.traces import fx_traceback, make_fx
+
+# --- Views whose input may lie in memory in another way than it did in the trace -------------------------------------
+#
+# The strides in a trace are those of fake tensors. For elementwise operations whose inputs lie in different orders (a
+# transposed gradient and a saved value) some of them are not what the real operation gives: softplus_backward follows
+# its first input, its fake one does not. `aten.view` then fails on real tensors; `aten.reshape` is the same view where
+# there can be one, and a copy where not.
+
+
+def with_reshapes(graph: fx.Graph) -> None:
+    """Views of what comes from a value that is not contiguous, with no matrix product in between, become reshapes.
+
+    Before    %x = aten.softplus_backward(%transposed, %y);  %z = aten.view(%x, [48, 4])
+    After     %x = aten.softplus_backward(%transposed, %y);  %z = aten.reshape(%x, [48, 4])
+    """
+    uncertain: set[fx.Node] = set()
+    for node in g.calls(graph):
+        if g.op_name(node) in OWN_LAYOUT or g.op_name(node).startswith("csc::") or _made_contiguous(node):
+            continue
+        given = node.all_input_nodes
+        if any(one in uncertain for one in given) or (_computed(node) and any(map(_strided, given))):
+            uncertain.add(node)
+            if g.op_name(node) == "aten::view":
+                node.target = torch.ops.aten.reshape.default
+
+
+def _made_contiguous(node: fx.Node) -> bool:
+    return g.op_name(node) == "aten::clone" and node.kwargs.get("memory_format") is torch.contiguous_format
+
+
+def _computed(node: fx.Node) -> bool:
+    """Whether the result is made from several tensors; what one tensor gives follows that."""
+    return not is_view(node) and len(node.all_input_nodes) > 1
+
+
+def _strided(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.is_contiguous()
+
+
+# --- Runs a template's forward under autograd, so that what is traced of it says where it comes from -----------------
+
+
+class Marking(fx.Interpreter):
+    """Every traced node, of the backward too, knows the forward node it comes from."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._backwards = gradient_flow.backwards(graph)  # they read what has been computed long before
+        super().__init__(torch.nn.Module(), garbage_collect_values=not self._backwards, graph=graph)
+        self._later = {node for part in self._backwards.values() for node in part}
+        self.seen: set[Any] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        if n in self._later:
+            return None
+        with tagging(_origin(n, backward=False)):
+            arguments, keywords = self.fetch_args_kwargs_from_env(n)
+            result = self._own(n, *arguments) if n in self._backwards else _called(n, arguments, keywords)
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        stack = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        while stack:
+            function = stack.pop()
+            if function not in self.seen:
+                self.seen.add(function)
+                _tag_backward(function, _origin(n, backward=True))
+                stack.extend(parent for parent, _ in function.next_functions if parent is not None)
+        return result
+
+    def _own(self, n: fx.Node, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *_: Any) -> Any:
+        return list(_Computed.apply(partial(self._backward, n), len(outputs), *outputs, *inputs))
+
+    def _backward(self, n: fx.Node, incoming: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of a function's inputs, for those of its outputs."""
+        made: dict[fx.Node, Any] = {}
+
+        def value(node: fx.Node) -> Any:
+            return made[node] if node in made else self.env[node]
+
+        for node in self._backwards[n]:
+            with tagging(_origin(node, backward=True)):
+                if g.op_name(node) == gradient_flow.INCOMING:
+                    made[node] = incoming[node.args[1]].to(node.meta["val"].dtype)  # type: ignore[index]
+                else:
+                    made[node] = _called(node, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value))
+        ends: Any = n.args[2]
+        return [value(one) for one in ends]
+
+
+class _Computed(torch.autograd.Function):
+    """Values that have been computed, and their inputs' gradients: run(gradients of the values) gives those."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Sequence[torch.Tensor]], Any], count: int, *tensors: torch.Tensor) -> Any:
+        ctx.run, ctx.count = run, count
+        return tuple(one.detach() for one in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+        return None, None, *[None] * ctx.count, *ctx.run(incoming)
+
+
+def _called(n: fx.Node, arguments: Any, keywords: Any) -> Any:
+    try:
+        return n.target(*arguments, **keywords)  # type: ignore[operator]
+    except (RuntimeError, ValueError):
+        if g.op_name(n) not in ("aten::view", "aten::_unsafe_view"):
+            raise
+        # Attention with a mask that trains runs another kernel than at capture, and gradients come in other layouts
+        # than values have: copy if needed.
+        return torch.ops.aten.reshape.default(*arguments, **keywords)
+
+
+def _origin(n: fx.Node, backward: bool) -> dict[str, Any]:
+    where = {"source": n.meta.get("source", ""), "module": n.meta.get("module", "")}
+    return {"name": n.name, **where, "backward": backward}
+
+
+def _tag_backward(function: Any, origin: dict[str, Any]) -> None:
+    open_tags: list[tagging] = []
+
+    def enter(*_: Any) -> None:
+        open_tags.append(tagging(origin))
+        open_tags[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        open_tags.pop().__exit__()
+
+    function.register_prehook(enter)
+    function.register_hook(leave)
+
+
+class tagging:
+    """Within the block, nodes that are traced carry `origin` (fx copies the entry "custom" of the current meta)."""
+
+    def __init__(self, origin: dict[str, Any]) -> None:
+        self.meta = {"custom": {"csc": origin}}
+
+    def __enter__(self) -> None:
+        self.before = fx_traceback.current_meta
+        fx_traceback.current_meta = self.meta
+
+    def __exit__(self, *_: object) -> None:
+        fx_traceback.current_meta = self.before
+
+
+# --- Pass `differentiate`: trace forward and backward of each template once, as if everything were trained -----------
+
 
 Layout = tuple[int, ...]  # strides
 FOUND = ("joint", "activation_gradients", "parameter_gradients")  # by tracing, of a template

@@ -1,4 +1,4 @@
-"""Pass `partition`: regions to stages, stages to ranks, and the messages between stages."""
+"""Passes `partition` and `schedule`: regions to stages, stages to ranks, the messages between them, and the order of work."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from csc.passes import pipeline_problem as numbers
-from csc.passes.encoded_ahead import encoded_ahead
-from csc.passes.schedule_file import given_schedule
+from csc.passes.pipeline_problem import encoded_ahead
 
 from csc.analysis.costs import basis
 from csc.analysis.hardware import Hardware
@@ -19,12 +19,42 @@ from csc.ir import graph as g
 from csc.ir.groups import LOSS_WEIGHTS
 from csc.ir.mesh import Mesh, in_front
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
-from csc.ir.schedule import Schedule, part
+from csc.ir.schedule import Schedule, parse, part, verify
 from csc.planning.partition import at_cuts, own_stages
 from csc.planning.plan import PipelinePlan as Decided
 from csc.planning.plan import plan
 from csc.planning.problem import Lumped, Problem, channels, orders, together
 from csc.simulation.pipeline import to_json
+
+# --- A schedule that the user wrote or edited, given as a file instead of a name -------------------------------------
+
+
+def given_schedule(options: Options) -> Schedule | None:
+    """The schedule that the options hold, or name the file of; None if they name a kind of schedule."""
+    if isinstance(options.schedule, Schedule):
+        return options.schedule
+    if options.schedule.endswith(".txt") or "/" in options.schedule:
+        return from_file(Path(options.schedule), options)
+    return None
+
+
+def from_file(path: Path, options: Options) -> Schedule:
+    """The schedule of a file. InputError if it cannot be read; ScheduleError, with the line, for text that is none."""
+    try:
+        found = parse(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read it: {error}", str(path), "give the path of a schedule file") from None
+    except ScheduleError as error:
+        raise ScheduleError(error.what, f"{path}, {error.where}", error.remedy) from None
+    if len(found.ranks) != options.mesh.pp:
+        raise InputError(
+            f"it lists {len(found.ranks)} ranks, the mesh has pp={options.mesh.pp}", str(path), "make them equal"
+        )
+    return found
+
+
+# --- Pass `partition`: regions to stages, stages to ranks, and the messages between stages ---------------------------
+
 
 FEWEST_CHUNKS = 2  # that schedules with several stages on a rank are made for
 
@@ -365,3 +395,23 @@ def shared_outputs(program: Program, tables: Sequence[str]) -> list:
     assert program.shared is not None
     made = dict(zip(program.shared.output_node().meta["names"], g.outputs(program.shared)))
     return [made[table] for table in tables]
+
+
+# --- Pass `schedule`: for every rank the order of its F, B, W, sends and receives ------------------------------------
+
+
+def schedule(program: Program, options: Options) -> Program:
+    """Lay out one step of `options.microbatches` microbatches.
+
+    Requires  pass `partition`.
+    Ensures   every F, B and W exactly once per microbatch, no deadlock; stages without B or W have no slot for them;
+              with zero=3 what computes with parameters that ranks divide stands between their GATHER and FREE.
+    Before    stages, messages and the plan
+    After     rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | ...;  rank 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | ...
+    """
+    assert program.plan is not None
+    channels = [(m.kind, m.source, m.destination) for m in program.messages]
+    has_b, has_w = [stage.has_b for stage in program.stages], [stage.has_w for stage in program.stages]
+    divided = [stage.divided for stage in program.stages]
+    verify(program.plan.schedule, channels, has_b, has_w, options.microbatches, divided)
+    return replace(program, schedule=program.plan.schedule)

@@ -1,11 +1,4 @@
-"""The planning problem of a Program: its regions and values as numbers. The passes `partition` and `schedule` ask it.
-
-problem(program, options) -> Problem             needs pass `split`
-recorded(program, options) -> {variant: bytes}   what cuda_graphs takes besides
-profiles(program, options) -> (Hardware, ...)    the profile of each pipeline rank, which turns work into seconds
-chosen_hardware(program, options) -> Hardware    that of the slowest
-limits(program, options) -> (bytes, ...) | None  what each pipeline rank may hold
-"""
+"""The planning problem of a Program: its regions and values as numbers, and where ranks encode ahead."""
 
 from __future__ import annotations
 
@@ -19,8 +12,12 @@ from csc.analysis.hardware import Hardware, Wire, hardware
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh, in_front
 from csc.ir.program import Options, Program
+from csc.planning.encode_ahead import AheadPlan, fit_ahead
+from csc.planning.plan import PipelinePlan
 from csc.planning.problem import Problem, RankKind, Unit, Value, unequal
 from csc.simulation.pipeline import Link, Network, RankNodes
+
+# --- The planning problem of a Program: its regions and values as numbers. The passes `partition` and ... ------------
 
 
 def profiles(program: Program, options: Options) -> tuple[Hardware, ...]:
@@ -202,3 +199,25 @@ def names(program: Program) -> tuple[str, ...]:
     """The names of the values of `values`, in the same order."""
     read = {value for region in program.regions for value in region.activations}
     return tuple(value for region in program.regions for value in region.outputs if value in read)
+
+
+# --- Where ranks encode for the next step, of a program whose frozen encoder is no part of a step (pass ... ----------
+
+
+def encoded_ahead(program: Program, decided: PipelinePlan, options: Options) -> AheadPlan | None:
+    """None: nothing is left out of the step, no stage reads what is, or replicas share ranks."""
+    apart = program.features
+    if apart is None or options.mesh.own_replicas:
+        return None
+    readers = {stage.rank for stage in program.stages if set(apart.entries).intersection(stage.inputs)}
+    if not readers:
+        return None
+    alone = replace(program, regions=apart.regions, templates=apart.templates, variants=apart.variants)
+    costs = region_costs(alone, chosen_hardware(program, options), fuse=options.fuse, mesh=options.mesh)
+    sizes = value_bytes(alone)
+    size = sum(sizes[value][0] for value in apart.values)
+    most = limits(program, options) or [float("inf")] * options.mesh.pp
+    left = [limit - peak for limit, peak in zip(most, decided.peak_memory, strict=True)]
+    room = [one / size - options.microbatches * (rank in readers) for rank, one in enumerate(left)]  # the step's own
+    seconds = sum(cost.forward for cost in costs)
+    return fit_ahead(decided.pipeline, decided.schedule, seconds, readers, room)

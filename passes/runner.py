@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from csc.passes.attention import attention
-from csc.passes.attention_order import attention_order
+from csc.passes.attention import attention, attention_order
 from csc.passes.context import context
 from csc.passes.data_parallel import data_parallel
 from csc.passes.differentiate import differentiate
@@ -24,12 +23,11 @@ from csc.passes.head import head
 from csc.passes.in_place import in_place
 from csc.passes.loss import loss
 from csc.passes.overlap import overlap
-from csc.passes.partition import partition
+from csc.passes.partition import partition, schedule
 from csc.passes.precision import precision
 from csc.passes.prune import prune
 from csc.passes.recompute import recompute
 from csc.passes.regions import regions
-from csc.passes.schedule import schedule
 from csc.passes.sequence import sequence
 from csc.passes.shapes import shapes
 from csc.passes.simplify import simplify

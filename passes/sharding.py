@@ -1,40 +1,448 @@
-"""What pass `context` does to the calls that run on shards: each again, on a rank's own tokens.
-
-Terms
-  shard    the slots of one rank, as many on every rank; slots without a token hold token 0
-  place    the tokens [start, stop) of the sequence that a value has. A slice of a sequence is kept as the shard of the
-           whole, computed everywhere and looked at in its place alone; a concatenation picks by place.
-  local    a call that runs on shards; what enters it from elsewhere is dispatched, padded to the whole where its place
-           is a part; what leaves it to other calls is gathered: see csc.passes.shard_edges
-
-    Spreading(program, component, dims, sizes, local, ranks, edge, labels, ignored, last, leaving)
-    .graph() -> the rewritten forward graph              .context(attention) -> Context, once the graph is made
-"""
+"""What pass `context` does to the calls that run on shards: each again, on a rank's own tokens."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from csc.kernels.context import ATTENTION
-from csc.passes.shard_edges import ShardEdge, remedy
-from csc.passes.shard_views import Views, moved
-from csc.passes.spread_masks import SpreadMasks, TokenSizes
-from csc.passes.token_sums import TokenSums
+from csc.kernels.collectives import SHARE
+from csc.kernels.context import ATTENTION, GATHER, OWN, WHOLE
+from csc.passes.loss import counted_labels
+from csc.passes.tensor import group_number
 from torch import fx
 
-from csc.analysis.operators.table import COPIES, LABELS, NEW, SIZED_VIEWS
+from csc.analysis.gradient_flow import carrying_calls
+from csc.analysis.operators.execution import is_view
+from csc.analysis.operators.table import COPIES, ELEMENTS, LABELS, NEW, SIZED_VIEWS, is_linear
 from csc.analysis.tokens import TOKENS, Place, SortedRows, TokenOrder, mixes, positions
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir.graph import Evaluation, Writer, identifier
+from csc.ir.graph import Evaluation, Writer, identifier, unique
 from csc.ir.groups import OF_RANKS
-from csc.ir.program import Context, Program
+from csc.ir.program import Context, ContextMask, Program
+from csc.torch_private.traces import FakeTensorMode
+
+# --- Views of values on shards, and of what shards are taken from ----------------------------------------------------
+
+
+class Views:
+    """mode: of the values."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Any, bool] = {}
+
+    def fit(self, val: torch.Tensor, shape: Sequence[int]) -> bool:
+        """See the module."""
+        key = (tuple(val.shape), val.stride(), *shape)
+        if key not in self._known:
+            try:
+                with self._mode:
+                    val.view(shape)
+                self._known[key] = True
+            except (RuntimeError, ValueError):
+                self._known[key] = False
+        return self._known[key]
+
+
+def moved(node: fx.Node) -> set[fx.Node]:
+    """See the module."""
+    found: set[fx.Node] = set()
+    here: Any = node
+    while isinstance(here, fx.Node):
+        found.add(here)
+        moves = here.op == "call_function" and (is_view(here) or g.op_name(here) in SIZED_VIEWS | COPIES)
+        here = here.args[0] if moves else None
+    return found
+
+
+# --- What a program says of tokens that are spread: their sizes, and what the masks of their attention are ... -------
+#
+# Terms: *shard*: the slots of one rank, as many on every rank. *block*: tokens that stay together.
+#
+#     masks = SpreadMasks(axis)
+#     masks.number(packed)                                 of an attention's mask, which is read by another layer now
+#     masks.context(program, component, ...) -> Context
+
+
+@dataclass(frozen=True)
+class TokenSizes:
+    """tokens of the whole sequence; block: tokens that stay together; shard: slots of one rank."""
+
+    tokens: int
+    block: int
+    shard: int
+
+
+@dataclass(frozen=True)
+class _MaskParts:
+    """The nodes that a packed mask was made of; all None if every query sees every key."""
+
+    ranges: fx.Node | None
+    admits: fx.Node | None
+    kinds: fx.Node | None
+    layers: int
+
+
+class SpreadMasks:
+    """Of one component. axis: of the ranks that share its tokens."""
+
+    def __init__(self, axis: str) -> None:
+        self._axis = axis
+        self._parts: dict[fx.Node | None, _MaskParts] = {}
+
+    def number(self, packed: fx.Node | None) -> int:
+        """Which mask a layer has: it counts as one more that reads it."""
+        if packed not in self._parts:
+            made: Any = packed.args[:3] if packed is not None else (None, None, None)
+            self._parts[packed] = _MaskParts(made[0], made[1], made[2], 0)
+        self._parts[packed] = replace(self._parts[packed], layers=self._parts[packed].layers + 1)
+        return list(self._parts).index(packed)
+
+    def context(
+        self, program: Program, component: str, ranks: int, sizes: TokenSizes, attention: fx.Node,
+        mixed: Callable[[fx.Node, str], InputError],
+    ) -> Context:  # fmt: skip
+        """How the component's tokens are spread; its layers' attention is like the given one of the program's graph.
+        mixed: the error for a call that combines tokens.
+        """
+        q, k = (argument.meta["val"] for argument in attention.args[:2])  # type: ignore[union-attr]
+        samples, heads, _, width = q.shape
+        parts = self._parts.values()
+        return Context(
+            component=component,
+            ranks=ranks,
+            tokens=sizes.tokens,
+            block=sizes.block,
+            shard=sizes.shard,
+            graph=self._graph(program, mixed),
+            masks=tuple(ContextMask(p.ranges is not None, p.kinds is not None, p.layers) for p in parts),
+            tile_flops=4 * samples * heads * width * sizes.block**2,
+            block_bytes=2 * samples * k.shape[1] * width * sizes.block * k.element_size(),
+            axis=self._axis,
+        )
+
+    def _graph(self, program: Program, mixed: Callable[[fx.Node, str], InputError]) -> fx.Graph:
+        """From the batch to ranges, admits and kinds of each mask, for the whole sequence."""
+        parts = [node for p in self._parts.values() for node in (p.ranges, p.admits, p.kinds) if node is not None]
+        needed = g.ancestors(parts)
+        graph = fx.Graph()
+        mapping: dict[fx.Node, Any] = {}
+        for node in g.subgraph_nodes(program.graph, needed):
+            if node.op == "placeholder" and node.meta["role"][0] == "parameter":
+                reader = next(user for user in node.users if user in needed)
+                raise mixed(reader, f"decides with {node.meta['role'][1]} what attention sees")
+            if node.op == "placeholder":
+                mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
+            else:
+                g.copy_node(graph, node, mapping)
+        graph.output(tuple(mapping[node] for node in parts))
+        return graph
+
+
+# --- Losses over spread tokens: each rank sums over its own, so that what it has is a part of the whole loss ---------
+#
+# Terms
+#   part     a value that the ranks have terms of a sum of; whatever is made of it must be linear
+#   equal    a value that all of them have alike: where it is added to a part, each adds its share of it
+#
+#     sums = TokenSums(spread)
+#     sums.made(node, place) -> fx.Node or None    what a call becomes that sums over tokens, or reads a part
+#     sums.parts                                   calls of the old graph that have become parts
+
 
 aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2  # values of ATen's `reduction` argument
+NOT_LINEAR = "does more than add up or scale what was summed over tokens"
+JOINED = "sums tokens that do not stand in their order"
+
+
+class SpreadTokens(Protocol):
+    """What csc.passes.sharding.Spreading knows."""
+
+    dims: Callable[[fx.Node], tuple[int, ...]]
+    local: Collection[fx.Node]
+    mapping: dict[fx.Node, Any]
+    own: dict[str, fx.Node]
+    order: TokenOrder
+    ranks: int
+
+    def given(self, node: Any, place: Place) -> Any: ...
+
+    def call(self, like: fx.Node, target: Any, /, *arguments: Any, **keywords: Any) -> fx.Node: ...
+
+    def named(self, name: str, like: fx.Node, target: Any, /, *arguments: Any) -> fx.Node: ...
+
+    def mixed(self, node: fx.Node, why: str) -> InputError: ...
+
+
+@dataclass
+class TokenSums:
+    """See the module."""
+
+    spread: SpreadTokens
+    parts: set[fx.Node] = field(default_factory=set)
+
+    def made(self, node: fx.Node, place: Place | None) -> fx.Node | None:
+        """InputError for what is not linear in a part."""
+        name = g.op_name(node)
+        if any(used in self.parts for used in node.all_input_nodes):
+            found = self._linear(node, name)
+        elif place is None:
+            return None
+        elif name in LABELS and not node.meta["val"].dim():
+            found = self._loss(node, place)
+        elif name in ELEMENTS and not node.meta["val"].dim():
+            found = self._of_elements(node, place)
+        elif name in ("aten::sum", "aten::mean") and self._reduces(node):
+            bound = g.bind(node)
+            shard = self.spread.given(bound["self"], place)
+            found = self._sum(node, place, bound["self"], shard, name == "aten::mean")
+        else:
+            return None
+        self.parts.add(node)
+        return found
+
+    def _loss(self, node: fx.Node, place: Place) -> fx.Node:
+        """Over labels: those of slots without a token are ignored. A mean is a sum over the labels of all ranks."""
+        bound = g.bind(node)
+        target, weight, ignored = bound["target"], bound.get("weight"), int(bound["ignore_index"])
+        if target.meta["val"].dtype is not torch.int64:
+            raise self.spread.mixed(node, "is a loss over probabilities")
+        if target in self.spread.local:  # in slots without a token it would be some label
+            raise self.spread.mixed(node, "is a loss over labels that the model computes")
+        logits, labels = (self.spread.given(one, place) for one in (bound["self"], target))
+        classes = self.spread.mapping[weight] if isinstance(weight, fx.Node) else None
+        rest = [bound["label_smoothing"]] if "label_smoothing" in bound else []
+        summed = (logits, labels, classes, SUM, ignored, *rest)
+        if bound["reduction"] != MEAN:
+            return self.spread.named(node.name, node, node.target, *summed)
+        total = self.spread.named(f"{node.name}_sum", node, node.target, *summed)
+
+        def call(target: Any, *arguments: Any) -> fx.Node:
+            return self.spread.call(node, target, *arguments)
+
+        count = counted_labels(call, self.spread.mapping[target], ignored, classes)
+        return self.spread.named(node.name, node, aten.div.Tensor, total, count)
+
+    def _reduces(self, node: fx.Node) -> bool:
+        """Whether a sum or mean runs over tokens."""
+        bound = g.bind(node)
+        dims, rank = bound.get("dim"), bound["self"].meta["val"].dim()
+        along = range(rank) if dims is None or dims == [] else [dim % rank for dim in dims]
+        return any(dim in along for dim in self.spread.dims(bound["self"]))
+
+    def _of_elements(self, node: fx.Node, place: Place) -> fx.Node:
+        """A loss entry by entry, of operands that are as large as each other."""
+        bound = g.bind(node)
+        value = next(one for one in node.all_input_nodes if self.spread.dims(one))
+        if any(one.meta["val"].shape != value.meta["val"].shape for one in node.all_input_nodes):
+            raise self.spread.mixed(node, "broadcasts its operands")
+        arguments = {name: fx.map_arg(one, lambda used: self.spread.given(used, place)) for name, one in bound.items()}
+        each = self.spread.call(node, node.target, **{**arguments, "reduction": NONE})
+        return self._sum(node, place, value, each, bound["reduction"] == MEAN)
+
+    def _sum(self, node: fx.Node, place: Place, value: fx.Node, shard: fx.Node, mean: bool) -> fx.Node:
+        """Slots without a token, or with one outside the place, count nothing. value: of the old graph, with the sizes
+        of what is summed; shard: what is.
+        """
+        bound, own, call = g.bind(node), self.spread.own, self.spread.call
+        dims, shape, length = self.spread.dims(value), value.meta["val"].shape, place[1] - place[0]
+        step = self.spread.order.step(value, place)
+        if len(dims) != 1 or step is None or shape[dims[0]] % (length * step):
+            raise self.spread.mixed(node, JOINED)
+        there = own["real"]
+        for test, edge in ((aten.ge.Scalar, place[0]), (aten.lt.Scalar, place[1])):
+            there = call(node, aten.logical_and.default, there, call(node, test, own["tokens"], edge))
+        none = call(node, aten.logical_not.default, there)
+        several = shape[dims[0]] // length
+        if several > 1:  # samples, and neighbours that belong to one token
+            none = call(node, aten.view.default, none, [1, -1, 1])
+            none = call(node, aten.expand.default, none, [several // step, -1, step])
+            none = call(node, aten.reshape.default, none, [-1])
+        none = call(node, aten.view.default, none, [-1 if d == dims[0] else 1 for d in range(len(shape))])
+        kept = call(node, aten.masked_fill.Scalar, shard, none, 0)
+        dtype = {"dtype": bound["dtype"]} if bound.get("dtype") is not None else {}
+        along, keepdim = bound.get("dim") or [], bound.get("keepdim", False)
+        every = not along
+        target, rest = (aten.sum.default, ()) if every else (aten.sum.dim_IntList, (along, keepdim))
+        total = call(node, target, kept, *rest, **dtype)
+        if not mean:
+            return total
+        sizes = shape if every else [shape[dim] for dim in along]
+        return call(node, aten.div.Tensor, total, math.prod(sizes))
+
+    def _linear(self, node: fx.Node, name: str) -> fx.Node:
+        """A call that reads a part, or several."""
+        bound = g.bind(node)
+        if name in ("aten::add", "aten::sub", "aten::rsub"):
+            terms = [self._term(node, bound[which]) for which in ("self", "other")]
+            return self.spread.call(
+                node, node.target, *terms, **({"alpha": bound["alpha"]} if bound["alpha"] != 1 else {})
+            )
+        if name == "aten::stack":
+            terms = [self._term(node, one) for one in bound["tensors"]]
+            return self.spread.call(node, node.target, terms, bound["dim"])
+        if name in ("aten::mul", "aten::div"):
+            one, other = bound["self"], bound["other"]
+            scaled = (one in self.parts) + (other in self.parts)
+            if scaled > 1 or (name == "aten::div" and other in self.parts) or bound.get("rounding_mode") is not None:
+                raise self.spread.mixed(node, NOT_LINEAR)
+        elif (
+            not (is_linear(node) or name in ("aten::sum", "aten::mean", "aten::_to_copy"))
+            or len(node.all_input_nodes) > 1
+        ):
+            raise self.spread.mixed(node, NOT_LINEAR)
+        if any(self.spread.dims(used) for used in node.all_input_nodes):
+            raise self.spread.mixed(node, NOT_LINEAR)
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), self.spread.mapping.__getitem__)
+        return self.spread.call(node, node.target, *arguments, **keywords)
+
+    def _term(self, node: fx.Node, value: Any) -> Any:
+        """A part, or a rank's share of what is equal."""
+        if value in self.parts:
+            return self.spread.mapping[value]
+        if not isinstance(value, fx.Node):
+            return value / self.spread.ranks
+        if self.spread.dims(value):
+            raise self.spread.mixed(node, NOT_LINEAR)
+        return self.spread.call(node, aten.div.Tensor, self.spread.mapping[value], self.spread.ranks)
+
+
+# --- What enters and leaves calls that run on a rank's own tokens, by what the ranks have in common otherwise --------
+#
+# Terms
+#   parts    context-parallel ranks: each has its part of every gradient, whatever it belongs to, and REDUCE adds them
+#     up
+#   equal    tensor-parallel ranks: what others compute is the same on all of them, gradients included
+#
+#     edge.start(graph)                                  placeholders that the calls below need
+#     edge.whole(call, shard, plan, dim, tokens)         a shard as others read it
+#     edge.own(call, used, whole, own, dim, slots)       a rank's shard of what others made. used: it in the old graph
+#     edge.read(call, used, whole)                       a value without tokens, as calls on shards read it
+#     edge.parts                                         parameters whose gradients are parts over the axis
+#     remedy(axis, component)
+
+
+def remedy(axis: str, component: str) -> str:
+    """For a component that cannot be on shards."""
+    if axis == "cp":
+        return f"leave {component} out of `context`: every rank then computes it whole"
+    return f"leave {component} out of the mesh, so that its layers are divided as those of other components are"
+
+
+SELECT = torch.ops.aten.index_select.default
+Write = Callable[..., fx.Node]  # call(target, *arguments)
+
+
+class ShardEdge(Protocol):
+    axis: str
+
+    @property
+    def parts(self) -> Collection[str]: ...
+
+    def start(self, graph: fx.Graph) -> None: ...
+
+    def whole(self, call: Write, shard: fx.Node, plan: fx.Node, dim: int, tokens: int) -> fx.Node: ...
+
+    def own(
+        self, call: Write, used: fx.Node, whole: fx.Node, own: Mapping[str, fx.Node], dim: int, slots: int
+    ) -> fx.Node: ...
+
+    def read(self, call: Write, used: fx.Node, whole: fx.Node) -> fx.Node: ...
+
+
+class PartsEdge:
+    axis = "cp"
+    parts: frozenset[str] = frozenset()
+
+    def start(self, graph: fx.Graph) -> None:
+        """Nothing."""
+
+    def whole(self, call: Write, shard: fx.Node, plan: fx.Node, dim: int, tokens: int) -> fx.Node:
+        return call(GATHER, shard, plan, dim, tokens)
+
+    def own(
+        self, call: Write, used: fx.Node, whole: fx.Node, own: Mapping[str, fx.Node], dim: int, slots: int
+    ) -> fx.Node:
+        return call(SELECT, whole, dim, own["tokens"])
+
+    def read(self, call: Write, used: fx.Node, whole: fx.Node) -> fx.Node:
+        return whole
+
+
+class EqualEdge:
+    """axis: tp, or one of what it is made of. local: the calls that run on shards. parts: of the parameters that lead
+    to these alone.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, local: Collection[fx.Node], dims: Callable[[fx.Node], Any], mode: FakeTensorMode,
+        axis: str,
+    ) -> None:  # fmt: skip
+        self.axis = axis
+        self._names, self._mode = {node.name for node in graph.nodes}, mode
+        self._carrying = carrying_calls(graph)
+        self._inside = _inside(graph, local, self._carrying, dims)
+        self.parts = {node.meta["role"][1] for node in self._inside if node.op == "placeholder"}
+
+    def start(self, graph: fx.Graph) -> None:
+        """The number of the group."""
+        with self._mode:
+            number = torch.empty((), dtype=torch.int64)
+        name, role = group_number(self.axis)
+        self.group = g.add_placeholder(graph, unique(name, self._names), number, role)
+
+    def whole(self, call: Write, shard: fx.Node, plan: fx.Node, dim: int, tokens: int) -> fx.Node:
+        return call(WHOLE, shard, plan, dim, tokens)
+
+    def own(
+        self, call: Write, used: fx.Node, whole: fx.Node, own: Mapping[str, fx.Node], dim: int, slots: int
+    ) -> fx.Node:
+        if used in self._carrying:
+            return call(OWN, whole, own["plan"], dim, slots, True)
+        return call(SELECT, whole, dim, own["tokens"])
+
+    def read(self, call: Write, used: fx.Node, whole: fx.Node) -> fx.Node:
+        return call(SHARE, whole, self.group) if used in self._carrying and used not in self._inside else whole
+
+
+def _inside(
+    graph: fx.Graph, local: Collection[fx.Node], carried: Collection[fx.Node], dims: Callable[[fx.Node], Any]
+) -> set[fx.Node]:
+    """The values without tokens that lead to calls on shards alone, made of nothing else that carries a gradient."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in carried and node not in local and not dims(node):
+            found |= {node} if all(user in local or user in found for user in node.users) else set()
+    while True:
+        torn = {
+            node for node in found
+            if any(used in carried and used not in found for used in node.all_input_nodes)
+            or any(user not in local and user not in found for user in node.users)
+        }  # fmt: skip
+        if not torn:
+            return found
+        found -= torn
+
+
+# --- What pass `context` does to the calls that run on shards: each again, on a rank's own tokens --------------------
+#
+# Terms
+#   shard    the slots of one rank, as many on every rank; slots without a token hold token 0
+#   place    the tokens [start, stop) of the sequence that a value has. A slice of a sequence is kept as the shard of
+#     the
+#            whole, computed everywhere and looked at in its place alone; a concatenation picks by place.
+#   local    a call that runs on shards; what enters it from elsewhere is dispatched, padded to the whole where its
+#     place
+#            is a part; what leaves it to other calls is gathered: see csc.passes.sharding
+
+
 OTHER_ORDER = "combines tokens with others, since its operands have them in another order"
 
 

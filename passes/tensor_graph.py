@@ -1,61 +1,462 @@
-"""The forward graph of a template as one tensor-parallel rank runs it: in local sizes, with the sums between ranks.
-
-Terms
-  axis, cut, pieces, loose      see csc.passes.local_values
-  part     what a rank has of a sum over an axis: of a contraction, or of a reduction; it is summed where it is made
-  shared   an equal value as calls on shards read it: its gradient is parts, which csc::share adds up in B. A parameter
-           needs no such call if nothing else reads it: its gradient is summed once a step, in REDUCE
-
-Calls go on with pieces as far as they can; the first that cannot reads the head, which csc::gather_pieces makes.
-
-    ShardedGraph(graph, inexact, trees, divisions, mode, evaluate, number).run()
-    .graph, .meets, .shared_reads, .equal_reads, .flops, .summed
-
-Each call is allowed by name. One that is not, on a shard, is Undivided, with the call; so is one whose result does not
-have the sizes that the trees say.
-"""
+"""The forward graph of a template as one tensor-parallel rank runs it: in local sizes, with the sums between ranks."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import Any
 
 import torch
-from csc.kernels.collectives import ALL_REDUCE, GATHER_PIECES, SHARE
+from csc.kernels.collectives import ALL_REDUCE, GATHER_PIECES, OWN_PART, SHARE
 from csc.kernels.linear_cross_entropy import DIVIDED_HEAD, DIVIDED_LOSS, ROWS
-from csc.passes.divided_dropout import divided_dropout
-from csc.passes.fewer_sums import DIVIDED, entries_summed, fewer_sums
-from csc.passes.local_stretches import stretch
-from csc.passes.local_values import LocalValues, Undivided, is_parameter
 from torch import fx
 
 from csc.analysis.gradient_flow import carrying_calls
 from csc.analysis.operators import table
 from csc.analysis.operators.execution import draws
 from csc.analysis.operators.table import (
+    ARITHMETIC,
     ATTENTION,
     CONTEXT_ATTENTION,
     FILLED,
     GROUPED,
     HEAD,
+    LOOK_UPS,
     NEW,
     PARTS,
     PRODUCTS,
     RULES,
     SAME_ON_SHARDS,
+    SCALES,
     SDPA,
     SIZED_VIEWS,
+    is_linear,
     relation_of_features,
     resized,
 )
-from csc.analysis.tensor_axes import Dim, Division, Trees, flat, leaves
+from csc.analysis.tensor_axes import Dim, Division, Trees, contains, divides_all, flat, leaves
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, Writer
 from csc.torch_private.traces import FakeTensorMode
 
+# --- What one tensor-parallel rank has of each value of a template's graph -------------------------------------------
+#
+# Terms
+#   axis     a leaf of the trees of dimensions (csc.analysis.tensor_axes) that is divided: heads, hidden features
+#   cut      of a value: one of its dimensions has an axis, so that a rank holds a shard of it; other values are equal
+#   pieces   of key heads that several ranks have (csc.analysis.tensor_axes): each has its own columns of one. Of a
+#     value
+#            with key heads that is not in pieces each of these ranks has the whole head: it is *loose*
+
+
+class Undivided(Exception):
+    """A call, or a parameter, that cannot be divided: the reason is a phrase with it as its subject."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        called = node.meta["role"][1] if is_parameter(node) else f"{g.op_name(node)} at {g.place(node)}"
+        super().__init__(f"{called} {reason}")
+
+
+class LocalValues:
+    """in_pieces: the values that are; to be added to as their calls are made."""
+
+    def __init__(self, trees: Trees, divisions: Sequence[Division]) -> None:
+        self._trees, self._divisions = trees, divisions
+        self.in_pieces: set[fx.Node] = set()
+
+    def dims(self, node: fx.Node) -> list[list[Dim]]:
+        return self._trees.of.get(node, [[]])
+
+    def division(self, dim: Dim) -> Division | None:
+        return next((one for one in self._divisions if one.takes(dim)), None)
+
+    def is_cut(self, node: fx.Node) -> bool:
+        return any(self.division(dim) is not None for dims in self.dims(node) for dim in dims)
+
+    def cut_dims(self, node: fx.Node) -> list[int]:
+        return [place for place, dim in enumerate(self.dims(node)[0]) if self.division(dim) is not None]
+
+    def _size(self, dim: Dim, pieces: bool) -> int:
+        division = self.division(dim)
+        return dim.size if division is None else division.size(dim, pieces)
+
+    def sizes(self, node: fx.Node, result: int = 0) -> list[int]:
+        return [self._size(dim, node in self.in_pieces) for dim in self.dims(node)[result]]
+
+    def check_one_axis(self, node: fx.Node) -> None:
+        """Undivided unless a rank's shard is its own in full: one axis, in one dimension, in every stretch of it; its
+        groups may be a dimension of their own.
+        """
+        for dims in self.dims(node):
+            having = [(dim, one) for dim in dims for one in self._divisions if one.takes(dim)]
+            with_axis = [(dim, one) for dim, one in having if contains(dim, one.axis)]
+            rest = [dim for dim, one in having if not contains(dim, one.axis)]
+            twice = any(one.groups is not None and contains(dim, one.groups) for dim, one in with_axis) and rest
+            if having and (len(with_axis) != 1 or len(rest) > 1 or twice):
+                raise Undivided(node, "would be divided in two ways")
+            if any(not divides_all(dim, one.axis) for dim, one in with_axis):
+                raise Undivided(node, "joins what is divided to what is not")
+
+    def check_pieces(self, parameter: fx.Node) -> None:
+        """Of a parameter every rank has a piece of its own."""
+        for dim in self.dims(parameter)[0]:
+            division = self.division(dim)
+            misfit = division.misfit(dim) if division is not None else ""
+            if misfit:
+                raise Undivided(parameter, misfit)
+        if self.knows_no_groups(parameter) is not None:
+            self.in_pieces.add(parameter)
+
+    def knows_no_groups(self, node: fx.Node, result: int = 0) -> int | None:
+        """The dimension in which a value has key heads of several ranks."""
+        for place, dim in enumerate(self.dims(node)[result]):
+            division = self.division(dim)
+            if division is not None and division.in_pieces(dim):
+                return place
+        return None
+
+    def is_loose(self, node: fx.Node) -> bool:
+        """Whether several ranks have the same of a value: nothing can be summed over its heads."""
+        return self.knows_no_groups(node) is not None and node not in self.in_pieces
+
+
+def is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["role"][0] == "parameter"
+
+
+# --- Calls that give a stretch of a dimension, or all of its stretches: their bounds on a rank's shard are ... -------
+
+
+def stretch(
+    values: LocalValues, node: fx.Node, given: Callable[[fx.Node], Any], pieces: bool
+) -> tuple[Any, ...] | None:
+    """given: an operand as calls on shards read it. pieces: of key heads that several ranks have. Undivided where a
+    stretch ends within a shard.
+    """
+    bound, operand = g.bind(node), node.args[0]
+    assert isinstance(operand, fx.Node)
+    dims = values.dims(operand)[0]
+    dim = bound["dim"] % len(dims)
+    if dim not in values.cut_dims(operand):
+        return None
+    if g.op_name(node) != "aten::slice":
+        sizes = [values.sizes(node, result)[dim] for result in range(len(values.dims(node)))]
+        return (torch.ops.aten.split_with_sizes.default, given(operand), sizes, dim)
+    start, stop, step = slice(bound["start"], bound["end"], bound["step"]).indices(dims[dim].size)
+    division = values.division(dims[dim])
+    assert division is not None
+    try:
+        start, stop = (division.index(dims[dim], one, pieces) for one in (start, stop))
+    except ValueError as error:
+        raise Undivided(node, f"cuts where no shard ends ({error})") from error
+    return (node.target, given(operand), dim, start, stop, step)
+
+
+# --- Dropout of what tensor-parallel ranks divide: each takes its entries of the mask that the whole would have ------
+
+
 aten = torch.ops.aten
+
+
+def divided_dropout(
+    values: LocalValues, writer: Writer, node: fx.Node, given: Callable[[fx.Node], Any], group: fx.Node
+) -> list[Any]:
+    """given: an operand as calls on shards read it. Undivided for another draw, and for key heads of several ranks."""
+    places, bound = values.cut_dims(node), g.bind(node)
+    if g.op_name(node) != "csc::dropout" or len(places) != 1 or node in values.in_pieces or values.is_loose(node):
+        raise Undivided(node, "draws random numbers for what is divided")
+    dim = values.dims(node)[0][places[0]]
+    division = values.division(dim)
+    assert division is not None
+    own = [_entries(writer, node, division, dim, group), places[0], dim.size]
+    x, seed, tokens = (fx.map_arg(bound[name], given) for name in ("x", "seed", "tokens"))
+    of_tokens = [] if tokens is None else [tokens, bound["dim"], bound["whole"]]
+    return [x, bound["p"], seed, bound["index"], *of_tokens, *own]
+
+
+def _entries(writer: Writer, node: fx.Node, division: Division, dim: Dim, group: fx.Node) -> fx.Node:
+    """Which of a dimension a rank has: its part of the numbers of all, in the order of the ranks. Undivided where these
+    do not have every so many in turn.
+    """
+    ranks, whole = division.ranks, dim.size
+    stretches = division.ranges(dim, 0)
+    turns, each = len(stretches), stretches[0][1] - stretches[0][0]
+    in_turn = [
+        [((turn * ranks + rank) * each, (turn * ranks + rank + 1) * each) for turn in range(turns)]
+        for rank in range(ranks)
+    ]
+    if division.misfit(dim) or [division.ranges(dim, rank) for rank in range(ranks)] != in_turn:
+        raise Undivided(node, "draws random numbers for what ranks divide in stretches of their own")
+    numbers = writer.named(f"{node.name}_all", node, aten.arange.default, whole, device=node.meta["val"].device)
+    if turns > 1:
+        numbers = writer.named(f"{node.name}_turns", node, aten.view.default, numbers, [turns, ranks, each])
+        numbers = writer.named(f"{node.name}_ranks", node, aten.transpose.int, numbers, 0, 1)
+        numbers = writer.named(f"{node.name}_order", node, aten.reshape.default, numbers, [whole])
+    return writer.named(f"{node.name}_own", node, OWN_PART, numbers, 0, whole, ranks, True, group)
+
+
+# --- Sums between ranks where there is least to sum: behind calls that are linear in what is summed, before ... ------
+#
+# hand on what calls on shards read.
+#
+# Terms
+#   part     what a rank has of a sum; csc::all_reduce makes the sum of all
+#   late     of a call: it is linear in a sum that nothing else reads, so that it makes of parts a part of its result
+#
+# A sum's price is its entries, and those of what is multiplied by its parts behind it: that is shared then, and its
+# gradient summed in B.
+#
+# Experts: tokens' rows are weighed, put in order and added up, `top_k` for each token, all of it linear. Attention
+# beside an MLP: two sums that are added are one sum.
+
+
+ADDING = {*ARITHMETIC} - {*SCALES}
+DIVIDED = "divided"  # in the meta of calls on shards, and of those that make or take parts
+
+
+def fewer_sums(graph: fx.Graph, group: str, inexact: Collection[str], evaluate: Evaluation) -> fx.Graph:
+    """The same values and gradients. The graph is changed, or another one stands for it.
+
+    group: the name of the number of the rank's group; inexact: those of activations that a gradient is asked for.
+    """
+
+    def named() -> tuple[fx.Node, set[fx.Node]]:
+        given = {node.name: node for node in g.placeholders(graph)}
+        return given[group], carrying_calls(graph, [given[name] for name in inexact])
+
+    number, carries = named()
+    _share_earlier(graph, number, carries, Writer(graph, evaluate))
+    late = _late(graph)
+    _sum_beside_each_other(graph, late, Writer(graph, evaluate))
+    number, carries = named()
+    summed, parts = _summed(late, carries)
+    return _Later(graph, number, late, summed, parts, carries, evaluate).graph if summed else graph
+
+
+def entries_summed(graph: fx.Graph) -> int:
+    """That ranks sum in F."""
+    return sum(_size(node) for node in g.calls(graph) if node.target is ALL_REDUCE)
+
+
+def _late(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """The late calls, and the operands that are parts then; none of a sum itself."""
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in g.calls(graph):
+        if node.target is ALL_REDUCE:
+            found[node] = ()
+        elif DIVIDED not in node.meta and isinstance(node.meta["val"], torch.Tensor):
+            parts = _parts(node, found)
+            if parts and all(len(one.users) == 1 and _dtype(one) is _dtype(node) for one in parts):
+                found[node] = parts
+    return found
+
+
+def _parts(node: fx.Node, late: Collection[fx.Node]) -> tuple[fx.Node, ...]:
+    """The operands that a call is linear in, all of them late; none if it is linear in none."""
+    given = node.all_input_nodes
+    parts = tuple(one for one in given if one in late)
+    if not parts or draws(node):
+        return ()
+    name = g.op_name(node)
+    if name in ADDING:
+        return parts if len(parts) == 2 and _alike(*parts) else ()
+    if name in SCALES:
+        places = [place for place, one in enumerate(node.args) if one is parts[0]]
+        once = places in ([0], [1]) if node.target is aten.mul.Tensor else places == [0] and not node.kwargs
+        return parts if len(parts) == 1 and once and not any(map(is_parameter, given)) else ()
+    if parts != (node.args[0],):
+        return ()
+    return parts if _hands_on(node) or (len(given) == 1 and name == "aten::sum") else ()
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether a call is linear in its only operand, or looks up entries of it."""
+    given = node.all_input_nodes
+    looked_up = g.op_name(node) in LOOK_UPS and not any(map(g.is_inexact, given[1:]))
+    return looked_up or (len(given) == 1 and is_linear(node))
+
+
+def _sum_beside_each_other(graph: fx.Graph, late: dict[fx.Node, tuple[fx.Node, ...]], writer: Writer) -> None:
+    """`((x + sum) + bias) + sum` becomes `(x + bias) + (sum + sum)`."""
+    adding = {node: None for node in g.calls(graph) if node not in late and _is_plain(node)}
+    for node in adding:
+        if len(node.users) == 1 and next(iter(node.users)) in adding:
+            continue  # its reader's terms are looked at
+        terms, inner = _terms(node, adding)
+        sums = [one for one in terms if _is_sum(one, node, late)]
+        rest = [one for one in terms if not _is_sum(one, node, late)]
+        if len(sums) < 2 or not rest:
+            continue
+        with graph.inserting_before(node):
+            beside, together = rest[0], sums[0]
+            for one in rest[1:]:
+                beside = writer.named(f"{node.name}_rest", node, aten.add.Tensor, beside, one)
+            for one in sums[1:]:
+                before, together = together, writer.named(f"{node.name}_sums", node, aten.add.Tensor, together, one)
+                late[together] = (before, one)
+        node.args = (beside, together)
+        for one in inner:
+            graph.erase_node(one)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a call adds two values, of one dtype and times 1."""
+    given = node.all_input_nodes
+    plain = node.target is aten.add.Tensor and len(given) == 2 and not node.kwargs
+    return plain and all(_dtype(one) is _dtype(node) for one in given)
+
+
+def _terms(node: fx.Node, adding: Collection[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What calls that nothing else reads add up, in order, and these calls, the last one first."""
+    terms: list[fx.Node] = []
+    inner: list[fx.Node] = []
+    stack = node.all_input_nodes[::-1]
+    while stack:
+        one = stack.pop()
+        if one in adding and len(one.users) == 1:
+            inner.append(one)
+            stack += one.all_input_nodes[::-1]
+        else:
+            terms.append(one)
+    return terms, inner
+
+
+def _is_sum(term: fx.Node, whole: fx.Node, late: Collection[fx.Node]) -> bool:
+    return term in late and len(term.users) == 1 and _alike(term, whole)
+
+
+def _alike(*nodes: Any) -> bool:
+    return len({(node.meta["val"].shape, _dtype(node)) for node in nodes}) == 1
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype
+
+
+def _summed(
+    late: dict[fx.Node, tuple[fx.Node, ...]], carries: Collection[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The late calls whose results are summed in place of the sums that they come from, and all that makes parts for
+    them.
+    """
+    beside, least, better = dict[fx.Node, int](), dict[fx.Node, int](), set[fx.Node]()
+    for node, parts in late.items():
+        others = [one for one in node.all_input_nodes if one not in parts and one in carries] if parts else []
+        beside[node] = sum(beside[one] for one in parts) + sum(map(_size, others))
+        here, early = _size(node) + beside[node], sum(least[one] for one in parts)
+        least[node] = min(here, early) if parts else here
+        better |= {node} if parts and here < early else set()
+    makes_parts = set[fx.Node]()
+    for node in reversed(late):
+        if node in better or node in makes_parts:
+            makes_parts.update(late[node])
+    return better - makes_parts, makes_parts
+
+
+def _size(node: fx.Node) -> int:
+    return int(node.meta["val"].numel())
+
+
+class _Later:
+    """Copies a graph with sums at these calls."""
+
+    def __init__(
+        self, graph: fx.Graph, group: fx.Node, late: dict[fx.Node, tuple[fx.Node, ...]], summed: set[fx.Node],
+        parts: set[fx.Node], carries: Collection[fx.Node], evaluate: Evaluation,
+    ) -> None:  # fmt: skip
+        self.graph, self.carries = fx.Graph(), carries
+        self.writer, self.mapping = Writer(self.graph, evaluate), dict[fx.Node, Any]()
+        self.shared: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            if node in summed or (node in parts and late[node]):
+                self._part(node, group, late[node], node in summed)
+            elif node in parts:
+                self.mapping[node] = self.mapping[node.args[0]]
+            elif node.op == "output":
+                self.graph.output(fx.map_arg(node.args[0], self.mapping.__getitem__))
+            else:
+                copied = g.copy_node(self.graph, node, self.mapping)
+                if node.target is SHARE:
+                    self.shared.setdefault(node.args[0], copied)
+
+    def _part(self, node: fx.Node, group: fx.Node, parts: Collection[fx.Node], is_summed: bool) -> None:
+        """A call on parts; what else it reads is shared, as its gradient is parts then."""
+
+        def given(one: fx.Node) -> Any:
+            return self.mapping[one] if one in parts or one not in self.carries else self._shared(one, group)
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), given)
+        part = self.writer.named(f"{node.name}_part", node, node.target, *args, **kwargs)
+        part.meta[DIVIDED] = True
+        self.mapping[node] = part
+        if is_summed:
+            self.mapping[node] = self.writer.named(node.name, node, ALL_REDUCE, part, self.mapping[group])
+            self.mapping[node].meta[DIVIDED] = True
+
+    def _shared(self, node: fx.Node, group: fx.Node) -> fx.Node:
+        """As calls on parts read it, once for all of them."""
+        if node not in self.shared:
+            made = self.writer.named(f"{node.name}_shared", node, SHARE, self.mapping[node], self.mapping[group])
+            made.meta[DIVIDED] = True
+            self.shared[node] = made
+        return self.shared[node]
+
+
+def _share_earlier(graph: fx.Graph, group: fx.Node, carries: Collection[fx.Node], writer: Writer) -> None:
+    """Share what has fewer entries, where calls that hand it on stand before: of rows that are looked up several times
+    the gradients are added up before they are summed between ranks.
+    """
+    shared = {node.args[0]: node for node in graph.nodes if node.target is SHARE}
+    for share in [node for node in graph.nodes if node.target is SHARE]:
+        chain = _handing_on(share.args[0], carries)
+        sizes = [_size(one) for one in chain]
+        if not chain or min(sizes) >= _size(share):
+            continue
+        chain = chain[: sizes.index(min(sizes)) + 1]
+        source, last = chain[-1], chain[-2] if len(chain) > 1 else share.args[0]
+        if source not in shared:
+            shared[source] = writer.named(f"{source.name}_shared", source, SHARE, source, group)
+            shared[source].meta[DIVIDED] = True
+        source.append(shared[source])  # before all that reads it
+        last.replace_input_with(source, shared[source])
+        for one in (share.args[0], *chain[:-1]):
+            one.meta[DIVIDED] = True
+        share.replace_all_uses_with(share.args[0])
+        graph.erase_node(share)
+
+
+def _handing_on(node: fx.Node, carries: Collection[fx.Node]) -> list[fx.Node]:
+    """The values that a value was before calls that hand on entries of one operand, the nearest first, while nothing
+    else reads them.
+    """
+    chain: list[fx.Node] = []
+    while node.op == "call_function" and len(node.users) == 1 and DIVIDED not in node.meta and not draws(node):
+        given = node.all_input_nodes
+        if not given or node.args[0] is not given[0] or given[0] not in carries or is_parameter(given[0]):
+            break
+        if not _hands_on(node) or _dtype(given[0]) is not _dtype(node):
+            break
+        node = given[0]
+        chain.append(node)
+    return chain
+
+
+# --- The forward graph of a template as one tensor-parallel rank runs it: in local sizes, with the sums ... ----------
+#
+# Terms
+#   axis, cut, pieces, loose      see csc.passes.tensor_graph
+#   part     what a rank has of a sum over an axis: of a contraction, or of a reduction; it is summed where it is made
+#   shared   an equal value as calls on shards read it: its gradient is parts, which csc::share adds up in B. A
+#     parameter
+#            needs no such call if nothing else reads it: its gradient is summed once a step, in REDUCE
+#
+# Calls go on with pieces as far as they can; the first that cannot reads the head, which csc::gather_pieces makes.
+#
+# Each call is allowed by name. One that is not, on a shard, is Undivided, with the call; so is one whose result does
+# not have the sizes that the trees say.
+
+
 MEAN, SUM = 1, 2  # reductions of a loss
 MAKES_SHARDS = FILLED | NEW | {"aten::expand"}  # of equal operands, or of none
 WITHOUT_BIAS = {"aten::linear": aten.linear.default, "aten::addmm": aten.mm.default, "aten::baddbmm": aten.bmm.default}

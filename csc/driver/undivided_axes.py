@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from csc.errors import CscError
-from csc.passes.tensor import Indivisible
-from csc.passes.tensor_choice import OddAxis
+from csc.passes.tensor import Indivisible, OddAxis
 from csc.planning.meshes import MeshDivision
 
 

@@ -24,10 +24,9 @@ from csc.driver.compiled import CompiledModel
 from csc.driver.rank_orders import priced_orders
 from csc.ir.program import Choice, Options, Program
 from csc.ir.schedule import Schedule
-from csc.passes.partition import searched
+from csc.passes.partition import given_schedule, searched
 from csc.passes.pipeline_problem import limits, problem
 from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE, default_choice
-from csc.passes.schedule_file import given_schedule
 from csc.planning.partition import balance
 from csc.planning.plan import Outcome, Variation, tried
 from csc.planning.problem import Problem

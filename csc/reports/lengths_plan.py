@@ -27,8 +27,8 @@ from csc.balance.sample_costs import Costs, of_stages, rates_of
 from csc.driver.compiled import CompiledModel
 from csc.errors import CscError, InputError
 from csc.ir.program import Options, Program
+from csc.passes.partition import given_schedule
 from csc.passes.pipeline_problem import problem
-from csc.passes.schedule_file import given_schedule
 from csc.passes.step_end import seconds_behind
 from csc.planning.assign.step import AlikeSizes, Floats, large_enough
 from csc.planning.plan import PipelinePlan, plan

@@ -6,7 +6,7 @@ import shutil
 from typing import Any
 
 import pytest
-from csc.passes.attention_order import NAMES
+from csc.passes.attention import NAMES
 
 from csc.analysis.costs import call_of, fusible, variant_key, works_of
 from csc.cache.keys import program_key

@@ -6,8 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
-from csc.passes.tensor import Indivisible
-from csc.passes.tensor_choice import OddAxis
+from csc.passes.tensor import Indivisible, OddAxis
 
 import csc
 from csc.driver.mesh_choice import choose
