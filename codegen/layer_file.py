@@ -1,21 +1,158 @@
-"""One file per variant of a template: its F, B, W and BW as functions.
-
-Terms: saved: what F keeps for B; stashed: what B stashes for W; w: the parameters of one region by their local names.
-"""
+"""One file per variant of a template, its F, B, W and BW as functions; and the tables that stages make of the batch."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from csc.codegen.kept_tables import ONCE, WHILE_EQUAL
-from csc.codegen.python import WIDTH, body, comment, one_or_tuple, quoted, with_note, wrapped
+import torch
+from csc.codegen.python import WIDTH, body, comment, one_or_tuple, quoted, source, with_note, wrapped
 from torch import fx
 
 from csc.ir import graph as g
-from csc.ir.program import Program, Region, Template, Variant
+from csc.ir.graph import extract, identifier
+from csc.ir.program import Context, Program, Region, Stage, Template, Variant
+from csc.torch_private.exported import OpOverload
+
+# --- Which tables a program does not make in each step: those that no batch changes (positions, rotary ... -----------
+#
+# masks) are made once, and those that sizes alone change (windows of images) while these are the same.
+#
+# Terms: a call is *fixed* if constants and numbers alone lead to it, *sized* if sizes of the batch (Program.sizes) do,
+# too. Of such calls those are *kept* that a function returns or that another call reads. Functions that need the same
+# kept values get them from one function.
+
+
+MOST = 2**24  # bytes of one kept value: what is larger is made in each step, and gone after it
+LEAST = 3  # sized calls that are worth a look at the sizes
+ONCE = "@once\n"
+WHILE_EQUAL = "@while_equal("
+OF_MASKS = frozenset({"csc::pack_mask", "csc::group_ranges", "csc::seeing_ranges"})  # csc's own that read values alone
+
+
+@dataclass(frozen=True)
+class KeptTables:
+    """One function of kept values: `results`, under the names of their nodes, for the functions `readers`. entries: the
+    sizes that it is made of; none: it is fixed.
+    """
+
+    name: str
+    readers: tuple[str, ...]
+    results: tuple[fx.Node, ...]
+    entries: tuple[str, ...] = ()
+
+
+def decorator(tables: KeptTables) -> str:
+    """With the end of its line."""
+    if not tables.entries:
+        return ONCE
+    return "\n".join(wrapped(WHILE_EQUAL, map(quoted, tables.entries), ")", indent=0)) + "\n"
+
+
+def kept(graph: fx.Graph, wanted: Mapping[str, Sequence[fx.Node]], sizes: Collection[str]) -> list[KeptTables]:
+    """One for each set of readers, fixed ones first, in the order of the graph. Sized ones read fixed ones, too."""
+    returned = {node for results in wanted.values() for node in results}
+    needed = {name: g.ancestors(results) for name, results in wanted.items()}
+    sized = _sized(graph, needed, returned, sizes)
+    if sized:
+        ends = {node for one in sized for node in one.results}
+        needed = {name: g.ancestors(results, until=ends) for name, results in wanted.items()}
+        needed |= {one.name: g.ancestors(one.results) for one in sized}
+    nodes, _ = _kept(graph, returned, needed, ())
+    return [*_tables("_fixed", _by_readers(nodes, needed)), *sized]
+
+
+def _sized(
+    graph: fx.Graph, needed: Mapping[str, set[fx.Node]], returned: set[fx.Node], sizes: Collection[str]
+) -> list[KeptTables]:
+    """Those that take more than a look at the sizes does."""
+    if not sizes:
+        return []
+    _, fixed = _kept(graph, returned, needed, ())
+    nodes, _ = _kept(graph, returned, needed, sizes)
+    found = []
+    for one in _tables("_sized", _by_readers([node for node in nodes if node not in fixed], needed)):
+        own = g.ancestors(one.results, until=fixed) - fixed
+        entries = [node.meta["role"][1] for node in g.placeholders(graph) if node in own and _is_size(node, sizes)]
+        if sum(node.op == "call_function" for node in own) >= LEAST:
+            found.append(replace(one, entries=tuple(entries)))
+    return found
+
+
+def _by_readers(
+    nodes: Sequence[fx.Node], needed: Mapping[str, set[fx.Node]]
+) -> dict[tuple[str, ...], list[fx.Node]]:  # fmt: skip
+    groups: dict[tuple[str, ...], list[fx.Node]] = {}
+    for node in nodes:
+        groups.setdefault(tuple(name for name in needed if node in needed[name]), []).append(node)
+    return groups
+
+
+def _tables(prefix: str, groups: Mapping[tuple[str, ...], Sequence[fx.Node]]) -> list[KeptTables]:
+    return [KeptTables(f"{prefix}_{i + 1}", names, tuple(nodes)) for i, (names, nodes) in enumerate(groups.items())]
+
+
+def _kept(
+    graph: fx.Graph, returned: set[fx.Node], needed: Mapping[str, set[fx.Node]], sizes: Collection[str]
+) -> tuple[list[fx.Node], set[fx.Node]]:
+    """(what is kept of a graph: nothing that is too large, but what leads to it is; all that these sizes and constants
+    lead to).
+    """
+    asked = set[fx.Node]().union(*needed.values())
+    large: set[fx.Node] = set()
+    while True:
+        found = _led_to(graph, sizes, large)
+        kept = [
+            node for node in g.calls(graph)
+            if node in found & asked and (node in returned or any(u in asked and u not in found for u in node.users))
+        ]  # fmt: skip
+        beyond = {node for node in kept if not 0 <= _bytes(node) <= MOST}
+        if not beyond:
+            return kept, found
+        large |= beyond
+
+
+def _led_to(graph: fx.Graph, sizes: Collection[str], large: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            alone = node.meta["role"][0] == "constant" or _is_size(node, sizes)
+        else:
+            alone = node.op == "call_function" and node not in large and _of_values(node)
+        if alone and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_size(node: fx.Node, sizes: Collection[str]) -> bool:
+    return node.op == "placeholder" and node.meta["role"][0] == "input" and node.meta["role"][1] in sizes
+
+
+def _of_values(node: fx.Node) -> bool:
+    """Whether a call gives the same whenever its operands are the same, and does nothing else."""
+    if not isinstance(node.target, OpOverload):
+        return g.op_name(node) == "getitem"
+    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
+    return (node.target.namespace == "aten" and not drawn) or g.op_name(node) in OF_MASKS
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of what a call gives; -1 if it is no tensor."""
+    value = node.meta["val"]
+    if not hasattr(value, "stride"):
+        return -1
+    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+    return int(value.dtype.itemsize * (1 + reach)) if 0 not in value.shape else 0
+
+
+# --- One file per variant of a template: its F, B, W and BW as functions ---------------------------------------------
+#
+# Terms: saved: what F keeps for B; stashed: what B stashes for W; w: the parameters of one region by their local
+# names.
+
 
 VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward", "divided_linear_cross_entropy")
 SINGLE = {"masked_scatter_backward": "scattered_rows"}
@@ -231,3 +368,205 @@ def _by_name(variant: Variant, template: Template, names: dict[fx.Node, str], ma
     """The items of a dict of parameters' gradients."""
     trained = [name for name, trains in zip(template.parameters, variant.dw) if trains]
     return [f"        {quoted(name)}: {names[node]}," for name, node in zip(trained, made)]
+
+
+# --- layers/tables.py: what each stage makes from the batch and the constants alone (masks, position tables, ... -----
+
+
+DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.
+
+Each stage that needs one computes it by itself: that is cheaper than a message, and nothing of it needs a gradient.
+What no batch changes is made once, and what sizes alone change while they are the same.
+"""
+
+'''
+
+
+Tables = Mapping[str, fx.Node]  # the nodes that make them, by name
+
+
+def tables(program: Program) -> Tables:
+    """All tables of the program."""
+    assert program.shared is not None
+    return dict(zip(program.shared.output_node().meta["names"], g.outputs(program.shared)))
+
+
+def computed(program: Program, stage: Stage, nodes: Tables) -> list[str]:
+    """The tables of a stage that take computation (the others are batch entries and constants as they are)."""
+    return [name for name in stage.shared if nodes[name].op == "call_function" and name != program.loss_tokens]
+
+
+def direct(stage: Stage, nodes: Tables) -> dict[str, tuple[str, str]]:
+    """The other tables: name -> (role, name of the batch entry or constant)."""
+    return {name: nodes[name].meta["role"] for name in stage.shared if nodes[name].op == "placeholder"}
+
+
+def seeds(program: Program) -> set[str]:
+    """The tables that are the seed of a microbatch's random numbers; a region gets one of its own, by its name."""
+    if program.shared is None:
+        return set()
+    return {name for name, node in tables(program).items() if node.meta.get("role", ("",))[0] == "random"}
+
+
+def function_names(program: Program, nodes: Tables) -> dict[tuple[str, ...], str]:
+    """For each set of tables that some stage computes, the name of its function."""
+    names: dict[tuple[str, ...], str] = {}
+    for stage in program.stages:
+        wanted = tuple(computed(program, stage, nodes))
+        if wanted and wanted not in names:
+            names[wanted] = f"of_stage_{stage.index}"
+    beside = tuple(computed(program, program.features.stage, nodes)) if program.features is not None else ()
+    if beside and beside not in names:
+        names[beside] = "of_features"
+    if program.loss_tokens:
+        names[(program.loss_tokens,)] = program.loss_tokens
+    return names
+
+
+def tables_source(program: Program) -> str:
+    """The text of layers/tables.py."""
+    nodes = tables(program)
+    assert program.shared is not None
+    wanted = {name: [nodes[table] for table in made] for made, name in function_names(program, nodes).items()}
+    given = kept(program.shared, wanted, program.sizes)
+    common = _common(program.shared, wanted, {node for one in given for node in one.results})
+    functions = [_kept_source(program.shared, one, given) for one in given]
+    functions += [_common_source(program.shared, one, given, common) for one in common]
+    for name, results in wanted.items():
+        functions.append(_function(program.shared, name, results, given, common, one=name == program.loss_tokens))
+    if program.contexts:
+        functions += [_visibility(context) for context in program.contexts]
+        entries = [f"{quoted(one.component)}: {_visibility_name(one)}" for one in program.contexts]
+        functions.append("\n".join(wrapped("VISIBILITY = {", entries, "}", indent=0)) + "\n")
+    return "\n\n".join([DOCSTRING + header(functions), *functions])
+
+
+def _visibility_name(context: Context) -> str:
+    return f"{identifier(context.component)}_visibility"
+
+
+def _visibility(context: Context) -> str:
+    """What the masks of a component's spread tokens are made of, for the whole sequence."""
+    names = {node: source(node.meta["role"]) for node in g.placeholders(context.graph)}
+    lines = [
+        f"def {_visibility_name(context)}(batch, constants):",
+        f'    """(ranges, admits, kinds) of each mask of {comment(context.component)}, over the whole sequence."""',
+    ]
+    lines += body(context.graph, names)
+    made = iter(names[node] for node in g.outputs(context.graph))
+    masks = []
+    for mask in context.masks:
+        parts = [next(made) if there else "None" for there in (mask.ranges, mask.kinds, mask.kinds)]
+        masks.append(f"({', '.join(parts)})")
+    return "\n".join([*lines, *wrapped("return [", masks, "]")]) + "\n"
+
+
+@dataclass(frozen=True)
+class _Common:
+    """A function of what several others need: `results`, which stand in their bodies under these names."""
+
+    name: str
+    readers: tuple[str, ...]
+    results: tuple[fx.Node, ...]
+
+
+# calls that are worth a function
+
+
+def _common(graph: fx.Graph, wanted: Mapping[str, Sequence[fx.Node]], given: Collection[fx.Node]) -> list[_Common]:
+    """What more than one of these functions computes. Those with more readers come first: others may read them.
+    given: what they have.
+    """
+    needed = {name: g.ancestors(results, until=given) - set(given) for name, results in wanted.items()}
+    readers = {node: tuple(name for name in wanted if node in needed[name]) for node in g.calls(graph)}
+    groups: dict[tuple[str, ...], list[fx.Node]] = {}
+    for node, names in readers.items():
+        if len(names) > 1:
+            groups.setdefault(names, []).append(node)
+    returned = {node for results in wanted.values() for node in results}
+    found: list[_Common] = []
+    for names, nodes in sorted(groups.items(), key=lambda item: -len(item[0])):
+        inside = set(nodes)
+        leaving = [n for n in nodes if n in returned or any(readers.get(u) and u not in inside for u in n.users)]
+        if len(nodes) >= LEAST:
+            found.append(_Common(f"_common_{len(found) + 1}", names, tuple(leaving)))
+    return found
+
+
+Called = TypeVar("Called", _Common, KeptTables)
+
+
+def _given(functions: Sequence[Called], readers: Collection[str]) -> list[Called]:
+    """Those that all of these call."""
+    return [one for one in functions if set(readers) <= set(one.readers)]
+
+
+def _tables_start(
+    graph: fx.Graph, results: Sequence[fx.Node], called: Sequence[_Common | KeptTables]
+) -> tuple[fx.Graph, dict, list[str]]:
+    """The graph of a function's own calls, the names of its placeholders, and those of them that others make."""
+    part = extract(graph, results, given={node for one in called for node in one.results})
+    names, given = {}, []
+    for node in g.placeholders(part):
+        of_others = node.meta["role"][0] == "activation"
+        names[node] = node.name if of_others else source(node.meta["role"])
+        given += [node.name] if of_others else []
+    return part, names, given
+
+
+def _kept_source(graph: fx.Graph, own: KeptTables, kept: Sequence[KeptTables]) -> str:
+    """A fixed function, or a sized one, which may read fixed ones."""
+    called = _given(kept, [own.name])
+    part, names, _ = _tables_start(graph, own.results, called)
+    lines = [f"def {own.name}({', '.join(_arguments(own))}):"]
+    lines.append('    """What sizes alone change."""' if own.entries else '    """What no batch changes."""')
+    for one in called:
+        lines += _taken(one, _arguments(one))
+    lines += [*body(part, names), *_returned([names[node] for node in g.outputs(part)])]
+    return decorator(own) + "\n".join(lines) + "\n"
+
+
+def _arguments(kept: KeptTables) -> list[str]:
+    return ["batch", "constants"] if kept.entries else ["constants"]
+
+
+def _common_source(graph: fx.Graph, own: _Common, kept: Sequence[KeptTables], common: Sequence[_Common]) -> str:
+    called = [*_given(kept, own.readers), *(one for one in _given(common, own.readers) if one is not own)]
+    part, names, given = _tables_start(graph, own.results, called)
+    lines = wrapped(f"def {own.name}(", ["batch", "constants", *given], "):", indent=0)
+    lines.append(f'    """What {len(own.readers)} of the functions below need."""')
+    lines += body(part, names)
+    return "\n".join([*lines, *_returned([names[node] for node in g.outputs(part)])]) + "\n"
+
+
+def _function(
+    graph: fx.Graph,
+    name: str,
+    results: Sequence[fx.Node],
+    kept: Sequence[KeptTables],
+    common: Sequence[_Common],
+    one: bool = False,
+) -> str:
+    """The function that returns these results; one: the only one, not in a tuple."""
+    before, called = _given(kept, [name]), _given(common, [name])
+    part, names, _ = _tables_start(graph, results, [*before, *called])
+    lines = [f"def {name}(batch, constants):"]
+    for one_kept in before:
+        lines += _taken(one_kept, _arguments(one_kept))
+    for at, function in enumerate(called):
+        others = [*_given(kept, function.readers), *_given(called[:at], function.readers)]
+        _, _, given = _tables_start(graph, function.results, others)
+        lines += _taken(function, ["batch", "constants", *given])
+    lines += body(part, names)
+    found = [names[node] for node in g.outputs(part)]
+    return "\n".join([*lines, *([f"    return {found[0]}"] if one else _returned(found))]) + "\n"
+
+
+def _taken(function: _Common | KeptTables, arguments: Sequence[str]) -> list[str]:
+    """The call of a function, and the names of what it returns."""
+    made = [node.name for node in function.results]
+    return wrapped("(", made, f"{',' if len(made) == 1 else ''}) = {function.name}({', '.join(arguments)})")
+
+
+def _returned(names: Sequence[str]) -> list[str]:
+    return wrapped("return (", names, ",)" if len(names) == 1 else ")")

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from csc.codegen.tables_file import seeds
+from csc.codegen.layer_file import seeds
 
 import csc
 from csc.ir import graph as g

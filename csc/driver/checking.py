@@ -40,7 +40,7 @@ from csc.check.one_of_each import check_by_layer
 from csc.check.one_step import ComparedStep, compared_step, step_of
 from csc.check.same_masks import SameMasks
 from csc.check.undisturbed import undisturbed
-from csc.codegen.directory import install
+from csc.codegen.write import install
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.second_rank import SECOND, can_share, received_step, send_step
 from csc.errors import DifferenceError

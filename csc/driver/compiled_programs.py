@@ -21,7 +21,7 @@ from typing import Any
 
 from csc.cache.packed import Packed
 from csc.capture.guards import Match
-from csc.codegen.directory import MANIFEST, contents
+from csc.codegen.write import MANIFEST, contents
 from csc.driver.compiler import Compiler, Progress, uncollected
 from csc.errors import InputError
 from csc.ir.program import Options, Program

@@ -18,8 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from csc.cache.packed import Files, Packed, packed_bytes, packed_from
-from csc.codegen.directory import install
-from csc.codegen.write import of_ranks
+from csc.codegen.write import install, of_ranks
 from csc.driver.compiled_programs import MADE, CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.ir.capture_guards import Unstorable

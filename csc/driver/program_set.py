@@ -32,7 +32,7 @@ from csc.capture.guards import Guards, Match
 from csc.capture.model_guards import ModelGuards
 from csc.check.first import Checked
 from csc.check.one_of_each import check_by_layer
-from csc.codegen.directory import contents
+from csc.codegen.write import contents
 from csc.driver.checking import CHECK, Checking, Comparison, NewProgram, Pair, meeting_in
 from csc.driver.compiled_programs import CompiledPrograms
 from csc.driver.compiler import Compiler, Progress

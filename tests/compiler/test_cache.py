@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from csc.codegen.directory import contents
-from csc.codegen.write import sources
+from csc.codegen.write import contents, sources
 from csc.passes.runner import PLANNING, TRACING, run
 from torch import nn
 

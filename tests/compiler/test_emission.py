@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from csc.codegen import write as writing
-from csc.codegen.torch_calls import FUNCTIONS, OF_SIZES
+from csc.codegen.python import FUNCTIONS, OF_SIZES
 from csc.codegen.write import sources
 from csc.passes.runner import PLANNING, TRACING, run
 from safetensors.torch import save_file

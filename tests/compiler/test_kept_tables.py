@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from csc.codegen import kept_tables
+from csc.codegen import layer_file
 from torch import nn
 
 import csc
@@ -68,7 +68,7 @@ def test_fixed_tables_are_made_once_and_others_in_each_step(tmp_path: Path, monk
     assert "_fixed_1(constants)" in (directory / "layers/tables.py").read_text()
     own = {one.data_ptr() for one in constants.lasting()}
     assert own >= {one.data_ptr() for one in kept}, "what gradients must not share memory with"
-    monkeypatch.setattr(kept_tables, "MOST", 100)  # bytes; factors have 192, angles' operands 48 and 32
+    monkeypatch.setattr(layer_file, "MOST", 100)  # bytes; factors have 192, angles' operands 48 and 32
     small = csc.compile(made(), example=BATCH, cache=False, check=False).write(tmp_path / "small")
     constants = load(small).constants(0)
     assert not of_stage(small, constants)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from csc.codegen.python import call
-from csc.codegen.torch_calls import FUNCTIONS, OF_SIZES
+from csc.codegen.python import FUNCTIONS, OF_SIZES, call
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
