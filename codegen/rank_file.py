@@ -659,7 +659,7 @@ def imports(writers: Sequence[StageWriter]) -> str:
     stages = [writer.stage.index for writer in writers]
     lines = [
         "from csc.runtime.weight_names import under",
-        *(["from csc.runtime.seeds import seed_of"] if any(writer.seeds for writer in writers) else []),
+        *(["from csc.runtime.executor import seed_of"] if any(writer.seeds for writer in writers) else []),
         "",
         "from . import layers",
         "",

@@ -27,8 +27,7 @@ from csc.driver.new_model import compiled_model, made_features
 from csc.driver.options import changed
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
-from csc.runtime.launch import several_processes
-from csc.runtime.starting import speak_in_short
+from csc.runtime.launch import several_processes, speak_in_short
 
 
 def compile(

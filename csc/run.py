@@ -33,9 +33,9 @@ import typer
 from csc.errors import CscError, InputError, ProgramError, RankLost
 
 if TYPE_CHECKING:
-    from csc.runtime.clock_setter import ClockSetter
-    from csc.runtime.function_folder import FunctionFolder
-    from csc.runtime.positions import Positions
+    from csc.runtime.clocks import ClockSetter
+    from csc.runtime.compile_pool import FunctionFolder
+    from csc.runtime.meeting import Positions
 
 Batches = Iterator[Any]
 FIND_OUT = 2.0  # seconds that a rank has, once the launcher stops it, to find out why
@@ -129,9 +129,8 @@ def command(
 
 def run(options: Arguments, debug: bool = False) -> int:
     """Train; returns the exit code. Errors become one sentence on stderr."""
-    from csc.runtime.launch import open_store, setup_distributed, under_torchrun
+    from csc.runtime.launch import open_store, setup_distributed, tell_agent, under_torchrun
     from csc.runtime.loaded_program import load
-    from csc.runtime.starting import tell_agent
 
     store: Any = None
     ending = _Ending()
@@ -217,9 +216,9 @@ def _train(options: Arguments, program: Any, launch: Any, ending: _Ending) -> No
     import torch
 
     from csc.runtime.c10d import Distributed
-    from csc.runtime.initial import STD, random_weights
-    from csc.runtime.stepping import make_optimizer
+    from csc.runtime.optimizer import make_optimizer
     from csc.runtime.trainer import Trainer
+    from csc.runtime.weights import STD, random_weights
 
     first = launch is None or launch.rank == 0
     _say_what_is_edited(program, launch)
@@ -279,8 +278,7 @@ def _clocks(options: Arguments, program: Any, device: Any, launch: Any) -> Clock
     """
     if options.clocks is None:
         return None
-    from csc.runtime.clock_file import read_clocks
-    from csc.runtime.clock_setter import clock_setter
+    from csc.runtime.clocks import clock_setter, read_clocks
 
     by_position = read_clocks(options.clocks, program.schedule)
     if launch is None:
@@ -310,7 +308,7 @@ def _artifacts(options: Arguments) -> FunctionFolder | None:
         return None
     from csc.cache.inductor_folder import inductor_folder
     from csc.cache.store import store
-    from csc.runtime.function_folder import FunctionFolder
+    from csc.runtime.compile_pool import FunctionFolder
 
     return FunctionFolder.of(inductor_folder(store()))
 

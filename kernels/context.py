@@ -12,7 +12,7 @@ whole sequence. x: a rank's shard, t slots in `dim`; whole: the same value with 
 rank's part of the gradient of the whole; dx, this rank's shard of the sum over ranks (an all-gather and its
 reduce-scatter). The last two are for wholes that are equal on all ranks, gradients included: see
 csc.kernels.collectives. Slots without a token repeat token 0, or are zeros without `repeat`. All meet the other ranks'
-through a `TokenPlan` of the batch at hand (csc.runtime.context_group), which no tensor holds: plan is its number, int64
+through a `TokenPlan` of the batch at hand (csc.runtime.context), which no tensor holds: plan is its number, int64
 without dimensions.
 
     numbered(plan) -> number            what stands for a plan in a call, as long as the plan lives

@@ -38,7 +38,7 @@ from csc.torch_private.exported import OpOverload
 # --- What a call gets from the other ranks of its stage: collectives of tensor and context parallelism, as ... -------
 #
 # Terms: the *payload* is what one rank brings to a collective. Each rank sends the others what they need, all at once
-# (csc.kernels.collectives, csc.runtime.context_group): of a small all-reduce its whole payload goes to each of them;
+# (csc.kernels.collectives, csc.runtime.context): of a small all-reduce its whole payload goes to each of them;
 # in a large one each rank sums a piece for all.
 #
 # Attention starts on a rank's own keys while those of others come, so it takes the longer of the two; all other

@@ -19,7 +19,7 @@ from csc.balance.collation import Collation, Counted
 from csc.balance.decision import Decider, StepAssignment
 from csc.errors import CscError, InputError, user_line
 from csc.planning.assign.step import Size
-from csc.runtime.words import digest
+from csc.runtime.meeting import digest
 
 
 class Ticket(NamedTuple):

@@ -23,7 +23,7 @@ from csc.driver.compiled import CompiledModel
 from csc.driver.share import ReplicaShare
 from csc.errors import InputError
 from csc.planning.assign.step import Size
-from csc.runtime.words import digest
+from csc.runtime.meeting import digest
 from csc.torch_private.process_state import unattended_workers
 
 log = logging.getLogger("csc")

@@ -31,9 +31,8 @@ from safetensors.torch import save
 
 from csc.cache.store import size_in_bytes
 from csc.errors import InputError
-from csc.runtime.reading import checked_file
-from csc.runtime.saving import with_own_memory
-from csc.runtime.weights import bytes_of
+from csc.runtime.loaded_program import checked_file
+from csc.runtime.weights import bytes_of, with_own_memory
 
 log = logging.getLogger("csc")
 

@@ -23,7 +23,7 @@ import torch
 from csc.cache.keys import own_sources
 from csc.cache.store import INDUCTOR, Store
 from csc.cache.trust import refused
-from csc.runtime.inductor import host_compiler
+from csc.runtime.fusing import host_compiler
 
 log = logging.getLogger("csc")
 

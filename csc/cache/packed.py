@@ -30,7 +30,7 @@ from csc.capture.guards import Guards
 from csc.ir import stored
 from csc.ir.capture_guards import Unstorable
 from csc.ir.program import Program
-from csc.runtime.saving import with_own_memory
+from csc.runtime.weights import with_own_memory
 
 PREFIX = "program/"
 Files = Mapping[str, bytes]

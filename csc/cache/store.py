@@ -31,7 +31,7 @@ from typing import Any
 
 from csc.cache.trust import refused, refused_within
 from csc.errors import InputError
-from csc.runtime.reading import checked_file, read_json, within
+from csc.runtime.loaded_program import checked_file, read_json, within
 
 log = logging.getLogger("csc")
 

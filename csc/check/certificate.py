@@ -30,8 +30,7 @@ from torch import nn
 
 from csc.check.differences import NOISE
 from csc.errors import InputError
-from csc.runtime.saving import published
-from csc.runtime.weights import bytes_of
+from csc.runtime.weights import bytes_of, published
 
 KIND, VERSION = "csc gradients", 1
 SIGNS = 8

@@ -15,7 +15,7 @@ import torch
 from csc import devices
 from csc.check.chance import generators
 from csc.check.eager import EagerStep
-from csc.runtime import seeds
+from csc.runtime import executor
 from csc.runtime.trainer import Trainer
 
 
@@ -37,7 +37,7 @@ class ComparedStep:
 
 
 def step_of(
-    trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], drawn: int = seeds.NO_CHANCE
+    trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], drawn: int = executor.NO_CHANCE
 ) -> EagerStep:
     """The loss and gradients of all ranks, which run in this process. microbatches: complete ones.
 
@@ -47,7 +47,7 @@ def step_of(
 
 
 def compared_step(
-    trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], drawn: int | None = seeds.NO_CHANCE
+    trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], drawn: int | None = executor.NO_CHANCE
 ) -> ComparedStep:
     """The same, with the loss as a tensor. drawn: None for a seed that is drawn as in training; torch's generator goes
     on as it does there.
@@ -72,5 +72,5 @@ def compared_step(
 def _after_draw(device: torch.device) -> torch.Tensor:
     """What a step leaves of the generators if it draws its seed and no more."""
     with devices.forked(device):
-        seeds.draw()
+        executor.draw()
         return generators(device)

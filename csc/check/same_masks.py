@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from csc.kernels.dropout import kept
-from csc.runtime import seeds
+from csc.runtime import executor
 from csc.runtime.specs import DrawSpec
 
 ROUNDING = 1e-6  # between p and 1 - (1 - p)
@@ -34,7 +34,7 @@ class SameMasks:
         self._asked = (draws, drawn, microbatches)
         self._made, self._left = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         self._draws = draws
-        self._seeds = [seeds.of_microbatch(drawn, index) for index in range(microbatches)]
+        self._seeds = [executor.of_microbatch(drawn, index) for index in range(microbatches)]
         self._taken = 0
         self._strange = False
 
@@ -49,7 +49,7 @@ class SameMasks:
         mask = self._made.pop(place, None)
         if mask is None or mask.shape != shape:
             sizes = [shape[0] // parts, *shape[1:]]
-            ours = [seeds.seed_of(seed, f"{draw.region}.") for seed in self._seeds]
+            ours = [executor.seed_of(seed, f"{draw.region}.") for seed in self._seeds]
             masks = [kept(sizes, draw.p, seed, draw.index, device) for seed in ours]
             mask = self._left[place] = masks[0] if parts == 1 else torch.cat(masks)
         return mask

@@ -22,8 +22,8 @@ from csc.checkpoints import files
 from csc.checkpoints.lazy import LazyTensor
 from csc.checkpoints.pieces import Piece, divided
 from csc.checkpoints.step_index import FILE, StepIndex, Stored, StoredPart, folder_of
-from csc.runtime.boxes import whole_box
-from csc.runtime.saving import flushed, published
+from csc.runtime.specs import whole_box
+from csc.runtime.weights import flushed, published
 
 Key = tuple[str, str]  # a parameter, and "" or what of the optimizer's state
 
@@ -31,7 +31,7 @@ Key = tuple[str, str]  # a parameter, and "" or what of the optimizer's state
 @dataclass(frozen=True)
 class Contents:
     """about: parameters and buffers, as meta tensors. given: all of them, in any order. optimizer: as
-    csc.runtime.optimizer_state lists it, with a LazyTensor for each tensor; None: there is none.
+    csc.runtime.optimizer lists it, with a LazyTensor for each tensor; None: there is none.
     """
 
     about: Mapping[str, torch.Tensor]

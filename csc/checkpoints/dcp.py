@@ -32,9 +32,9 @@ from csc.checkpoints import restoring
 from csc.checkpoints.lazy import LazyTensor
 from csc.checkpoints.step_index import StepIndex
 from csc.errors import InputError
-from csc.runtime.reading import checked_file, within
-from csc.runtime.saving import make_directory, published
-from csc.runtime.texts import first_line
+from csc.runtime.loaded_program import checked_file, within
+from csc.runtime.meeting import first_line
+from csc.runtime.weights import make_directory, published
 from csc.torch_private.distributed_checkpoint import StorageInfo, allowed
 
 METADATA, DATA = ".metadata", "__0_0.distcp"
@@ -46,7 +46,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class DcpContents:
-    """What a directory holds. optimizer: as csc.runtime.optimizer_state lists it, with a LazyTensor for each tensor;
+    """What a directory holds. optimizer: as csc.runtime.optimizer lists it, with a LazyTensor for each tensor;
     None: none is there. left: keys that are neither.
     """
 

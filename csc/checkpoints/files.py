@@ -22,10 +22,9 @@ import torch
 
 from csc.checkpoints.step_index import OLDER, StoredPart
 from csc.errors import InputError
-from csc.runtime.boxes import sizes
-from csc.runtime.reading import checked_file, within
-from csc.runtime.saving import published
-from csc.runtime.weights import DIGESTS, DTYPES, bytes_of
+from csc.runtime.loaded_program import checked_file, within
+from csc.runtime.specs import sizes
+from csc.runtime.weights import DIGESTS, DTYPES, bytes_of, published
 
 NO_DIGEST = "0" * 64
 Places = dict[str, int]
@@ -38,7 +37,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def layout(tensors: Mapping[str, torch.Tensor], digests: Mapping[str, str] | None = None) -> tuple[bytes, Places]:
     """What a file of these begins with, and the offset of each. InputError for a dtype that it has no form for.
-    digests: to be in the header, as csc.runtime.saving has them there.
+    digests: to be in the header, as csc.runtime.weights has them there.
     """
     header: dict[str, object] = {
         "__metadata__": {"format": "pt"} | ({DIGESTS: json.dumps(digests)} if digests is not None else {})

@@ -6,7 +6,7 @@ optimizer is written where its parameter is. The *rest* is what no program reads
 
     boxes_written(trainer) -> [(spec, box)]                  by this process
     weights(trainer, written, rest) -> [Piece]               parameters and buffers
-    optimizer(trainer, written, made) -> ([Piece], told)            told: as csc.runtime.optimizer_state lists it
+    optimizer(trainer, written, made) -> ([Piece], told)            told: as csc.runtime.optimizer lists it
     divided(piece) -> Piece...                               of at most PART bytes
     copies(pieces) -> [Piece]                                of the values of now, on the CPU
 """
@@ -23,11 +23,10 @@ import torch
 
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.runtime import optimizer_state
-from csc.runtime.boxes import part, whole_box
-from csc.runtime.specs import Box, ParameterSpec
+from csc.runtime import optimizer as optimizer_state
+from csc.runtime.gradients import shard_of
+from csc.runtime.specs import Box, ParameterSpec, part_in_box, whole_box
 from csc.runtime.trainer import Trainer
-from csc.runtime.zero_shards import shard_of
 
 PART = 64 * 2**20  # bytes: what is read for some entries is read and checked as a whole
 STATES = 3  # tensors of a parameter that trains with its state, as writing is shared out
@@ -113,7 +112,7 @@ class Holders:
     def box(self, spec: ParameterSpec, place: HeldPiece) -> Box:
         """Which they are."""
         box = whole_box(spec.shape) if place.box is None else spec.boxes[place.box]
-        return box if place.shard is None else part(box, *shard_of(spec.local.shape, self._data, place.shard))
+        return box if place.shard is None else part_in_box(box, *shard_of(spec.local.shape, self._data, place.shard))
 
 
 def weights(trainer: Trainer, written: Written, rest: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -157,7 +156,7 @@ def divided(piece: Piece) -> Iterator[Piece]:
         return
     for start in range(0, rows, each):
         stop = min(start + each, rows)
-        yield replace(piece, box=part(piece.box, 0, start, stop), tensor=tensor[start:stop])
+        yield replace(piece, box=part_in_box(piece.box, 0, start, stop), tensor=tensor[start:stop])
 
 
 def copies(pieces: Sequence[Piece]) -> list[Piece]:

@@ -25,10 +25,9 @@ import torch
 from csc.checkpoints import files
 from csc.checkpoints.step_index import FILE, OLDER, StepIndex, Stored
 from csc.errors import InputError
-from csc.runtime import optimizer_state
-from csc.runtime.boxes import overlap, sizes, whole_box
-from csc.runtime.reading import read_text, within
-from csc.runtime.specs import Box
+from csc.runtime import optimizer as optimizer_state
+from csc.runtime.loaded_program import read_text, within
+from csc.runtime.specs import Box, overlap, sizes, whole_box
 
 NO_STEP = "Give the weights alone: load(only=['weights'])"
 

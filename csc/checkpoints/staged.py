@@ -16,7 +16,7 @@ from pathlib import Path
 
 from csc.checkpoints.turns import alone_in
 from csc.errors import InputError
-from csc.runtime.saving import flushed, make_directory
+from csc.runtime.weights import flushed, make_directory
 
 STAGE = ".converting"
 

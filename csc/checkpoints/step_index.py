@@ -2,7 +2,7 @@
 
 Terms
   run        a directory with a folder for each step that was saved: step-00000100
-  part       a box (csc.runtime.boxes) of a tensor's entries, some bytes of a safetensors file of that folder
+  part       a box (csc.runtime.specs) of a tensor's entries, some bytes of a safetensors file of that folder
   index      checkpoint.json: every tensor with its parts, their digests, and the files of other state. It is written
              last, and has a digest of itself: a folder without one, or with another, is no checkpoint
 
@@ -26,9 +26,8 @@ from typing import Any
 import torch
 
 from csc.errors import InputError
-from csc.runtime.boxes import sizes
-from csc.runtime.reading import read_json
-from csc.runtime.specs import Box
+from csc.runtime.loaded_program import read_json
+from csc.runtime.specs import Box, sizes
 
 FILE = "checkpoint.json"
 FORMAT = 1
@@ -95,7 +94,7 @@ class Stored:
 @dataclass(frozen=True)
 class StepIndex:
     """about: step, model, mesh, zero, processes, time, versions; has: which of weights, optimizer, scheduler, loader,
-    random, extra. parameters: with buffers; none if weights are elsewhere. optimizer: as csc.runtime.optimizer_state
+    random, extra. parameters: with buffers; none if weights are elsewhere. optimizer: as csc.runtime.optimizer
     joins it, with a Stored for each tensor; None: not saved. states: a file of each process.
     """
 

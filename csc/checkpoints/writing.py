@@ -29,11 +29,10 @@ from csc.checkpoints.pieces import Piece
 from csc.checkpoints.step_index import FILE, StepIndex, Stored, StoredPart, cut_off, saved
 from csc.checkpoints.turns import alone_in
 from csc.errors import InputError
-from csc.runtime import optimizer_state
-from csc.runtime.meeting import Meeting
-from csc.runtime.reading import LONGEST
-from csc.runtime.saving import flushed, make_directory, published
-from csc.runtime.words import NOTHING, Said
+from csc.runtime import optimizer as optimizer_state
+from csc.runtime.loaded_program import LONGEST
+from csc.runtime.meeting import NOTHING, Meeting, Said
+from csc.runtime.weights import flushed, make_directory, published
 
 _OURS = re.compile(r"((part|state|rows)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")
 PATIENCE = 50  # tenths of a second

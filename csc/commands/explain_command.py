@@ -18,7 +18,7 @@ from csc.commands.unfit_table import unfit_table
 
 if TYPE_CHECKING:
     from csc.driver.compiled import CompiledModel
-    from csc.runtime.inductor import FusedRow
+    from csc.runtime.fusing import FusedRow
 
 
 @on_target

@@ -1,6 +1,6 @@
 """What Inductor has made of a program's functions.
 
-fused_functions(directory) -> rows of csc.runtime.inductor, of the latest start that compiled them on this machine
+fused_functions(directory) -> rows of csc.runtime.fusing, of the latest start that compiled them on this machine
 fused_table(rows) -> a table to print
 """
 
@@ -16,7 +16,7 @@ from csc.commands.printing import table
 from csc.commands.rows import Column, Rows
 
 if TYPE_CHECKING:
-    from csc.runtime.inductor import FusedRow
+    from csc.runtime.fusing import FusedRow
 
 NONE_YET = "no step has run with its functions compiled on this machine: the first one compiles them"
 
@@ -25,7 +25,7 @@ def fused_functions(directory: Path) -> list[FusedRow]:
     """Of the program in a directory; none if it has not made a step, or nothing is kept."""
     from csc.cache.inductor_folder import inductor_folder
     from csc.cache.store import store
-    from csc.runtime.kept_program import rows_of
+    from csc.runtime.fusing import rows_of
 
     folder = inductor_folder(store())
     fingerprint: str = json.loads((directory / "program.json").read_text())["fingerprint"]
@@ -36,7 +36,7 @@ def fused_table(rows: list[FusedRow]) -> Rows:
     """A row for each function; seconds are those of its compilation, which later starts do not spend. Products by
     oneDNN where it computes some.
     """
-    from csc.runtime.inductor import AS_IT_IS
+    from csc.runtime.fusing import AS_IT_IS
 
     by_onednn = any(row.products for row in rows)
     columns: tuple[str | Column, ...] = (

@@ -78,7 +78,7 @@ def compile_command(
 ) -> None:
     """Write the program: a file per layer template, a file per rank, schedule.txt, program.json."""
     from csc.passes.pipeline_problem import chosen_hardware
-    from csc.runtime.starting import command as start_command
+    from csc.runtime.launch import command as start_command
 
     with opening as compiled:
         checked = compiled.check() if compiled.checks and not rank else ""

@@ -27,9 +27,9 @@ from csc.driver.checkpoint import write_config
 from csc.driver.notices import notice
 from csc.driver.pretrained_files import model_of, write_pretrained
 from csc.errors import InputError, MissingPackage
-from csc.runtime.reading import read_json
-from csc.runtime.saving import flushed, published
-from csc.runtime.texts import first_line
+from csc.runtime.loaded_program import read_json
+from csc.runtime.meeting import first_line
+from csc.runtime.weights import flushed, published
 
 BASE = "base_model"
 ITS_CONFIG = "adapter_config.json"  # as PEFT calls it

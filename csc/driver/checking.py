@@ -46,13 +46,11 @@ from csc.driver.second_rank import SECOND, can_share, received_step, send_step
 from csc.errors import DifferenceError
 from csc.ir.program import Options
 from csc.kernels.opaque import is_opaque
-from csc.runtime import seeds
-from csc.runtime.broadcast import first_makes
+from csc.runtime import executor
 from csc.runtime.loaded_program import load
-from csc.runtime.meeting import Meeting
+from csc.runtime.meeting import NOTHING, Meeting, Said, first_makes
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
-from csc.runtime.words import NOTHING, Said
 
 log = logging.getLogger("csc")
 
@@ -241,13 +239,13 @@ class Checking:
         at_once = isinstance(asked.batch, Mapping) and asked.options.loss_weight == "auto"
         alike = len(set(asked.names)) == 1 and all(draw.p is not None for draw in manifest.draws)
         if how != WHOLE or not manifest.random or not at_once or not alike or self._opaque:
-            return seeds.NO_CHANCE
+            return executor.NO_CHANCE
         with devices.forked(asked.trainer.device):
-            return seeds.draw()
+            return executor.draw()
 
     def _masks(self, asked: Comparison, drawn: int) -> SameMasks | None:
         """Of a step with this seed."""
-        if drawn == seeds.NO_CHANCE:
+        if drawn == executor.NO_CHANCE:
             return None
         return SameMasks(asked.trainer.program.manifest.draws, drawn, len(asked.ready))
 
@@ -279,7 +277,7 @@ class Checking:
 
         for how, drawn in (first_makes(planned, group) or {}).items():
             if not self._between(asked, group, how, int(drawn)):
-                self._between(asked, group, how, seeds.NO_CHANCE)
+                self._between(asked, group, how, executor.NO_CHANCE)
 
     def _between(self, asked: Comparison, group: dist.ProcessGroup, how: str, drawn: int) -> bool:
         """Rank 0 compares; rank 1 runs the program meanwhile, if it has the same model and batch; the others wait.

@@ -26,9 +26,8 @@ import torch
 from torch import nn
 
 from csc.runtime import weights
-from csc.runtime.saving import published
 from csc.runtime.specs import ParameterSpec
-from csc.runtime.weights import FileTensors, WeightLayout
+from csc.runtime.weights import FileTensors, WeightLayout, published
 
 
 def is_pretrained(model: nn.Module) -> bool:

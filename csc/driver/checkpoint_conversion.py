@@ -30,9 +30,8 @@ from csc.driver.checkpoint import format_of
 from csc.driver.pretrained_files import model_of, write_pretrained
 from csc.errors import InputError
 from csc.runtime import weights
-from csc.runtime.saving import published
 from csc.runtime.specs import ParameterSpec
-from csc.runtime.weights import INDEX, SINGLE
+from csc.runtime.weights import INDEX, SINGLE, published
 
 CSC, HF, DCP = "csc", "hf", "dcp"
 Tell = Callable[[str], None]

@@ -21,8 +21,7 @@ from csc.driver.background import BackgroundSave
 from csc.driver.checkpoint import write_config
 from csc.driver.training_state import WEIGHTS, State, about, expected, taken
 from csc.errors import CscError, InputError, RankLost
-from csc.runtime.meeting import Meeting
-from csc.runtime.words import NOTHING, Said
+from csc.runtime.meeting import NOTHING, Meeting, Said
 
 log = logging.getLogger("csc")
 

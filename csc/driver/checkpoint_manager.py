@@ -22,8 +22,7 @@ from csc.driver.notices import NAMED, notice
 from csc.driver.other_config import differences
 from csc.driver.training_state import ALL, LOADER, OPTIMIZER, SCHEDULER, WEIGHTS, Restored, State, take_up
 from csc.errors import InputError
-from csc.runtime.broadcast import LONGEST
-from csc.runtime.meeting import Meeting
+from csc.runtime.meeting import LONGEST_MAKING, Meeting
 
 
 class CheckpointManager:
@@ -105,7 +104,7 @@ class CheckpointManager:
         meeting = state.saved.trainer.transport.meeting
         if self._asynchronous and self._beside is None:
             alone = meeting.group is None
-            self._beside = Meeting() if alone else Meeting.of_all(LONGEST.total_seconds())
+            self._beside = Meeting() if alone else Meeting.of_all(LONGEST_MAKING.total_seconds())
         folder = step_index.folder_of(self.directory, step)
         saving = save_state(state, folder, step, self._keep, self._beside)
         if self._asynchronous:

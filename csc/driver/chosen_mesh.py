@@ -28,8 +28,8 @@ from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.passes.recompute import NONE
-from csc.runtime.broadcast import broadcast_group, first_makes
 from csc.runtime.launch import join_group
+from csc.runtime.meeting import broadcast_group, first_makes
 from csc.simulation.page import bytes_text, seconds_text
 
 log = logging.getLogger("csc")

@@ -29,9 +29,9 @@ from csc.driver.steps import Steps
 from csc.errors import InputError
 from csc.ir.program import Options, Program
 from csc.runtime.launch import several_processes
+from csc.runtime.loss import StepLoss
 from csc.runtime.meeting import COMPILATION
-from csc.runtime.step_loss import StepLoss
-from csc.runtime.stepping import make_optimizer
+from csc.runtime.optimizer import make_optimizer
 from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import Timeline
 

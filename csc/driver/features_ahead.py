@@ -20,7 +20,7 @@ import torch
 from csc.capture.guards import Match
 from csc.driver.feature_units import whole
 from csc.driver.frozen_encoders import Asked, FrozenEncoder, FrozenEncoders
-from csc.runtime.encoding import Encoding, Made, Place, orders
+from csc.runtime.executor import Encoding, Made, Place, orders
 from csc.runtime.trainer import Trainer
 
 Entries = Mapping[str, torch.Tensor]

@@ -13,9 +13,8 @@ from csc.cache.inductor_folder import inductor_folder
 from csc.capture.batch import device_of
 from csc.driver.compiler import Compiler
 from csc.ir.program import Options
-from csc.runtime.function_folder import FunctionFolder
-from csc.runtime.inductor import lacks
-from csc.runtime.side_by_side import worker_count
+from csc.runtime.compile_pool import FunctionFolder, worker_count
+from csc.runtime.fusing import lacks
 
 
 class FusingAhead:

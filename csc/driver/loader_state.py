@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from csc.errors import InputError
-from csc.runtime.saving import published
-from csc.runtime.texts import first_line
+from csc.runtime.meeting import first_line
+from csc.runtime.weights import published
 
 ANY_SHARE = "position_of_all_shares"  # of a loader whose position is the same for whatever dp
 _FILE = re.compile(r"loader_(\d+)_of_(\d+)\.pt")

@@ -23,10 +23,10 @@ from csc.driver.program_set import ProgramSet
 from csc.driver.share import place
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
-from csc.runtime import optimizer_state
+from csc.runtime import optimizer
+from csc.runtime.meeting import NOTHING, Said
 from csc.runtime.trainer import Trainer
 from csc.runtime.weights import WeightLayout
-from csc.runtime.words import NOTHING, Said
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def load(path: str | Path, saved: Saved) -> None:
     saved.trainer.load(path, saved.form)
     put_rest(saved.model, saved.form, found)
     if saved.optimizer is not None:
-        optimizer_state.load(path, saved.optimizer, saved.trainer)
+        optimizer.load(path, saved.optimizer, saved.trainer)
     for position in positions:
         saved.loader.load_state_dict(position)
     saved.look()  # what the step does not use may have got values for the first time
@@ -95,7 +95,7 @@ def save(directory: str | Path, saved: Saved) -> None:
         loader_state.check(saved.loader)
     saved.trainer.save(directory, saved.form)
     if saved.optimizer is not None:
-        optimizer_state.save(directory, saved.optimizer, saved.trainer)
+        optimizer.save(directory, saved.optimizer, saved.trainer)
     saved.trainer.transport.meeting.hold("the configuration of what is saved", config)
 
 

@@ -23,10 +23,9 @@ from csc.checkpoints.step_index import StepIndex
 from csc.checkpoints.writing import CONFIGS
 from csc.driver.checkpoint import format_of
 from csc.errors import InputError, installing
-from csc.runtime.reading import read_json
-from csc.runtime.saving import published
-from csc.runtime.texts import first_line
-from csc.runtime.weights import INDEX, OWN, SINGLE, WeightLayout
+from csc.runtime.loaded_program import read_json
+from csc.runtime.meeting import first_line
+from csc.runtime.weights import INDEX, OWN, SINGLE, WeightLayout, published
 
 SHARD = 4 * 2**30  # bytes of a file
 

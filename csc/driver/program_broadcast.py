@@ -23,7 +23,7 @@ from csc.driver.compiled_programs import MADE, CompiledPrograms
 from csc.driver.compiler import Compiler, Progress
 from csc.ir.capture_guards import Unstorable
 from csc.ir.program import Options
-from csc.runtime.broadcast import broadcast_group, first_makes
+from csc.runtime.meeting import broadcast_group, first_makes
 
 log = logging.getLogger("csc")
 

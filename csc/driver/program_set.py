@@ -46,15 +46,12 @@ from csc.driver.widths import SAME, Trials, filling, pad, tried
 from csc.errors import InputError
 from csc.ir.capture_guards import short
 from csc.ir.program import Options
-from csc.runtime.data_shards import DataShards
 from csc.runtime.launch import join_group
-from csc.runtime.loaded_program import LoadedProgram, load
-from csc.runtime.meeting import Meeting
-from csc.runtime.shape_variants import is_part
-from csc.runtime.shards import Kept
+from csc.runtime.loaded_program import LoadedProgram, is_part, load
+from csc.runtime.meeting import NOTHING, Meeting, Said
+from csc.runtime.parameters import DataShards, Kept
 from csc.runtime.specs import Manifest
 from csc.runtime.trainer import Trainer
-from csc.runtime.words import NOTHING, Said
 from csc.torch_private.autograd import below_autograd
 from csc.torch_private.process_state import is_profiled
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from csc.check.eager import EagerStep
 from csc.errors import CscError
-from csc.runtime.broadcast import answering, heard, told
 from csc.runtime.consistency import checksum
+from csc.runtime.meeting import answering, heard, told
 
 FIRST, SECOND = 0, 1
 CHECKED = "the program was checked"

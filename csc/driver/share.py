@@ -28,12 +28,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from csc.ir.mesh import Mesh
-from csc.runtime import own_samples
+from csc.runtime import batches
 from csc.runtime.batches import sizes
 from csc.runtime.launch import several_processes
-from csc.runtime.meeting import OWN_SAMPLES, Heard, Meeting
+from csc.runtime.meeting import CHANGED, OWN_SAMPLES, Heard, Meeting, Said, digest
 from csc.runtime.trainer import SAID
-from csc.runtime.words import CHANGED, Said, digest
 
 Ready = list[dict[str, Any]]
 Result = TypeVar("Result")
@@ -100,9 +99,9 @@ class Share:
 
         ready, heard = self._meeting.heard(operation, samples)
         if len({(replica, one.content) for replica, one in zip(self._replicas, heard)}) > len(set(self._replicas)):
-            texts = self._meeting.texts(OWN_SAMPLES, own_samples.told(ready))
+            texts = self._meeting.texts(OWN_SAMPLES, batches.told(ready))
             self._meeting.began()  # if it is refused now, it is on every rank
-            ready = own_samples.completed(ready, texts, self._replicas, dist.get_rank())
+            ready = batches.completed(ready, texts, self._replicas, dist.get_rank())
         result, heard = self._meeting.heard(OWN_SAMPLES, lambda: prepare(ready))
         return ready, result, heard
 
@@ -151,7 +150,7 @@ class Share:
 
     def of_all(self, ready: Ready) -> Ready:
         """The microbatches of all replicas. All ranks call it, right after a meeting."""
-        return own_samples.of_all(self._meeting, self._replicas, ready) if self.own else ready
+        return batches.of_all(self._meeting, self._replicas, ready) if self.own else ready
 
 
 def _meets(ready: Ready, meets: Set[str]) -> int:

@@ -44,13 +44,11 @@ from csc.driver.share import ReplicaShare, Share
 from csc.driver.widths import COUNTING, IDS, widths_of
 from csc.errors import DifferenceError, InputError, StepFailed
 from csc.ir.program import Options
-from csc.runtime.batches import Microbatches
-from csc.runtime.encoding import Encoding
-from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS
-from csc.runtime.prefetch import Fetched, ahead
+from csc.runtime.batches import Fetched, Microbatches, ahead
+from csc.runtime.executor import Encoding
+from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS, Said
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import NOTHING_AHEAD, Trainer
-from csc.runtime.words import Said
 from csc.simulation.timeline import Timeline
 
 log = logging.getLogger("csc")

@@ -36,13 +36,10 @@ from csc.driver.checkpoint import format_of, on_meta, put_rest
 from csc.driver.persistence import Saved
 from csc.driver.share import place
 from csc.errors import CscError, InputError
-from csc.runtime import optimizer_state
-from csc.runtime.boxes import whole_box
-from csc.runtime.meeting import Meeting
-from csc.runtime.saving import check_rest
-from csc.runtime.texts import first_line
-from csc.runtime.weights import WeightLayout
-from csc.runtime.words import NOTHING, Said
+from csc.runtime import optimizer
+from csc.runtime.meeting import NOTHING, Meeting, Said, first_line
+from csc.runtime.specs import whole_box
+from csc.runtime.weights import WeightLayout, check_rest
 
 WEIGHTS, OPTIMIZER, SCHEDULER, LOADER, RANDOM, EXTRA = "weights", "optimizer", "scheduler", "loader", "random", "extra"
 SCHEDULER_CLASS = "scheduler_class"  # whose state that of the scheduler is
@@ -165,11 +162,11 @@ def take_up(state: State, index: StepIndex) -> Restored:
             )  # fmt: skip
         if WEIGHTS in state.has:
             restoring.check_model(index, expected(state))
-        own = optimizer_state.owned(saved.trainer)
+        own = optimizer.owned(saved.trainer)
         if OPTIMIZER in state.has:
             assert saved.optimizer is not None
             made = restoring.optimizer(index, saved.optimizer, own)
-            changes.append(partial(optimizer_state.put, saved.optimizer, made))
+            changes.append(partial(optimizer.put, saved.optimizer, made))
         of_process = restoring.state(index, state.process[0])
         first = restoring.state(index, 0)
         if SCHEDULER in state.has:

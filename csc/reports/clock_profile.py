@@ -23,7 +23,7 @@ from csc.errors import InputError
 from csc.ir.program import Program
 from csc.reports.part_functions import PartFunction, Role
 from csc.reports.part_times import whole_step
-from csc.runtime.clock_setter import RIGHTS
+from csc.runtime.clocks import RIGHTS
 
 CLOCKS = 20  # that are measured, evenly over those that the device has
 LOWEST = 0.55  # of the highest clock: below that no action takes fewer joules
@@ -35,7 +35,7 @@ Measure = Callable[[str, int, Callable[[], Any]], None]  # F or B, how many regi
 
 
 class Gpu(Protocol):
-    """What is asked of a device: csc.runtime.clock_setter.NvmlDevice."""
+    """What is asked of a device: csc.runtime.clocks.NvmlDevice."""
 
     @property
     def supported(self) -> list[int]: ...

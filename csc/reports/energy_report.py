@@ -33,7 +33,7 @@ from csc.planning.energy.frontier import (
 )  # fmt: skip
 from csc.planning.plan import tried
 from csc.reports.advice import alternatives, as_compiled, now_of, recomputations
-from csc.runtime.clock_file import clocks_document
+from csc.runtime.clocks import clocks_document
 from csc.simulation.pipeline import from_json as read_pipeline
 from csc.simulation.simulate import simulate
 

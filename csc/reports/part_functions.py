@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 
 from csc.ir import graph as g
-from csc.runtime.flat_tensors import layouts_of, structure_of
-from csc.runtime.function_folder import FunctionFolder
+from csc.runtime.compile_pool import FunctionFolder
+from csc.runtime.compiled_function import layouts_of, structure_of
 
 log = logging.getLogger("csc")
 Role = tuple[str, str]

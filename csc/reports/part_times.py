@@ -24,7 +24,7 @@ from csc.ir.groups import LOSS_WEIGHTS
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
 from csc.passes.dropout import SEED
 from csc.reports.part_functions import PartFunction, Role, part_function
-from csc.runtime.function_folder import FunctionFolder
+from csc.runtime.compile_pool import FunctionFolder
 
 Seconds = tuple[float, float, float]
 Call = Callable[[tuple[str, int], PartFunction, Mapping[Role, torch.Tensor]], Any]

@@ -27,7 +27,7 @@ from csc.reports.clock_profile import clock_profile, parts
 from csc.reports.part_times import Seconds, measure
 from csc.reports.roofline_fit import fit
 from csc.reports.varied_sizes import sampler
-from csc.runtime.clock_setter import NvmlDevice
+from csc.runtime.clocks import NvmlDevice
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,37 @@
-"""Batches: check what the user gives against what the program was compiled for, and split it.
-
-Terms: the *global batch* is the same on every rank. Along dim 0 it is split over dp replicas first, then over
-microbatches: microbatch mb of replica d is rows [(d * m + mb) * b, (d * m + mb + 1) * b) of m microbatches of
-b rows. Or it comes as a list of m * dp ready microbatches in that order (needed when dim 0 does not count
-samples, as with packed image patches, and when microbatches differ in length). A *local* batch has the samples of one
-replica alone, and is split in the same way.
-
-    split(manifests, batch, replicas) -> Microbatches                   InputError before anything happens
-    said(manifest, dealt, replica)  -> Said                             what ranks compare of a batch before its step
-    whose(rank, local)                                                 the replicas whose samples it has
-    check_present(manifest, microbatch, names, rank)                    InputError for an entry without values
-    sizes(microbatches) -> lines of text                                what of them must be the same on all ranks
-    from_file(program, file) -> global batch                            None: the program's example, repeated
-"""
+"""Batches: check what the user gives against what the program was compiled for, and split it."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
 
-from csc.errors import InputError
+from csc.errors import InputError, StepFailed
 from csc.runtime.loaded_program import LoadedProgram, read_tensors
+from csc.runtime.meeting import OWN_SAMPLES, SAME_SAMPLES, Meeting, Said
 from csc.runtime.rank import Rank
-from csc.runtime.saving import digest as tensor_digest
 from csc.runtime.specs import InputSpec, Manifest
-from csc.runtime.words import Said
+from csc.runtime.weights import digest as tensor_digest
+from csc.runtime.weights import with_own_memory
+
+# --- Batches: check what the user gives against what the program was compiled for, and split it ----------------------
+#
+# Terms: the *global batch* is the same on every rank. Along dim 0 it is split over dp replicas first, then over
+# microbatches: microbatch mb of replica d is rows [(d * m + mb) * b, (d * m + mb + 1) * b) of m microbatches of b
+# rows. Or it comes as a list of m * dp ready microbatches in that order (needed when dim 0 does not count samples, as
+# with packed image patches, and when microbatches differ in length). A *local* batch has the samples of one replica
+# alone, and is split in the same way.
+
 
 SAMPLED = 2**10  # numbers of a tensor: enough to tell batches apart, in well under a millisecond
 GlobalBatch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -331,3 +332,208 @@ def _name(dtype: torch.dtype) -> str:
 
 def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{_name(dtype)}{list(shape)}"
+
+
+# --- Steps to which every rank brings its own replica's samples ------------------------------------------------------
+#
+# Terms
+#   replica's ranks    ranks of one replica have the same samples; each may leave out features that its stages do not
+#     read
+#   features           entries of floating point: pixels, sounds. What is made of whole numbers is there on every rank
+#   told               of every microbatch the dtype and the size of each entry, and whether there are values, as text
+#   absent             an entry on the meta device: it has a size and no values
+#
+# What a step needs beyond its own samples is asked for once for each new size: programs are made for microbatches of
+# all replicas, and compared on rank 0 with eager PyTorch. Nothing is unpickled.
+
+
+CHUNK = 32 * 2**20  # bytes
+
+Ready = list[dict[str, Any]]
+Told = list[dict[str, tuple[str, list[int], bool]]]  # of each microbatch by entry: dtype, shape, whether it has values
+
+
+def told(ready: Sequence[Mapping[str, Any]]) -> str:
+    """What a rank has of its microbatches."""
+    return json.dumps(
+        [
+            {
+                name: (str(one.dtype).removeprefix("torch."), list(one.shape), not one.is_meta)
+                for name, one in microbatch.items()
+                if isinstance(one, torch.Tensor)
+            }
+            for microbatch in ready
+        ]
+    )
+
+
+def completed(ready: Sequence[Mapping[str, Any]], texts: Sequence[str], replicas: Sequence[int], rank: int) -> Ready:
+    """Microbatches with absent features for those that another rank of the replica has. texts: what all ranks told.
+
+    StepFailed, on every rank, if ranks of any replica have other samples.
+    """
+    words = [_read(text) for text in texts]
+    for replica in sorted(set(replicas)):
+        _refuse_other([(one, words[one]) for one, of in enumerate(replicas) if of == replica])
+    found = [dict(microbatch) for microbatch in ready]
+    for word in (words[one] for one, of in enumerate(replicas) if of == replicas[rank]):
+        for microbatch, entries in zip(found, word):
+            for name, (dtype, shape, _) in entries.items():
+                if name not in microbatch:
+                    microbatch[name] = torch.empty(shape, dtype=_dtype(dtype), device="meta")
+    return found
+
+
+def _refuse_other(words: Sequence[tuple[int, Told]]) -> None:
+    """StepFailed if these ranks of a replica differ in more than in features that some have left out."""
+    places = [{name for _, word in words for name in word[place]} for place in range(len(words[0][1]))]
+    for place, names in enumerate(places):
+        for name in sorted(names):
+            given = {rank: tuple(map(str, word[place][name][:2])) for rank, word in words if name in word[place]}
+            first, entry = next(iter(given.items()))
+            absent = None if _dtype(entry[0]).is_floating_point else "nothing"
+            for rank, _ in words:
+                other = " ".join(given[rank]) if rank in given else absent
+                if other is not None and other != " ".join(entry):
+                    raise StepFailed(
+                        f"rank {first} and rank {rank} belong to one replica and were given different samples: "
+                        f"microbatch {place}: {name} is {' '.join(entry)} on rank {first}, {other} on rank {rank}",
+                        "train_step",
+                        SAME_SAMPLES,
+                    )
+
+
+def of_all(meeting: Meeting, replicas: Sequence[int], ready: Sequence[Mapping[str, Any]]) -> Ready:
+    """The microbatches of all replicas, in order. All ranks call it, right after a meeting in which they agreed to.
+
+    replicas: of every rank. An entry that no rank has values of is absent, and on other ranks than 0 every feature.
+    RankLost.
+    """
+    words = [_read(text) for text in meeting.texts(OWN_SAMPLES, told(ready))]
+    sources = _sources(words, replicas)
+    tensors: dict[str, torch.Tensor] = {}
+    for rank in sorted(set(sources.values())):
+        for features in (False, True):
+            names = [n for n, one in sources.items() if one == rank and _is_feature(n, words[rank]) == features]
+            if names:
+                tensors |= meeting.guarded(lambda: _moved(meeting, rank, names, ready, features), OWN_SAMPLES)  # noqa: B023
+    found: Ready = []
+    for replica in dict.fromkeys(sorted(replicas)):
+        first = replicas.index(replica)
+        for place, entries in enumerate(words[first]):
+            plain = {name: one for name, one in ready[place].items() if not isinstance(one, torch.Tensor)}
+            own = {
+                name: tensors.get(_key(replica, place, name), torch.empty(shape, dtype=_dtype(dtype), device="meta"))
+                for name, (dtype, shape, _) in entries.items()
+            }
+            found.append({**own, **plain})
+    return found
+
+
+def _read(text: str) -> Told:
+    return json.loads(text)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _key(replica: int, place: int, name: str) -> str:
+    return f"{replica}/{place}/{name}"
+
+
+def _is_feature(key: str, word: Told) -> bool:
+    _, place, name = key.split("/", 2)
+    return _dtype(word[int(place)][name][0]).is_floating_point
+
+
+def _sources(words: Sequence[Told], replicas: Sequence[int]) -> dict[str, int]:
+    """The first rank that has values of an entry of a microbatch, by key."""
+    found: dict[str, int] = {}
+    for rank, (replica, word) in enumerate(zip(replicas, words, strict=True)):
+        for place, entries in enumerate(word):
+            for name, (_, _, there) in entries.items():
+                if there:
+                    found.setdefault(_key(replica, place, name), rank)
+    return found
+
+
+def _moved(
+    meeting: Meeting, source: int, names: Sequence[str], ready: Sequence[Mapping[str, Any]], features: bool
+) -> dict[str, torch.Tensor]:
+    """These tensors of one rank, on all ranks; features on rank 0 alone."""
+    rank, group = dist.get_rank(), meeting.group
+    if features and rank not in (0, source):
+        return {}
+    own = {}
+    if rank == source:
+        places = [(name, *name.split("/", 2)[1:]) for name in names]
+        own = {key: with_own_memory(ready[int(place)][name]) for key, place, name in places}
+        if features and rank == 0:
+            return own
+
+    def move(tensor: torch.Tensor) -> None:
+        if not features:
+            dist.broadcast(tensor, src=source, group=group)
+        elif rank == source:
+            dist.send(tensor, 0, group=group)
+        else:
+            dist.recv(tensor, source, group=group)
+
+    content = torch.frombuffer(bytearray(save(own)), dtype=torch.uint8) if own else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([content.numel()])
+    move(size)
+    if rank != source:
+        content = torch.empty(int(size), dtype=torch.uint8)
+    for start in range(0, int(size), CHUNK):
+        move(content[start : start + CHUNK])
+    return own or load(content.numpy().tobytes())
+
+
+# --- Batches that are prepared by a thread of their own while the one before is trained on ---------------------------
+#
+# While the caller works on a batch, up to `depth` more are fetched and prepared, in order, by one thread. What raises
+# there, the loader or `prepare`, is raised here in place of that batch. The thread ends with the iterator: at the last
+# batch, at an error, or when the loop is left.
+
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class Fetched(Generic[Batch]):
+    """position: where the loader stood when it had given this batch and no other; None if it does not say. coming: the
+    one after it, None for the last.
+    """
+
+    batch: Batch
+    position: Any
+    coming: Future[tuple[Batch, Any] | None]
+
+    def following(self) -> Batch | None:
+        """The batch after this one, once it is fetched; None if there is none, or an error, which comes in its turn."""
+        found = self.coming.result() if self.coming.exception() is None else None
+        return found[0] if found is not None else None
+
+
+def ahead(batches: Iterable[Batch], prepare: Callable[[Batch], None], depth: int) -> Iterator[Fetched[Batch]]:
+    """The batches in order; `prepare` has returned for each."""
+    source = iter(batches)
+    says = getattr(batches, "state_dict", None) if hasattr(batches, "load_state_dict") else None
+
+    def fetch() -> tuple[Batch, Any] | None:
+        for batch in source:
+            position = says() if says is not None else None
+            prepare(batch)
+            return batch, position
+        return None
+
+    with ThreadPoolExecutor(1, "csc-ahead") as thread:
+        coming = deque(thread.submit(fetch) for _ in range(depth))
+        try:
+            while (fetched := coming.popleft().result()) is not None:
+                coming.append(thread.submit(fetch))
+                yield Fetched(*fetched, coming[0])
+        finally:
+            thread.shutdown(wait=True, cancel_futures=True)

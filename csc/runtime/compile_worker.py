@@ -1,6 +1,6 @@
 """A process that compiles functions beside one that trains: python -m csc.runtime.compile_worker [NICE]
 
-It reads a line for each function from its standard input (csc.runtime.function_order), before these one with switches
+It reads a line for each function from its standard input (csc.runtime.compiled_function), before these one with switches
 and the path of who started it, and answers each with a line of JSON: {"key": the order's, "error": "" or why not}. What
 compilers and layer files print goes to standard error. When its input ends it ends at once, in the middle of
 a function too: whoever started it is gone, or wants no more. What is half done was not put into its place. One that is
@@ -34,7 +34,7 @@ def main() -> None:
     start = json.loads(lines.get())
     sys.path[:] = start["path"]
 
-    from csc.runtime.function_order import FunctionOrder, TorchState, prepare
+    from csc.runtime.compiled_function import FunctionOrder, TorchState, prepare
 
     TorchState(**start["torch"]).set()
     if start["ahead"] is not None:

@@ -1,40 +1,196 @@
-"""The executor: runs one rank's list of actions for one step.
-
-Terms: *saved* is what F leaves for B, *saved for weights* what B leaves for W; both are the rank module's own
-and opaque here. The *whole* program is the first one, which has all that a microbatch's own has; of its actions, those
-that a microbatch has nothing for are skipped. A rank that cannot go on *waits*; its generator then yields a text that
-says for what. With a transport that blocks it never yields.
-
-    step(whole, ranks, microbatches, weights, trace) -> generator -> StepResult
-    interleave({rank: generator}) -> {rank: StepResult}     the ranks of a process in turns, in a fixed order
-"""
+"""The executor: runs one rank's list of actions for one step."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
 from csc.errors import CscError
-from csc.ir.groups import Group
+from csc.ir.groups import RANDOM, Group
 from csc.ir.schedule import WHOLE, Action, Kind, Message, doable
-from csc.runtime import context_group, loss_terms, seeds
-from csc.runtime.encoding import RankEncoding
-from csc.runtime.gathering import Gathered
-from csc.runtime.gradients import GradientSums, Pair, of_any, reduce
+from csc.kernels.dropout import mixed
+from csc.runtime import context, loss
+from csc.runtime.gradients import Gathered, GradientSums, Pair, Scattered, of_any, reduce, wait_sum
 from csc.runtime.loaded_program import StageFunctions
-from csc.runtime.ranges import Ranges
-from csc.runtime.rank import Rank
-from csc.runtime.scatter import Scattered
-from csc.runtime.specs import MessageSpec
-from csc.runtime.step_counts import StepCounts
+from csc.runtime.rank import Ranges, Rank
+from csc.runtime.specs import Manifest, MessageSpec, StepCounts, ValueSpec
 from csc.runtime.transport import laid_out
 
+# --- The seeds of a step's random numbers: one for the step, one for each microbatch, one for each region in it ------
+#
+# Terms: the *step's seed* is drawn from torch's default generator by rank 0, once a step, and is the same on every
+# rank. It is NO_CHANCE for a step that is compared with another program's (csc.kernels.dropout says what is drawn
+# then).
+#
+# A microbatch is known by its place in the global batch (replica after replica), a region by its name: neither depends
+# on stages, ranks, replicas or the order of work.
+
+
 Batch = Mapping[str, Any]
+NO_CHANCE = -1
+
+
+def draw() -> int:
+    """A number from torch's default generator: `torch.manual_seed` before a step repeats the step."""
+    return int(torch.randint(2**62, (), dtype=torch.int64))
+
+
+def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Generator[str, None, list[Batch]]:
+    """The microbatches of a rank's step, each with its seed; as they are if the program draws nothing."""
+    manifest = rank.program.manifest
+    if not manifest.random:
+        return list(microbatches)
+    step = torch.tensor([drawn if rank.rank == 0 else 0], dtype=torch.int64, device=rank.device)
+    yield from wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers")
+    places = [replica * manifest.microbatches + mb for replica, mb in map(rank.served, range(len(microbatches)))]
+    return [{**batch, RANDOM: of_microbatch(int(step), place)} for place, batch in zip(places, microbatches)]
+
+
+def of_microbatch(drawn: int, index: int) -> torch.Tensor:
+    """The seed of a microbatch, by its index in the global batch, where the step's seed is `drawn`."""
+    return torch.tensor(_of(drawn, index), dtype=torch.int64)
+
+
+def seed_of(random: torch.Tensor, region: str) -> torch.Tensor:
+    """The seed of a region, named as in the model with a dot at its end, in the microbatch whose seed is `random`."""
+    return torch.tensor(_of(int(random), _word(region)), dtype=torch.int64)
+
+
+def _of(seed: int, place: int) -> int:
+    return mixed(seed, place) if seed >= 0 else NO_CHANCE
+
+
+@cache
+def _word(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+
+
+# --- Encoding for the step to come, in the middle of a step: what a rank makes there, and who is given it ------------
+#
+#   made     of a microbatch of the next step: what the encoder makes of it, and a key of all that decides that
+#   readers  positions whose stages read what is made; only they need it
+#   orders   of each position: how many of its computes come before it encodes which microbatches
+#
+#     encoding = Encoding(manifest, orders, values, make)    of one step, as far as this process' ranks run it
+#     encoding.of(rank) -> RankEncoding                      .run(computes)  .exchange()
+#     encoding.arrived                                       what this process' readers have, after the step
+#     orders(manifest) -> Orders | None                      None: nothing is encoded
+
+
+DIGEST = 32  # bytes of a key
+KEY = ValueSpec("key", (DIGEST,), (1,), torch.uint8)
+Place = tuple[int, int]  # replica, microbatch
+Orders = Sequence[Mapping[int, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Made:
+    """values: by name. key: a digest."""
+
+    key: bytes
+    values: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """values: of each microbatch of the next step what is made of it; those of which nothing is are left out. make: to
+    be called for these.
+    """
+
+    manifest: Manifest
+    orders: Orders
+    values: Mapping[Place, tuple[ValueSpec, ...]]
+    make: Callable[[Place], Made]
+    arrived: dict[Place, Made] = field(default_factory=dict)
+
+    def of(self, rank: Rank) -> RankEncoding:
+        """What a rank does of it."""
+        return RankEncoding(self, rank)
+
+
+@dataclass
+class RankEncoding:
+    """Of one rank in one step."""
+
+    whole: Encoding
+    rank: Rank
+    made: dict[Place, Made] = field(default_factory=dict)
+
+    def run(self, computes: int) -> None:
+        """What it encodes after so many F, B and W of its own."""
+        (replica,) = self.rank.replicas  # programs whose replicas share ranks encode nothing ahead
+        for mb in self.whole.orders[self.rank.position].get(computes, ()):
+            place = (replica, mb)
+            if place in self.whole.values:
+                self.made[place] = self.whole.make(place)
+
+    def exchange(self) -> Generator[str, None, None]:
+        """At the end of a step: give readers what they are to have, and take what others made."""
+        here, manifest, endpoint = self.rank.position, self.whole.manifest, self.rank.endpoint
+        readers = reading(manifest)
+        for place, made in self.made.items():
+            for reader in readers:
+                if reader != here:
+                    sent = torch.frombuffer(bytearray(made.key), dtype=torch.uint8).to(self.rank.device)
+                    message = self._message(place, here, reader)
+                    endpoint.send(message, manifest.microbatches + place[1], {**made.values, KEY.name: sent})
+        if here not in readers:
+            return
+        self.whole.arrived.update(self.made)
+        (replica,) = self.rank.replicas
+        coming = [
+            ((replica, mb), self._message((replica, mb), maker, here))
+            for mb, maker in sorted(_makers(self.whole.orders).items())
+            if maker != here and (replica, mb) in self.whole.values
+        ]
+        for place, message in coming:
+            endpoint.post(message, manifest.microbatches + place[1])
+        for place, message in coming:
+            while (found := endpoint.receive(message, manifest.microbatches + place[1])) is None:
+                yield f"features of microbatch {place[1]} of the next step"
+            key = bytes(found.pop(KEY.name).cpu().numpy().tobytes())
+            self.whole.arrived[place] = Made(key, found)
+
+    def _message(self, place: Place, maker: int, reader: int) -> MessageSpec:
+        """Between a stage of either. Its microbatches are numbered behind those of the step."""
+        first = [self.whole.manifest.stages_of(position)[0].stage for position in (maker, reader)]
+        return MessageSpec("F", first[0], first[1], (*self.whole.values[place], KEY))
+
+
+def _makers(orders: Orders) -> dict[int, int]:
+    """The position that encodes a microbatch."""
+    return {mb: position for position, order in enumerate(orders) for own in order.values() for mb in own}
+
+
+def reading(manifest: Manifest) -> list[int]:
+    """The positions on the pp axis whose stages read what encoders make."""
+    entries = set(manifest.features.entries) if manifest.features is not None else set[str]()
+    return sorted({stage.rank for stage in manifest.stages if entries.intersection(stage.inputs)})
+
+
+def orders(manifest: Manifest) -> Orders | None:
+    """Where in its step each position encodes for the next one; None: nothing is encoded."""
+    listed = manifest.plan.get("ahead")
+    if listed is None or manifest.features is None:
+        return None
+    return [{place: tuple(own) for place, own in order} for order in listed]
+
+
+# --- The executor: runs one rank's list of actions for one step ------------------------------------------------------
+#
+# Terms: *saved* is what F leaves for B, *saved for weights* what B leaves for W; both are the rank module's own and
+# opaque here. The *whole* program is the first one, which has all that a microbatch's own has; of its actions, those
+# that a microbatch has nothing for are skipped. A rank that cannot go on *waits*; its generator then yields a text
+# that says for what. With a transport that blocks it never yields.
+
+
 Within = Callable[[], AbstractContextManager[Any]]
 Ahead = Callable[[Action], None]  # called with a compute of the schedule before it runs
 
@@ -50,10 +206,10 @@ class Timed:
 
 @dataclass
 class StepResult:
-    """What one rank knows after a step. `losses` is the same on every rank: see csc.runtime.loss_terms."""
+    """What one rank knows after a step. `losses` is the same on every rank: see csc.runtime.loss."""
 
     gradients: GradientSums
-    losses: loss_terms.Losses
+    losses: loss.Losses
     trace: list[Timed] = field(default_factory=list)
 
 
@@ -248,7 +404,7 @@ def step(
     ahead: Ahead | None = None,
 ) -> Generator[str, None, StepResult]:
     """One step of one rank: all its actions on its replicas' microbatches. `weights` are detached tensors by
-    name, with zero=3 this rank's shards; `drawn`: see csc.runtime.seeds.
+    name, with zero=3 this rank's shards; `drawn`: see csc.runtime.executor.
 
     whole: the rank in the first program. ranks: for each microbatch the rank in the program of the microbatch's sizes;
     the same one where sizes are equal. uneven: whether any microbatch of any replica may leave parameters out. counts:
@@ -259,12 +415,12 @@ def step(
     """
     rank, manifest = whole, whole.program.manifest
     actions = rank.actions
-    microbatches = [context_group.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
+    microbatches = [context.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
     if rank.met:
         numbers = {name: met.number for name, met in rank.met.items()}
         microbatches = [{**microbatch, **numbers} for microbatch in microbatches]
-    microbatches = yield from seeds.attach(rank, microbatches, drawn)
-    microbatches, weighed = yield from loss_terms.weighed(ranks, microbatches)
+    microbatches = yield from attach(rank, microbatches, drawn)
+    microbatches, weighed = yield from loss.weighed(ranks, microbatches)
     state = _Step(whole, ranks, microbatches, weights, profiled, within)
     timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
@@ -292,7 +448,7 @@ def step(
         raise
     rank.endpoint.at("the end of a step")
     rank.endpoint.drain()
-    combined = yield from loss_terms.combine(rank, state.losses, state.loss_weights, counts or StepCounts())
+    combined = yield from loss.combine(rank, state.losses, state.loss_weights, counts or StepCounts())
     return StepResult(state.gradients, combined, timed)
 
 

@@ -1,29 +1,231 @@
-"""Gradients of one step on one rank: added up over microbatches, then over ranks.
-
-Terms: a parameter is *tied* if several stages use it; each of them then has a part of its gradient. A
-*bucket* is a flat buffer of about 25 MB that holds the gradients of several parameters, so that few, large
-sums run.
-
-    GradientSums(parameters, stages).add(stage, microbatch, pairs)     what one W gives
-    reduce(sums, rank)        a generator: over tied stages, highest first, then over the ranks that have parts
-    of_any(sums, names, rank)        a generator: which parameters any rank has a gradient of
-
-The generator yields what it waits for while a sum is not ready; a transport that blocks never makes it yield.
-"""
+"""Gradients of one step on one rank, added up over microbatches and ranks; shards of them, and of parameters, by ZeRO."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from csc.errors import ProgramError
 from csc.ir.groups import Group
-from csc.runtime.buckets import filled
+from csc.ir.schedule import Action
 from csc.runtime.rank import Rank
-from csc.runtime.scatter import Scattered
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.transport import Endpoint
+
+# --- Buckets: tensors that travel together, so that few, large messages go -------------------------------------------
+
+
+BYTES = 25 * 2**20
+
+Item = TypeVar("Item")
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+def filled(
+    items: Iterable[Item], kind: Callable[[Item], Kind], size: Callable[[Item], int], limit: int | None = None
+) -> list[tuple[Kind, list[Item]]]:
+    """Items of one kind together, in their order, up to `limit` bytes (None: BYTES). Kinds come in the order of their
+    first items.
+
+    size: bytes of an item. One that is larger than the limit has a bucket of its own.
+    """
+    limit = BYTES if limit is None else limit
+    kinds: dict[Kind, list[list[Item]]] = {}
+    room: dict[Kind, int] = {}
+    for item in items:
+        own, bytes_ = kind(item), size(item)
+        if own not in kinds or room[own] < bytes_:
+            kinds.setdefault(own, []).append([])
+            room[own] = limit
+        kinds[own][-1].append(item)
+        room[own] -= bytes_
+    return [(own, bucket) for own, buckets in kinds.items() for bucket in buckets]
+
+
+# --- How data-parallel ranks divide a tensor that they would all hold alike ------------------------------------------
+#
+# Terms: a *shard* is what one of them holds: a stretch of one dimension, so that it has as many dimensions as the
+# whole. That is the first dimension that has an entry for each rank, else the longest; then some ranks hold a shard
+# without entries. Shards of different ranks have no entry in common, and together all; their sizes differ by one entry
+# at most.
+
+
+class Shard(NamedTuple):
+    """Entries from start to stop of a dimension."""
+
+    dimension: int
+    start: int
+    stop: int
+
+
+def shard_of(shape: Sequence[int], ranks: int, index: int) -> Shard:
+    """What the index-th of so many ranks holds."""
+    sizes = list(shape) or [1]
+    dimension = next(
+        (d for d, size in enumerate(sizes) if size >= ranks), max(range(len(sizes)), key=sizes.__getitem__)
+    )
+    size = sizes[dimension]
+    return Shard(dimension, size * index // ranks, size * (index + 1) // ranks)
+
+
+def seen(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """A view of the tensor."""
+    return tensor.narrow(shard.dimension, shard.start, shard.stop - shard.start)
+
+
+# --- Gradients that data-parallel ranks divide (zero=2): each W's are summed over the ranks, and a rank keeps ... ----
+#
+# Terms: see csc.runtime.gradients. A stage's parameters are in *buckets* of about 25 MB, last ones first, as B and W
+# go through them; a bucket is on its way as soon as it is full. Buckets and their order are the same on every rank,
+# whatever a microbatch has: what it gives no gradient to counts as zeros, and `touched` says what it gave one to.
+# Parameters that several regions of a stage give one to come last, and leave at W's end.
+#
+# Sums over ranks come before those over microbatches, so no rank ever holds more of a gradient than two buckets and
+# its shards. Parameters of which ranks of a tensor-parallel group have parts of sums too are left to REDUCE.
+
+
+UNDER_WAY = 1  # buckets that are not waited for while another one fills
+
+
+def divides(spec: ParameterSpec) -> bool:
+    """Whether gradients of a parameter are divided."""
+    return spec.trainable and bool(spec.shape) and spec.gradient.parts == Group.DATA
+
+
+@dataclass
+class Bucket:
+    """Parameters of one dtype whose gradients go together. repeated: several regions of the stage give them one. come:
+    what has come of this microbatch's.
+    """
+
+    why: str
+    repeated: bool
+    specs: dict[str, ParameterSpec]
+    come: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more can come before W's end."""
+        return not self.repeated and len(self.come) == len(self.specs)
+
+
+class Scattered:
+    """Of one rank, in one step. parameters: those that it holds."""
+
+    def __init__(self, rank: Rank, parameters: Iterable[ParameterSpec]) -> None:
+        self._rank, self._ranks = rank, rank.group(Group.DATA)
+        self._index = self._ranks.index(rank.rank)
+        self.specs = {spec.name: spec.local for spec in parameters if divides(spec)}
+        self._buckets = {stage.stage: self._of_stage(stage.stage) for stage in rank.stages if stage.backward_weight}
+        self._bucket_of = {
+            (stage, name): one for stage, all_ in self._buckets.items() for one in all_ for name in one.specs
+        }
+        self._next = dict.fromkeys(self._buckets, 0)  # the bucket of a stage that goes next
+        self._tickets: list[tuple[Bucket, str, Any]] = []
+        self._count = 0
+        self.shards: dict[str, torch.Tensor] = {}
+        self.touched: set[str] = set()
+
+    def _of_stage(self, stage: int) -> list[Bucket]:
+        own = [spec for spec in reversed(self.specs.values()) if stage in spec.stages]
+        kinds = filled(
+            sorted(own, key=lambda spec: spec.repeated),
+            lambda spec: (spec.repeated, spec.dtype),
+            lambda spec: spec.dtype.itemsize * math.prod(spec.shape),
+        )
+        return [
+            Bucket(f"gradients of stage {stage}, bucket {number}", repeated, {spec.name: spec for spec in specs})
+            for number, ((repeated, _), specs) in enumerate(kinds)
+        ]
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter's gradient goes this way."""
+        return name in self.specs
+
+    def shard(self, spec: ParameterSpec, place: int | None = None) -> Shard:
+        """What a rank has of a parameter, by its place in the group; None: this one."""
+        return shard_of(self.specs[spec.name].shape, len(self._ranks), self._index if place is None else place)
+
+    def zeros(self, spec: ParameterSpec) -> torch.Tensor:
+        """A shard to which nothing has come."""
+        whole = torch.empty(self.specs[spec.name].shape, dtype=spec.dtype, device="meta")
+        return torch.zeros(seen(whole, self.shard(spec)).shape, dtype=spec.dtype, device=self._rank.device)
+
+    def add(self, stage: int, name: str, gradient: torch.Tensor) -> None:
+        """A microbatch's gradient; buckets that are full leave."""
+        buckets, bucket = self._buckets[stage], self._bucket_of[stage, name]
+        bucket.come[name] = bucket.come[name] + gradient if name in bucket.come else gradient
+        self.touched.add(name)
+        while self._next[stage] < len(buckets) and buckets[self._next[stage]].full:
+            self._start(stage)
+
+    def end(self, stage: int) -> None:
+        """A microbatch has no more: what is left leaves."""
+        while self._next.get(stage, 0) < len(self._buckets.get(stage, ())):
+            self._start(stage)
+        if stage in self._next:
+            self._next[stage] = 0
+
+    def _start(self, stage: int) -> None:
+        bucket = self._buckets[stage][self._next[stage]]
+        self._next[stage] += 1
+        rows = [self._row(bucket, place) for place in range(len(self._ranks))]
+        flat = rows[0].new_zeros(len(rows), max(row.numel() for row in rows))
+        for place, row in enumerate(rows):
+            flat[place, : row.numel()] = row
+        bucket.come.clear()
+        self._count += 1  # a rank that waits twice with the same words would count as one that cannot go on
+        why = f"{bucket.why}, number {self._count} of the step"
+        self._tickets.append((bucket, why, self._rank.endpoint.start_scatter(flat, self._ranks, why)))
+        while len(self._tickets) > UNDER_WAY and self._took():
+            pass
+
+    def _row(self, bucket: Bucket, place: int) -> torch.Tensor:
+        """What of a bucket goes to the rank at a place of the group."""
+        parts = []
+        for spec in bucket.specs.values():
+            shard, gradient = self.shard(spec, place), bucket.come.get(spec.name)
+            whole = torch.zeros((), dtype=spec.dtype, device=self._rank.device).expand(spec.shape)
+            parts.append(seen(whole if gradient is None else gradient, shard).reshape(-1))
+        return torch.cat(parts)
+
+    def _took(self) -> bool:
+        """Add what has come of the first bucket that is under way. False: it has not."""
+        bucket, _, ticket = self._tickets[0]
+        total = self._rank.endpoint.finish_scatter(ticket)
+        if total is None:
+            return False
+        self._tickets.pop(0)
+        at = 0
+        for spec in bucket.specs.values():
+            shape = self.zeros(spec).shape
+            part = total[at : at + shape.numel()].view(shape)
+            at += shape.numel()
+            if spec.name in self.shards:
+                self.shards[spec.name] += part
+            else:
+                self.shards[spec.name] = part
+        return True
+
+    def finish(self) -> Generator[str, None, None]:
+        """Wait for all that is under way."""
+        while self._tickets:
+            if not self._took():
+                yield self._tickets[0][1]
+
+
+# --- Gradients of one step on one rank: added up over microbatches, then over ranks ----------------------------------
+#
+# Terms: a parameter is *tied* if several stages use it; each of them then has a part of its gradient. A
+# *bucket* is a flat buffer of about 25 MB that holds the gradients of several parameters, so that few, large
+# sums run.
+#
+# The generator yields what it waits for while a sum is not ready; a transport that blocks never makes it yield.
+
 
 Pair = tuple[str, torch.Tensor]
 
@@ -204,3 +406,98 @@ def wait_sum(
         ticket = endpoint.start_sum(tensor, ranks, why, ordered)
         while not endpoint.finish_sum(ticket):
             yield why
+
+
+# --- Parameters of which data-parallel ranks hold shards (zero=3), made whole where a stage computes with them -------
+#
+# Terms: see csc.runtime.gradients, and GATHER and FREE in csc.ir.schedule. A stage's parameters go in *buckets* of
+# about 25 MB, the same on every rank. A frozen parameter is gathered as one that trains. What is gathered is in the
+# dtype that the stage computes in.
+#
+# A number without dimensions is whole on every rank. Only data moves: no bit changes.
+
+
+class Coming(NamedTuple):
+    """A bucket that is under way."""
+
+    specs: list[ParameterSpec]
+    ticket: Any
+    why: str
+
+
+class Gathered:
+    """Of one rank, in one step. parameters: those that it holds; shards: what it has of each."""
+
+    def __init__(self, rank: Rank, parameters: Iterable[ParameterSpec], shards: Mapping[str, torch.Tensor]) -> None:
+        self._rank, self._ranks, self._given = rank, rank.group(Group.DATA), shards
+        divided = rank.program.manifest.divided
+        own = [spec.local for spec in parameters if spec.shape]
+        self._specs = {
+            stage.stage: [spec for spec in own if stage.stage in spec.stages]
+            for stage in rank.stages
+            if divided[stage.stage]
+        }
+        self._rest = {name: tensor for name, tensor in shards.items() if not tensor.dim()}
+        self._coming: dict[int, list[Coming]] = {}
+        self._whole: dict[int, dict[str, torch.Tensor]] = {}
+        self._count = 0
+
+    def of(self, stage: int) -> Mapping[str, torch.Tensor]:
+        """By name; of a stage that nobody divides, what the rank holds."""
+        return self._whole[stage] if stage in self._specs else self._given
+
+    def act(self, action: Action) -> None:
+        """All ranks of the group call it, in one order."""
+        stage = action.stage
+        if action.kind == "FREE":
+            del self._whole[stage]
+            return
+        self._whole[stage] = dict(self._rest)
+        self._coming[stage] = [self._started(stage, specs) for specs in self._buckets(stage)]
+
+    def _buckets(self, stage: int) -> list[list[ParameterSpec]]:
+        dtype = {spec.name: self._given[spec.name].dtype for spec in self._specs[stage]}
+        found = filled(
+            self._specs[stage],
+            lambda spec: dtype[spec.name],
+            lambda spec: dtype[spec.name].itemsize * math.prod(spec.shape),
+        )
+        return [bucket for _, bucket in found]
+
+    def _started(self, stage: int, specs: list[ParameterSpec]) -> Coming:
+        self._count += 1  # a rank that waits twice with the same words would count as one that cannot go on
+        why = f"parameters of stage {stage}, bucket {self._count} of the step"
+        own = torch.cat([self._given[spec.name].reshape(-1) for spec in specs])
+        sizes = [sum(self._shard(spec, place) for spec in specs) for place in range(len(self._ranks))]
+        flat = own if own.numel() == max(sizes) else torch.cat([own, own.new_zeros(max(sizes) - own.numel())])
+        return Coming(specs, self._rank.endpoint.start_gather(flat, self._ranks, why), why)
+
+    def _shard(self, spec: ParameterSpec, place: int) -> int:
+        """The entries of the shard of a rank."""
+        _, start, stop = shard = shard_of(spec.shape, len(self._ranks), place)
+        return math.prod(spec.shape) // max(1, spec.shape[shard.dimension]) * (stop - start)
+
+    def ready(self, stage: int) -> Generator[str, None, None]:
+        """Yields what it waits for while other ranks have not come."""
+        for specs, ticket, why in self._coming.pop(stage, ()):
+            while (rows := self._rank.endpoint.finish_gather(ticket)) is None:
+                yield why
+            self._whole[stage] |= self._joined(specs, rows)
+            del rows, ticket
+
+    def _joined(self, specs: list[ParameterSpec], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """rows: what each rank of the group has given, one behind the other."""
+        if len(specs) == 1 and rows.numel() == math.prod(specs[0].shape) and self._is_in_order(specs[0]):
+            return {specs[0].name: rows.view(specs[0].shape)}
+        found = {spec.name: rows.new_empty(spec.shape) for spec in specs}
+        for place, row in enumerate(rows):
+            at = 0
+            for spec in specs:
+                target = seen(found[spec.name], shard_of(spec.shape, len(self._ranks), place))
+                target.copy_(row[at : at + target.numel()].view(target.shape))
+                at += target.numel()
+        return found
+
+    def _is_in_order(self, spec: ParameterSpec) -> bool:
+        """Whether shards that lie one behind the other are the parameter."""
+        return math.prod(spec.shape[: shard_of(spec.shape, len(self._ranks), 0).dimension]) == 1

@@ -1,34 +1,365 @@
-"""A stage whose parts are launched as a device has recorded them, called as the functions of its rank's file are.
-
-    stage = GraphedStage(rank, stage spec, room)
-    stage.functions -> StageFunctions        in place of the rank's own
-    stage.forget()                           gives up what was recorded; sizes have to be met again
-    stage.rows() -> [GraphRow]               what is recorded, and what runs as it is
-
-A stage runs as it is until so many microbatches of its sizes have come (MET): only then, each in its turn, as many
-instances are recorded as there are microbatches in flight (csc.runtime.graph_instance). What cannot be recorded runs as
-it is, part by part; without F nothing is.
-"""
+"""Stages whose parts are launched as a device has recorded them, called as the functions of their rank's module."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from csc import devices
 from csc.ir.schedule import Action
-from csc.runtime.graph_instance import InFlight, Instance, RecordedWork
-from csc.runtime.graph_places import FixedPlaces, UnfitError
-from csc.runtime.graph_weights import GraphWeights
-from csc.runtime.loaded_program import StageFunctions
+from csc.kernels.recordable import DRAWS, GATHERED, MEETS
+from csc.runtime.compiled_function import apart
+from csc.runtime.loaded_program import LoadedProgram, StageFunctions
 from csc.runtime.made_once import Constants
 from csc.runtime.rank import Rank
-from csc.runtime.recorded_part import LeavingPlaces, Recorder
+from csc.runtime.recorded_part import (
+    Asked,
+    FixedPlaces,
+    GraphWeights,
+    Leave,
+    LeavingPlaces,
+    NestedCopy,
+    RecordedPart,
+    Recorder,
+    Run,
+    UnfitError,
+    fresh,
+    handed,
+    same_bits,
+    table,
+    tensors_in,
+)
 from csc.runtime.specs import StageSpec
-from csc.runtime.tapped_forward import Asked
+
+if TYPE_CHECKING:
+    from csc.runtime.fusing import FusedMembers
+
+
+# --- One microbatch in flight on a stage, whose parts are launched as they were recorded for an earlier one ----------
+#
+# Terms: an *instance* is what is recorded for one microbatch in flight: places for what comes in, and what F keeps for
+# B and B for W, in memory of its own. It is *held* from F on, for as long as the executor has its token (InFlight). A
+# part is *proven* on the first microbatch that comes to it: the stage's function runs, too, on what was given, and its
+# results are used; only a part that gave the same bits is launched for later ones. (Where the function itself gives
+# other bits when it runs again, results may be as far apart as csc.runtime.compiled_function allows.)
+#
+#     instance = Instance(work, weights, constants)
+#     instance.first(asked, batch, received)       F as it has run, recorded and proven; any error
+#     instance.forward(batch, received) -> sent, or None: this batch is laid out otherwise, or what was lasting is not
+#     instance.take() -> InFlight                  .is_free, .recorded: the parts that are launched
+#     instance.rest(kind, received, weights)       B, W or BW: a generator of (name, gradient); returns (sent, kept)
+#
+# The order of an instance's launches is that of its recordings, F first, so its parts share a pool. Parts that keep
+# nothing share another one with all that a trainer records: whatever they made was copied out when the next one
+# begins.
+
+
+Tensors = Mapping[str, torch.Tensor]
+Rest = Generator[tuple[str, torch.Tensor], None, tuple[dict[str, torch.Tensor], Any]]
+GRADIENT, SENT = "gradient", "sent"
+
+
+@dataclass
+class RecordedWork:
+    """Of one stage, for all its instances. shared: the pool for parts that keep nothing. refuse(part, error): a part
+    runs as it is from now on. refused: why, by part.
+    """
+
+    functions: StageFunctions
+    recorder: Recorder
+    shared: Any
+    device: torch.device
+    refuse: Callable[[str, Exception], None]
+    refused: dict[str, str]
+    places: LeavingPlaces
+
+    @property
+    def keeps(self) -> bool:
+        """Whether F keeps anything."""
+        return self.functions.backward_input is not None or self.functions.backward is not None
+
+    def recorded(self, run: Run, pool: Any, before: Run | None = None) -> RecordedPart:
+        """See csc.runtime.recorded_part."""
+        return RecordedPart(self.recorder, run, pool, self.places, self.device, before)
+
+
+class InFlight:
+    """What stands for all that an instance keeps, while its microbatch is in flight."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+
+
+class Instance:
+    """See the module. weights: what recordings read. constants: of the rank."""
+
+    def __init__(self, work: RecordedWork, weights: Tensors, constants: Constants) -> None:
+        self._work, self._weights, self._constants = work, weights, constants
+        self._pool = work.recorder.pool()
+        self._parts: dict[str, RecordedPart] = {}
+        self._received: dict[str, tuple[list[str], FixedPlaces]] = {}
+        self._kept: dict[str, Any] = {}  # by the part that kept it
+        self._token: weakref.ref[InFlight] | None = None
+        self._entries: list[str] = []
+        self._lasting: dict[str, list[torch.Tensor | None]] = {}  # of tables; None: copied in
+        self._places = FixedPlaces(())
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no microbatch has it."""
+        return self._token is None or self._token() is None
+
+    @property
+    def recorded(self) -> frozenset[str]:
+        """The parts that are launched."""
+        return frozenset(self._parts)
+
+    def take(self) -> InFlight:
+        """For the microbatch whose F has just run."""
+        token = InFlight(self)
+        self._token = weakref.ref(token)
+        return token
+
+    # F
+
+    def first(self, asked: Asked, batch: Mapping[str, Any], received: Tensors) -> None:
+        """Any error: then nothing of it is used. asked: F as it has run on this batch."""
+        own = {id(one) for one in self._constants.lasting()}
+        self._entries = list(asked.entries)
+        self._lasting = {
+            name: [one if id(one) in own else None for one in _flat(results, f"layers.tables.{name} makes")]
+            for name, results in asked.tables.items()
+        }
+        given = self._given(asked.tables, batch, received)
+        assert given is not None
+        elsewhere = [one for one in given if one.device != self._work.device]
+        if elsewhere:
+            raise UnfitError(f"it is given a tensor of {elsewhere[0].device}")
+        self._places = FixedPlaces(given)
+        self._places.fill(given)
+        names = list(received)
+        part = self._work.recorded(self._forward_of(names), self._pool if self._work.keeps else self._work.shared)
+        part.launch()
+        wanted = [*asked.sent.values(), *(tensors_in(asked.saved) if self._work.keeps else ())]
+        found = [*part.left, *tensors_in(part.kept)]
+
+        def again() -> list[torch.Tensor]:
+            other = Asked(self._work.functions.forward, batch, received, self._weights, self._constants)
+            return [*other.sent.values(), *(tensors_in(other.saved) if self._work.keeps else ())]
+
+        _compare(found, wanted, again)
+        self._parts["F"], self._kept["F"] = part, part.kept
+
+    def _forward_of(self, names: list[str]) -> Callable[..., Any]:
+        """F over the places."""
+
+        def run(leave: Leave) -> Any:
+            places = iter(fresh(self._places.tensors))
+            tables = {
+                name: tuple(next(places) if one is None else one for one in lasting)
+                for name, lasting in self._lasting.items()
+            }
+            batch = {name: next(places) for name in self._entries}
+            received = {name: next(places) for name in names}
+            forward = handed(self._work.functions.forward, tables)
+            sent, saved = forward(batch, received, self._weights, self._constants)
+            for name, tensor in sent.items():
+                leave((SENT, name), tensor)
+            return saved if self._work.keeps else None
+
+        return run
+
+    def _given(
+        self, tables: Mapping[str, tuple[torch.Tensor, ...]], batch: Mapping[str, Any], received: Tensors
+    ) -> list[torch.Tensor] | None:
+        """What is copied in; None if something that lasted was made anew."""
+        moving: list[torch.Tensor] = []
+        for name, lasting in self._lasting.items():
+            for one, kept in zip(tables[name], lasting, strict=True):
+                if kept is None:
+                    moving.append(one)
+                elif one is not kept:
+                    return None
+        moving += _flat([batch[name] for name in self._entries], "the batch has")
+        return [*moving, *received.values()]
+
+    def forward(self, batch: Mapping[str, Any], received: Tensors) -> dict[str, torch.Tensor] | None:
+        """See the module."""
+        forward = self._work.functions.forward
+        tables = {name: table(forward, name)(batch, self._constants) for name in self._lasting}
+        given = self._given(tables, batch, received)
+        if given is None or not self._places.fits(given):
+            return None
+        self._places.fill(given)
+        part = self._parts["F"]
+        part.launch()
+        return {name: tensor for (_, name), tensor in part.leaving()}
+
+    # B, W and BW
+
+    def rest(self, kind: str, received: Tensors, weights: Tensors) -> Rest:
+        """See the module. kept: the token's place for W is taken by what B keeps where B runs as it is."""
+        part = self._parts.get(kind)
+        if part is None or kind in self._work.refused:
+            return (yield from self._proving(kind, received, weights))
+        self._fill(kind, received)
+        part.launch()
+        sent: dict[str, torch.Tensor] = {}
+        for (what, name), tensor in part.leaving():
+            if what == SENT:
+                sent[name] = tensor
+            else:
+                yield name, tensor
+        return sent, self._token and self._token()
+
+    def _read(self, kind: str) -> Any:
+        """What F or B has kept for a part."""
+        return self._kept["B" if kind == "W" else "F"]
+
+    def _work_of(self, kind: str, kept: Any, received: Tensors, weights: Tensors) -> Rest:
+        """The stage's own function. It may write over what was kept, and takes lists apart."""
+        functions = self._work.functions
+        if kind == "B":
+            assert functions.backward_input is not None
+            found: tuple[dict[str, torch.Tensor], Any] = functions.backward_input(
+                kept, received, weights, self._constants
+            )
+            return found
+        if kind == "W":
+            assert functions.backward_weight is not None
+            yield from functions.backward_weight(kept, weights, self._constants)
+            return {}, None
+        assert functions.backward is not None
+        return (yield from functions.backward(kept, received, weights, self._constants)), None
+
+    def _fill(self, kind: str, received: Tensors) -> None:
+        names, places = self._received[kind]
+        places.fill([received[name] for name in names])
+
+    def _recorded(self, kind: str, received: Tensors, spare: NestedCopy) -> RecordedPart:
+        """spare: for the warm-up."""
+        names, places = list(received), FixedPlaces(list(received.values()))
+        self._received[kind] = names, places
+        self._fill(kind, received)
+
+        def run(leave: Leave, kept: Any) -> Any:
+            own = dict(zip(names, fresh(places.tensors), strict=True))
+            work = self._work_of(kind, kept, own, self._weights)
+            while True:
+                try:
+                    name, gradient = next(work)
+                except StopIteration as end:
+                    sent, left = end.value
+                    break
+                leave((GRADIENT, name), gradient)
+                del gradient
+            for name, tensor in sent.items():
+                leave((SENT, name), tensor)
+            return left
+
+        keeps = kind == "B" and self._work.functions.backward_weight is not None
+        pool = self._pool if keeps else self._work.shared
+        return self._work.recorded(
+            lambda leave: run(leave, fresh(self._read(kind))), pool, lambda leave: run(leave, spare.take())
+        )
+
+    def _proving(self, kind: str, received: Tensors, weights: Tensors) -> Rest:
+        """The function as it is, with the recording of the same beside it."""
+        part: RecordedPart | None = None
+        kept, again = fresh(self._read(kind)), None
+        if kind not in self._work.refused:
+            try:
+                spare, beside = NestedCopy(self._read(kind)), NestedCopy(self._read(kind))
+                part = self._recorded(kind, received, spare)
+                kept, again = beside.take(), spare.take()  # a launch may write over it, too
+                part.launch()
+            except Exception as error:  # of whatever cannot be recorded
+                self._work.refuse(kind, error)
+                part = None
+        work, number = self._work_of(kind, kept, received, weights), 0
+        differing: dict[int, torch.Tensor] = {}
+        while True:
+            try:
+                name, gradient = next(work)
+            except StopIteration as end:
+                sent, kept = end.value
+                break
+            if part is not None and not (number < len(part.left) and same_bits(part.left[number], gradient)):
+                differing[number] = gradient
+            number += 1
+            yield name, gradient
+            del gradient
+        if part is None:
+            return sent, kept
+        try:
+            ends = [*sent.values(), *tensors_in(kept)]
+            other = self._work_of(kind, again, received, weights)
+            self._compare_rest(part, other, differing, number, ends)
+        except Exception as error:
+            self._work.refuse(kind, error)
+            return sent, kept
+        self._parts[kind], self._kept[kind] = part, part.kept
+        return sent, self._token and self._token()
+
+    def _compare_rest(
+        self, part: RecordedPart, work: Rest, differing: Mapping[int, torch.Tensor], number: int,
+        ends: list[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """differing: of so many gradients those that are not the same. work: the function, to be run again."""
+        found = [*(part.left[one] for one in differing), *part.left[number:], *tensors_in(part.kept)]
+
+        def again() -> list[torch.Tensor]:
+            gradients = []
+            while True:
+                try:
+                    gradients.append(next(work)[1])
+                except StopIteration as end:
+                    sent, kept = end.value
+                    return [*(gradients[one] for one in differing), *sent.values(), *tensors_in(kept)]
+
+        _compare(found, [*differing.values(), *ends], again)
+
+
+def _flat(tensors: Iterable[Any], whose: str) -> list[torch.Tensor]:
+    found = list(tensors)
+    other = next((one for one in found if not isinstance(one, torch.Tensor)), None)
+    if other is not None:
+        raise UnfitError(f"{whose} a {type(other).__name__}, which is no tensor")
+    return found
+
+
+def _compare(
+    found: list[torch.Tensor], wanted: list[torch.Tensor], again: Callable[[], list[torch.Tensor]]
+) -> None:  # fmt: skip
+    """again: the function's results once more. UnfitError if they differ."""
+    if len(found) == len(wanted) and all(map(same_bits, found, wanted)):
+        return
+    if len(found) != len(wanted):
+        raise UnfitError(f"it gave {len(found)} tensors when it was launched again, not {len(wanted)}")
+    if all(map(same_bits, again(), wanted)):
+        raise UnfitError("it gave other bits when it was launched again than when it ran")
+    why = apart(found, wanted)
+    if why:
+        raise UnfitError(f"launched again: {why}")
+
+
+# --- A stage whose parts are launched as a device has recorded them, called as the functions of its rank's ... -------
+#
+#     stage = GraphedStage(rank, stage spec, room)
+#     stage.functions -> StageFunctions        in place of the rank's own
+#     stage.forget()                           gives up what was recorded; sizes have to be met again
+#     stage.rows() -> [GraphRow]               what is recorded, and what runs as it is
+#
+# A stage runs as it is until so many microbatches of its sizes have come (MET): only then, each in its turn, as many
+# instances are recorded as there are microbatches in flight (csc.runtime.graphed_stage). What cannot be recorded runs
+# as it is, part by part; without F nothing is.
+
 
 log = logging.getLogger("csc")
 
@@ -49,7 +380,7 @@ class GraphRow:
 
 
 class GraphRoom(Protocol):
-    """What all stages of a trainer share: see csc.runtime.graphed_programs."""
+    """What all stages of a trainer share: see csc.runtime.graphed_stage."""
 
     recorder: Recorder
     shared: Any
@@ -227,3 +558,113 @@ def _stamp(constants: Constants) -> list[tuple[int, int]]:
 
 def _line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:200]
+
+
+# --- The programs of one trainer whose stages a device records and launches again: see csc.runtime.graphed_stage -----
+#
+#     programs = GraphedPrograms(device, asked)   asked: whether anything is to be recorded; CPUs have nothing for it
+#     programs.add(ranks, fused) -> ranks         of one more program; fused: what Inductor compiles of the same
+#       programs
+#     programs.rows() -> [GraphRow]
+#     unrecorded(program, rank, stage) -> str     what program.json and the files say against a stage; "": nothing
+#
+# Of several programs (sizes) KEPT at most have recordings at once: the one that has not been used for the longest time
+# gives up its own for another, whose sizes have come often enough. Where that goes round, the last one runs as it is.
+
+
+KEPT = 4  # programs
+GIVEN_UP = 2  # times that a program may have lost its recordings
+
+
+class GraphedPrograms:
+    """See the module."""
+
+    def __init__(self, device: torch.device, asked: bool) -> None:
+        self._recorder = devices.graphs(device) if asked else None
+        self._shared = self._recorder.pool() if self._recorder is not None else None
+        self._places, self._copies = LeavingPlaces(device), dict[str, FixedPlaces]()
+        if asked and self._recorder is None:
+            log.warning("cuda_graphs: skipped, as there are none on a device of type %s", device.type)
+        self._all: list[OneProgram] = []
+        self._recent: list[OneProgram] = []  # those with recordings, the last one used last
+
+    def add(self, ranks: list[Rank], fused: FusedMembers | None) -> list[Rank]:
+        """The ranks, with functions that record."""
+        if self._recorder is None:
+            return ranks
+        number = len(self._all)
+        settled = partial(fused.is_settled, number) if fused is not None else _always
+        one = OneProgram(self._recorder, self._shared, self._places, self._copies, self._entered, self._used, settled)
+        self._all.append(one)
+        return [replace(rank, functions=one.functions(rank)) for rank in ranks]
+
+    def rows(self) -> list[GraphRow]:
+        """Of all stages of all programs."""
+        return [row for one in self._all for stage in one.stages for row in stage.rows()]
+
+    def _entered(self, program: OneProgram) -> bool:
+        if program in self._recent:
+            return True
+        if len(self._recent) >= KEPT:
+            if program.given_up >= GIVEN_UP:
+                return False
+            self._recent.pop(0).forget()
+        self._recent.append(program)
+        return True
+
+    def _used(self, program: OneProgram) -> None:
+        if program in self._recent and self._recent[-1] is not program:
+            self._recent.remove(program)
+            self._recent.append(program)
+
+
+def _always() -> bool:
+    return True
+
+
+class OneProgram:
+    """What its stages share with those of all programs."""
+
+    def __init__(
+        self, recorder: Recorder, shared: Any, places: LeavingPlaces, copies: dict[str, FixedPlaces],
+        entered: Callable[[OneProgram], bool], used: Callable[[OneProgram], None], settled: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.recorder, self.shared, self.places, self.copies = recorder, shared, places, copies
+        self._entered, self._used, self._settled = entered, used, settled
+        self.stages: list[GraphedStage] = []
+        self.given_up = 0
+
+    def functions(self, rank: Rank) -> dict[int, Any]:
+        """Of a rank's stages."""
+        made = [GraphedStage(rank, spec, self, unrecorded(rank.program, rank, spec)) for spec in rank.stages]
+        self.stages += made
+        return {spec.stage: one.functions for spec, one in zip(rank.stages, made, strict=True)}
+
+    def enters(self) -> bool:
+        """Whether it may have recordings."""
+        return self._settled() and self._entered(self)
+
+    def used(self) -> None:
+        """What it has recorded is used now."""
+        self._used(self)
+
+    def forget(self) -> None:
+        """Give them up."""
+        self.given_up += 1
+        for stage in self.stages:
+            stage.forget()
+
+
+def unrecorded(program: LoadedProgram, rank: Rank, stage: StageSpec) -> str:
+    """See the module. What calls say shows when they run (csc.runtime.recorded_part)."""
+    manifest = program.manifest
+    edited = [name for name in program.edited if name.endswith(".py")]
+    if edited:
+        return f"{edited[0]} was edited, and what it does besides its results would be done once"
+    if stage.contexts or rank.met:
+        return MEETS
+    if manifest.divided[stage.stage]:
+        return GATHERED
+    if any(draw.region in stage.regions for draw in manifest.draws):
+        return f"it draws random numbers, and {DRAWS}"
+    return ""

@@ -1,16 +1,4 @@
-"""A program directory, read and checked; and the rank modules in it.
-
-Terms: a *program directory* is what the compiler wrote (program.json, schedule.txt, constants, one rank_R.py
-per rank, position_P.py for what the ranks of a pipeline position share). It may lack the files of some ranks. A
-file of text whose hash is no longer the one that program.json lists is *edited*: allowed, since they are there to be
-read and changed. program.json itself and constants are what was compiled, or an error.
-
-    load(directory, ranks) -> LoadedProgram      ProgramError with a sentence for everything that does not fit
-    own_files(mesh, rank)                        the files that a rank does not share with other positions
-    edited_files(program, rank)                  those of program.edited that a rank is to tell of
-    functions(program, rank) -> {stage: StageFunctions}     imported from rank_R.py without touching sys.path
-    read_tensors(file) -> {name: tensor}         of a safetensors file
-"""
+"""A program directory, read and checked, and the rank modules in it."""
 
 from __future__ import annotations
 
@@ -18,12 +6,14 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import os
+import stat
 import sys
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
@@ -33,11 +23,81 @@ from safetensors import SafetensorError, safe_open
 from csc.errors import ProgramError, ScheduleError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.ir.schedule import Schedule, parse, verify
+from csc.ir.schedule import Message, Schedule, parse, part, verify
 from csc.runtime.made_once import Constants
-from csc.runtime.read_manifest import manifest
-from csc.runtime.reading import checked_file, read_json, read_text, within
-from csc.runtime.specs import Manifest
+from csc.runtime.specs import Manifest, manifest
+
+# --- Files that may not be what csc wrote, read with care: damaged, changed, or something else under the name --------
+#
+# Terms: *fail* makes the error to raise out of a sentence that says what is wrong.
+
+
+LONGEST = 2**28  # bytes; the program.json of 1,024 ranks has some 10**7
+
+Fail = Callable[[str], Exception]
+
+
+def checked_file(file: Path, fail: Fail) -> Path:
+    """The path, if a regular file is there."""
+    try:
+        mode = os.stat(file).st_mode
+    except FileNotFoundError:
+        raise fail("there is no such file") from None
+    except (OSError, ValueError) as error:
+        raise fail(f"it cannot be read: {error}") from None
+    if not stat.S_ISREG(mode):
+        raise fail("it is not a file")
+    return file
+
+
+def read_text(file: Path, fail: Fail) -> str:
+    """The text of a file."""
+    size = checked_file(file, fail).stat().st_size
+    if size > LONGEST:
+        raise fail(f"it has {size} bytes, and at most {LONGEST} are read")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise fail(f"it cannot be read as text: {error}") from None
+
+
+def read_json(file: Path, fail: Fail) -> Any:
+    """The value in a JSON file."""
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(found)
+        if len(table) < len(found):
+            names = [name for name, _ in found]
+            twice = next(name for name in table if names.count(name) > 1)
+            raise ValueError(f"key {twice[:60]!r} stands there twice")
+        return table
+
+    text = read_text(file, fail)
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except ValueError as error:
+        raise fail(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise fail("it is not JSON that csc wrote: it is nested too deeply") from None
+
+
+def within(directory: Path, name: str, fail: Fail) -> Path:
+    """A file named in a list. Its own link may lead elsewhere, as in a Hugging Face cache; its folder may not."""
+    parts = PurePosixPath(name).parts
+    if not parts or "\0" in name or PurePosixPath(name).is_absolute() or ".." in parts:
+        raise fail(f"it lists {name!r:.80}, which is no name of a file within it")
+    file = directory / name
+    if len(parts) > 1 and not file.parent.resolve().is_relative_to(directory.resolve()):
+        raise fail(f"it lists {name!r:.80}, which a link leads out of it")
+    return file
+
+
+# --- A program directory, read and checked; and the rank modules in it -----------------------------------------------
+#
+# Terms: a *program directory* is what the compiler wrote (program.json, schedule.txt, constants, one rank_R.py per
+# rank, position_P.py for what the ranks of a pipeline position share). It may lack the files of some ranks. A file of
+# text whose hash is no longer the one that program.json lists is *edited*: allowed, since they are there to be read
+# and changed. program.json itself and constants are what was compiled, or an error.
 
 
 @dataclass(frozen=True)
@@ -325,3 +385,87 @@ def _found(program: LoadedProgram, rank: int, module: ModuleType, file: Path) ->
             parts[name] = getattr(module, full) if there else None
         found[stage.stage] = StageFunctions(**parts)
     return found
+
+
+# --- Programs of one model for microbatches of different sizes, run together in one step -----------------------------
+#
+# Terms: the *members* of one set have the mesh, the stages, the order of work and the parameters in common. They
+# differ in the sizes of what they read, compute and send. A *part* is for microbatches without some entries (images):
+# its stages may have nothing to do, and lack a B, a W, messages and parameters that the first member has.
+
+
+def check_member(first: LoadedProgram, other: LoadedProgram) -> None:
+    """ProgramError, naming what differs, unless a step may hold microbatches of both."""
+    ours, theirs = _common(first), _common(other)
+    if is_part(first.manifest, other.manifest):
+        differing = _beyond(first, other)
+    else:
+        differing = [what for what in ours if ours[what] != theirs[what]]
+    if differing:
+        raise ProgramError(
+            f"it cannot run in one step with {first.directory}: {' and '.join(differing)} differ",
+            str(other.directory),
+            "Compile both from one CompiledModel, which cuts them the same way",
+        )
+
+
+def is_part(first: Manifest, other: Manifest) -> bool:
+    """Whether a program lacks entries of the batch that the first one reads."""
+    return not {one.name for one in other.inputs} >= {one.name for one in first.inputs}
+
+
+def _beyond(first: LoadedProgram, other: LoadedProgram) -> list[str]:
+    """In what a part has more than the first program, or something else."""
+    ours, theirs = _common(first), _common(other)
+    alike = [what for what in ("meshes", "zero", "microbatches", "losses") if ours[what] != theirs[what]]
+    first_stages = {stage[0]: stage for stage in ours["stages"]}
+    stages = all(
+        rank == first_stages[stage][1] and has_b <= first_stages[stage][2] and has_w <= first_stages[stage][3]
+        for stage, rank, has_b, has_w in theirs["stages"]
+    )
+    known = {name: (rest, set(stages)) for name, *rest, stages in ours["parameters"]}
+    parameters = all(
+        name in known and known[name][0] == rest and known[name][1] >= set(stages)
+        for name, *rest, stages in theirs["parameters"]
+    )
+    schedule = part(
+        first.schedule,
+        theirs["messages"],
+        [stage.backward_input for stage in other.manifest.stages],
+        [stage.backward_weight for stage in other.manifest.stages],
+        other.manifest.divided,
+    )
+    place = {stage: rank for stage, rank, *_ in theirs["stages"]}
+
+    def stays(channel: Message) -> bool:
+        return bool(place[channel[1]] == place[channel[2]])
+
+    good = {
+        "stages": stages and len(first_stages) == len(theirs["stages"]),
+        "messages": {channel for channel in theirs["messages"] if not stays(channel)} <= ours["messages"].keys(),
+        "parameters": parameters,
+        "schedules": str(schedule) == str(other.schedule),
+    }
+    return alike + [what for what, fine in good.items() if not fine]
+
+
+def _common(program: LoadedProgram) -> dict[str, Any]:
+    manifest = program.manifest
+    return {
+        "meshes": manifest.mesh,
+        "zero": manifest.zero,
+        "microbatches": manifest.microbatches,
+        "stages": [(s.stage, s.rank, s.backward_input, s.backward_weight) for s in manifest.stages],
+        "messages": {m.channel: [value.name for value in m.values] for m in manifest.messages},
+        "parameters": [
+            (p.name, p.shape, p.dtype, p.trainable, p.weight, p.gradient, p.boxes, p.stages)
+            for p in manifest.parameters
+        ],
+        # A step of one microbatch alone has none to combine.
+        "losses": (
+            (manifest.loss, [s.weighs for s in manifest.stages])
+            if manifest.microbatches * manifest.mesh.dp > 1
+            else manifest.loss.stage
+        ),
+        "schedules": str(program.schedule),
+    }

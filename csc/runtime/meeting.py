@@ -1,29 +1,17 @@
-"""What all ranks do next, agreed on before anything moves between them.
-
-Terms
-  meeting     every rank says in a few numbers what it is about to do and whether it can; nobody goes on before all have
-  operation   what that is: "train_step", "save", ...
-  said        with what: see csc.runtime.words
-  broken      some rank may have done what others have not: nothing is done together any more
-
-    meeting = Meeting.of_all(timeout)                   every rank makes it; Meeting() where there is one process
-    meeting.hold("train_step", make) -> result          `make` returns (what it says, result)
-    meeting.heard("train_step", make) -> (result, [Heard])    the same, and the numbers that each rank said
-    meeting.total("clip_grad_norm_", make) -> float     `make` returns a number; the sum over ranks, in their order
-    meeting.texts("samples", text) -> [text]            of all ranks, who have just agreed to tell each other
-    meeting.failed(error) -> error                      a rank could not finish what was agreed on: what to raise
-    meeting.turn("train_step")                          one call at a time: InputError to a second thread
-
-A rank that raises in `make` still comes, and all raise for the same step. It costs one small all_gather of a gloo group
-of its own; only if something is amiss, texts travel as well. Nothing is unpickled.
-"""
+"""What all ranks do next, agreed on before anything moves between them; what they say, and where each stands."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
+import os
+import re
+import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,10 +20,394 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from csc import devices, errors
 from csc.errors import CscError, InputError, RankLost, StepFailed
-from csc.runtime.positions import Positions, store_of_processes
-from csc.runtime.texts import cannot, first_line, gathered_texts, is_lost, is_silence
-from csc.runtime.words import NOTHING, Said, Word, agree, as_float, as_int, cause, digest, disagreement
+from csc.ir.schedule import WHOLE, Action
+
+# --- Short texts that ranks tell each other, as bytes: nothing is unpickled ------------------------------------------
+
+
+CONNECTIONS = re.compile(  # in what backends say of them; "gloo/transport" is where gloo's errors of them come from
+    r"gloo/transport|connect|closed|closure|reset by peer|broken pipe|time?d? ?-?out|aborted|socket|remote|unreachable|"
+    r"shut ?down|destroyed|eof|watchdog",
+    re.IGNORECASE,
+)
+
+
+def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Every rank's text, by rank. All ranks of the group (None: the default one) call it."""
+    device = devices.meeting_place(str(dist.get_backend_config(group)))
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded, group=group)
+    return [bytes(row[: int(size)].cpu().tolist()).decode() for row, size in zip(rows, sizes)]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, or its kind if it says nothing."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*\]\s*|\s*This is typically caused by.*$", "", line).rstrip(". ")[:200]
+
+
+def is_silence(line: str) -> bool:
+    """Whether the first line of a backend's error says that nobody answered in time."""
+    return "timed out" in line.lower() or "timeout" in line.lower()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error of a process group says that a rank went away or is silent; else it is of the call itself, as
+    of a dtype that the backend does not take.
+    """
+    typed = getattr(dist, "DistError", ())
+    return bool(CONNECTIONS.search(str(error))) or (isinstance(error, typed) and "support" not in str(error))
+
+
+def cannot(error: BaseException, what: str, where: str) -> CscError:
+    """What the backend does not do. what: that was asked of it; where: which rank asked."""
+    backend = dist.get_backend_config() if dist.is_initialized() else "torch.distributed"
+    return CscError(
+        f"the process group ({backend}) does not do '{what}' ({first_line(error)}): it takes neither every dtype nor "
+        "every operation, and of float8, int16 and uint16 gloo has no sums",
+        where,
+        "Have what ranks exchange in float32, bfloat16, float16, int32 or int64 (model.to(torch.bfloat16)), or choose "
+        "a mesh without that exchange",
+    )
+
+
+# --- What ranks say when they meet, and what is wrong with it --------------------------------------------------------
+#
+# Terms
+#   signature   lines of text that must be the same on every rank, such as the sizes of a batch
+#   shared      lines of text that must be the same on ranks of one replica: the sizes of its own samples
+#   content     a number that ranks of one replica must have in common: a digest of the tokens of their share
+#   word        all that a rank has to say, once something is amiss
+
+
+SAME_SAMPLES = (
+    "Give the ranks of a replica the same samples: those of compiled.dp_rank, shuffled with the same seed, and skip a "
+    "batch on all of them or on none. No gradient was touched"
+)
+
+CHANGED = "the model has changed"  # in the signature of a rank whose programs are for the model as it was
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank says in a meeting, besides the operation. replica: its place on the dp axis. value, meets: numbers
+    for the others, which need not agree.
+    """
+
+    signature: tuple[str, ...] = ()
+    replica: int = 0
+    content: int = 0
+    value: float = 0.0
+    shared: tuple[str, ...] = ()
+    meets: int = 0
+
+
+NOTHING = Said()
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank says when something is amiss. cause: see `cause`."""
+
+    operation: str
+    cause: str
+    signature: tuple[str, ...]
+    content: int
+    replica: int
+    shared: tuple[str, ...] = ()
+
+
+def disagreement(operation: str, words: Sequence[Word]) -> StepFailed | None:
+    """The first thing in which ranks differ, as an error."""
+    first = words[0]
+    for rank, word in enumerate(words):
+        if word.operation != first.operation:
+            return StepFailed(
+                f"rank 0 is at '{first.operation}', and rank {rank} at '{word.operation}'",
+                operation,
+                "Every rank calls the same things in the same order, as often as the others: look for a rank whose "
+                "data ended earlier, or for a call that only some ranks make",
+            )
+        if (CHANGED in word.signature) != (CHANGED in first.signature):
+            there, not_there = (rank, 0) if CHANGED in word.signature else (0, rank)
+            return StepFailed(
+                f"the model has changed on rank {there} since it was compiled, and not on rank {not_there}",
+                operation,
+                "Make the same change on every rank, before the same step; a note on that rank says what has changed. "
+                "No gradient was touched",
+            )
+        if word.signature != first.signature:
+            return StepFailed(
+                f"rank 0 and rank {rank} were given different batches: "
+                f"{_difference(first.signature, word.signature, 0, rank)}",
+                operation,
+                "Give every rank the same global batch, or with local=True its replica's samples in as many "
+                "microbatches. No gradient was touched",
+            )
+    for replica in sorted({word.replica for word in words}):
+        ranks = [rank for rank, word in enumerate(words) if word.replica == replica]
+        had = [(words[rank].shared, words[rank].content) for rank in ranks]
+        other = next((rank for rank, one in zip(ranks, had) if one != had[0]), None)
+        if other is not None:
+            return _other_samples(operation, words, ranks[0], other)
+    return None
+
+
+def _other_samples(operation: str, words: Sequence[Word], one: int, other: int) -> StepFailed:
+    """Two ranks of a replica differ in its samples."""
+    local = words[one].shared or words[other].shared
+    found = f"rank {one} and rank {other} were given batches of the same sizes with other tokens"
+    if local:
+        same = words[one].shared == words[other].shared
+        what = "other tokens" if same else _difference(words[one].shared, words[other].shared, one, other)
+        found = f"rank {one} and rank {other} belong to one replica and were given different samples: {what}"
+    remedy = (
+        SAME_SAMPLES
+        if local
+        else "Give every rank the same global batch: shuffle with the same seed everywhere, and skip a batch on all "
+        "ranks or on none. No gradient was touched"
+    )
+    return StepFailed(found, operation, remedy)
+
+
+def agree(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether nobody failed, and operation, step and signature are the same; the content within each replica.
+
+    A row: operation, step, failed, signature, replica, content, value, meets; texts as digests.
+    """
+    contents = {(row[4], row[5]) for row in rows}
+    same = len({tuple(row[:4]) for row in rows}) == 1 and len(contents) == len({row[4] for row in rows})
+    return same and not rows[0][2]
+
+
+def _difference(one: Sequence[str], other: Sequence[str], first: int, second: int) -> str:
+    ours = [line for line in one if line not in other] or ["fewer entries"]
+    theirs = [line for line in other if line not in one] or ["fewer entries"]
+    return f"{ours[0]} on rank {first}, {theirs[0]} on rank {second}"
+
+
+def cause(error: BaseException | None) -> str:
+    """Why a rank failed, as others tell of it; "" if it did not, or only saw another one go."""
+    if error is None or isinstance(error, RankLost):
+        return ""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in rank")]
+    said = str(error) if isinstance(error, CscError) else f"{type(error).__name__}: {first_line(error)}"
+    return " ".join([said, *(f"({note})" for note in notes)])
+
+
+def digest(text: str) -> int:
+    """64 bits of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def as_int(value: float) -> int:
+    """The bits of a float64."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def as_float(bits: int) -> float:
+    """The inverse."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+# --- Where every rank stands, for what a timeout says ----------------------------------------------------------------
+#
+# Terms
+#   place      what a rank is doing: an action of its schedule, a meeting; None: between steps, in code of the user
+#   waits      what for, and the rank that it comes from (None: from any of several)
+#   failure    what went wrong on this rank, while it meets the others over it
+#   tell       write into the store of the process group. A rank begins once it has stood at a place for a while, so
+#     that
+#              nothing is written while all is well, and tells at every look from then on: one that has become silent
+#                is
+#              stopped
+#
+#     positions = Positions(store, rank, ranks, seconds)      starts a thread that tells; .close()
+#     positions.moved(action)                                 positions.waits = ("layers.7", 2), or None
+#     store_of_processes(name) -> Store or None
+#     positions.told() -> "rank 3, before F of stage 2, microbatch 5, waits for layers.7 from rank 2; rank 2, ..."
+
+
+SHOWN = 8  # ranks that a sentence names
+TICKS, SHORTEST, LONGEST = 20, 0.05, 5.0  # of a timeout; seconds
+CONNECTING = 10  # seconds
+STALE = 2  # a part of a timeout after which a rank that has told nothing more is stopped; at least 5 s
+
+Place = Action | str | None
+Waits = tuple[str, int | None]
+
+
+def store_of_processes(name: str) -> dist.Store | None:
+    """A connection of its own to the store where the processes found each other, and in it what is said under a name;
+    None if the environment does not say where it is (MASTER_ADDR, MASTER_PORT).
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        return None
+    try:
+        store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=CONNECTING))
+    except dist.DistError:
+        return None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"csc/positions/{attempt}/{name}", store)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Of one rank, as it told. silent: seconds since then, if that is long; 0: it stands there now."""
+
+    place: str
+    waits: str = ""
+    peer: int | None = None
+    silent: float = 0.0
+
+    def text(self, rank: int) -> str:
+        """In a clause."""
+        source = "" if self.peer is None else f" from rank {self.peer}"
+        stands = f"rank {rank}, {self.place}" + (f", waits for {self.waits}{source}" if self.waits else "")
+        if not self.silent:
+            return stands
+        return (
+            f"{stands} (said {self.silent:.0f} s ago and nothing since: stopped, or in a call that holds Python's lock)"
+        )
+
+
+class Positions:
+    """One rank's. store: None: nobody is told. seconds: after which a silent rank counts as lost."""
+
+    def __init__(self, store: dist.Store | None, rank: int, ranks: int, seconds: float) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._patience = max(LONGEST, seconds / STALE)
+        self.place: Place = None
+        self.waits: Waits | None = None
+        self.failure: BaseException | None = None  # which this rank is about to raise, and first tells the others
+        self._done = threading.Event()
+        if store is not None:
+            every = min(LONGEST, max(SHORTEST, seconds / TICKS))
+            arguments = (weakref.ref(self), self._done, every)
+            threading.Thread(target=_watch, args=arguments, name="csc-positions", daemon=True).start()
+            weakref.finalize(self, self._done.set)
+
+    def moved(self, place: Place) -> None:
+        """It is there now, and waits for nothing."""
+        self.place, self.waits = place, None
+
+    def close(self) -> None:
+        """Tell nobody any more."""
+        self._done.set()
+
+    @property
+    def now(self) -> Standing:
+        """Where this rank stands."""
+        waits = self.waits
+        return Standing(_words(self.place), *(waits if waits is not None else ()))
+
+    def tell(self, standing: Standing) -> bool:
+        """False if the store is gone."""
+        assert self._store is not None
+        try:
+            told = [standing.place, standing.waits, standing.peer, time.time()]
+            self._store.set(str(self._rank), json.dumps(told))
+        except RuntimeError:
+            return False
+        return True
+
+    def told(self) -> str:
+        """To be added to a sentence: this rank's place, and those of the ranks that it waits for, each for the next;
+        where it waits for any of several, those that wait for nobody. "" if nobody can be asked.
+        """
+        if self._store is None:
+            return ""
+        try:
+            own = self.now
+            found = {self._rank: own.text(self._rank)}
+            if own.peer is None:
+                found |= self._idle()
+            else:
+                peer: int | None = own.peer
+                while peer is not None and peer not in found and len(found) < SHOWN:
+                    standing = self._of(peer)
+                    found[peer] = standing.text(peer) if standing else f"rank {peer} has not said where it is"
+                    peer = standing.peer if standing else None
+            return f". Where they stand: {'; '.join(found.values())}"
+        except RuntimeError:  # the store is gone as well
+            return ""
+
+    def _idle(self) -> dict[int, str]:
+        """Other ranks that wait for nobody."""
+        found: dict[int, str] = {}
+        for rank in range(self._ranks):
+            standing = self._of(rank) if rank != self._rank else None
+            if rank != self._rank and len(found) < SHOWN - 1 and (standing is None or not standing.waits):
+                found[rank] = standing.text(rank) if standing else f"rank {rank} has not said where it is"
+        return found
+
+    def _of(self, rank: int) -> Standing | None:
+        assert self._store is not None
+        if not self._store.check([str(rank)]):
+            return None
+        place, waits, peer, when = json.loads(self._store.get(str(rank)))
+        ago = time.time() - when  # by the clocks of two machines, which differ by less than a rank is waited for
+        return Standing(place, waits, peer, ago if ago > self._patience else 0.0)
+
+
+def _words(place: Place) -> str:
+    if place is None:
+        return "between steps"
+    if isinstance(place, str):
+        return f"at {place}"
+    if place.kind == "REDUCE":
+        return "at REDUCE, the sum of gradients"
+    if place.kind in WHOLE:
+        return f"at {place}"
+    which = {"SEND": "after", "RECV": "before"}.get(place.kind, "at")
+    kind = place.message or place.kind
+    return f"{which} {kind} of stage {place.stage}, microbatch {place.microbatch}"
+
+
+def _watch(positions: weakref.ref[Positions], done: threading.Event, every: float) -> None:
+    """Tell a place that the rank has stood at since the last look, and at every look from then on where it is."""
+    before, speaks = None, False
+    while not done.wait(every):
+        one = positions()
+        if one is None:
+            return
+        now = one.now
+        speaks = speaks or now == before
+        if speaks and not one.tell(now):
+            return
+        before = now
+        del one
+
+
+# --- What all ranks do next, agreed on before anything moves between them --------------------------------------------
+#
+# Terms
+#   meeting     every rank says in a few numbers what it is about to do and whether it can; nobody goes on before all
+#     have
+#   operation   what that is: "train_step", "save", ...
+#   said        with what: see csc.runtime.meeting
+#   broken      some rank may have done what others have not: nothing is done together any more
+#
+#     meeting = Meeting.of_all(timeout)                   every rank makes it; Meeting() where there is one process
+#     meeting.hold("train_step", make) -> result          `make` returns (what it says, result)
+#     meeting.heard("train_step", make) -> (result, [Heard])    the same, and the numbers that each rank said
+#     meeting.total("clip_grad_norm_", make) -> float     `make` returns a number; the sum over ranks, in their order
+#     meeting.texts("samples", text) -> [text]            of all ranks, who have just agreed to tell each other
+#     meeting.failed(error) -> error                      a rank could not finish what was agreed on: what to raise
+#     meeting.turn("train_step")                          one call at a time: InputError to a second thread
+#
+# A rank that raises in `make` still comes, and all raise for the same step. It costs one small all_gather of a gloo
+# group of its own; only if something is amiss, texts travel as well. Nothing is unpickled.
+
 
 MIDDLE = "the middle of a step"
 STEP, FIRST_STEP, OWN_SAMPLES = "train_step", "the first step of its size", "the samples of a step"
@@ -297,3 +669,108 @@ class Meeting:
         return (
             f"in step {self.step}" if operation in (*STEPS, OWN_SAMPLES) else f"at '{operation}' after step {self.step}"
         )
+
+
+# --- One rank makes something, the others get it as bytes; or all raise the same error -------------------------------
+#
+# Terms: the *first* rank is rank 0 of the default process group. Names and sizes travel as JSON, contents as they are,
+# in chunks: nothing is unpickled. The group is a gloo one of its own, whose timeout is that of a long compilation.
+
+
+LONGEST_MAKING = timedelta(hours=24)  # of a compilation that others wait for
+CHUNK = 32 * 2**20  # bytes
+
+Files = Mapping[str, bytes]
+
+
+def broadcast_group() -> dist.ProcessGroup:
+    """A group of all ranks. All of them call it."""
+    return dist.new_group(backend="gloo", timeout=LONGEST_MAKING)
+
+
+def first_makes(make: Callable[[], Files | None], group: dist.ProcessGroup) -> dict[str, bytes] | None:
+    """What `make` returns on the first rank, on every rank; on the others `make` is not called.
+
+    Raises, on every rank, the CscError that `make` raises; another error of it goes on as it is on the first rank, and
+    as a CscError elsewhere. RankLost if the first rank goes away.
+    """
+    if dist.get_rank() != 0:
+        return _received(group)
+    try:
+        made = make()
+    except BaseException as error:  # from the keyboard, too: the others would wait for a day
+        _send({"error": told(error, "rank 0 failed while it compiled")}, {}, group)
+        raise
+    listed = None if made is None else [[name, len(content)] for name, content in made.items()]
+    _send({"files": listed}, made or {}, group)
+    return None if made is None else dict(made)
+
+
+def told(error: BaseException, doing: str) -> list[str]:
+    """An error as texts that `heard` makes one of again. doing: a clause, for what is no CscError."""
+    if isinstance(error, CscError):
+        return [type(error).__name__, error.what, error.where, error.remedy]
+    said = (str(error).strip().splitlines() or [""])[0]
+    return ["CscError", f"{doing}: {type(error).__name__}: {said}", "", "See its own output"]
+
+
+def heard(texts: Sequence[str]) -> CscError:
+    """The error that another rank has told of."""
+    kind, what, where, remedy = texts
+    found: type[CscError] = getattr(errors, kind, CscError)
+    return found(what, where, remedy)
+
+
+def _send(header: Mapping[str, Any], files: Files, group: dist.ProcessGroup) -> None:
+    text = json.dumps(header).encode()
+    _broadcast(torch.tensor([len(text)]), group)
+    _broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), group)
+    content = bytearray(b"".join(files.values()))
+    for start in range(0, len(content), CHUNK):
+        _broadcast(torch.frombuffer(content[start : start + CHUNK], dtype=torch.uint8), group)
+
+
+def _received(group: dist.ProcessGroup) -> dict[str, bytes] | None:
+    length = torch.zeros(1, dtype=torch.int64)
+    _broadcast(length, group)
+    header = json.loads(_bytes(int(length), group))
+    if "error" in header:
+        raise heard(header["error"])
+    if header["files"] is None:
+        return None
+    total = sum(size for _, size in header["files"])
+    content = b"".join(_bytes(min(CHUNK, total - start), group) for start in range(0, total, CHUNK))
+    files, start = {}, 0
+    for name, size in header["files"]:
+        files[name] = content[start : start + size]
+        start += size
+    return files
+
+
+def _bytes(size: int, group: dist.ProcessGroup) -> bytes:
+    chunk = torch.empty(size, dtype=torch.uint8)
+    _broadcast(chunk, group)
+    return chunk.numpy().tobytes()
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    with answering("a rank", "the program was handed out"):
+        dist.broadcast(tensor, src=0, group=group)
+
+
+@contextmanager
+def answering(who: str, doing: str) -> Iterator[None]:
+    """RankLost in place of what a process group raises, or a CscError of what its backend does not do. who: went away;
+    doing: meanwhile, a clause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise cannot(error, doing, f"rank {dist.get_rank()}") from error
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        raise RankLost(
+            f"{who} went away while {doing} ({said})",
+            f"rank {dist.get_rank()}",
+            "Look at the output of the others for the cause, then start again",
+        ) from error

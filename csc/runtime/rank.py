@@ -1,30 +1,133 @@
-"""A rank: one position of the mesh with what it needs to run its part of a program.
-
-Terms: a rank's *position* is its index on the pp axis, its *cp rank* and *tp rank* those on the cp and the tp axis, its
-*replicas* those whose samples it works on. They are one, but at a position that replicas share: there the rank does
-each action of the schedule for all of them, and numbers their microbatches in turns.
-
-    Rank(program, rank, functions, endpoint, constants, device, visibility, met)
-"""
+"""A rank: one position of the mesh with what it needs to run its part of a program."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from csc.ir.groups import Group
 from csc.ir.mesh import Coordinates
 from csc.ir.schedule import Action
 from csc.runtime.loaded_program import LoadedProgram, StageFunctions, Visibility
 from csc.runtime.made_once import Constants
-from csc.runtime.shared_actions import repeated
 from csc.runtime.specs import ContextSpec, StageSpec
-from csc.runtime.tensor_group import Met
-from csc.runtime.transport import Endpoint
+from csc.runtime.transport import Endpoint, Met
+
+# --- Ranges for torch.profiler (and NVTX through it): what a rank runs, by action, stage, microbatch and region ------
+#
+#     ranges = Ranges(stages)
+#     ranges.over(weights)                        weights that tell which region reads them
+#     with ranges.of(action): ...                 "F stage 2 microbatch 5 [layers.4 ... layers.7]", and in it
+#       "layers.4"
+
+
+class Ranges(Mapping[str, torch.Tensor]):
+    """The weights of a rank. A region's functions are called with those below its name, which is when it begins."""
+
+    def __init__(self, stages: Mapping[int, StageSpec]) -> None:
+        self._weights: Mapping[str, torch.Tensor] = {}
+        self._stages = stages
+        self._region: record_function | None = None
+
+    def over(self, weights: Mapping[str, torch.Tensor]) -> Ranges:
+        """Those that the next action reads."""
+        self._weights = weights
+        return self
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    @contextmanager
+    def of(self, action: Action) -> Iterator[None]:
+        """While an action runs."""
+        with record_function(self._name(action)):
+            try:
+                yield
+            finally:
+                self._leave()
+
+    def enters(self, region: str) -> None:
+        """A region begins, and the one before it is done."""
+        self._leave()
+        self._region = record_function(region)
+        self._region.__enter__()
+
+    def _leave(self) -> None:
+        if self._region is not None:
+            self._region.__exit__(None, None, None)
+            self._region = None
+
+    def _name(self, action: Action) -> str:
+        if not action.computes:
+            return str(action)
+        regions = self._stages[action.stage].regions
+        named = regions[0] if len(regions) == 1 else " ... ".join((regions[0], regions[-1])) if regions else "nothing"
+        return f"{action.kind} stage {action.stage} microbatch {action.microbatch} [{named}]"
+
+
+# --- The actions of a rank that several replicas share: those of the schedule, for a microbatch of each --------------
+#
+# Terms: a *turn* is one F, B, W or BW with the messages of its microbatch that come right before it and right behind
+# it.
+#
+# Whatever order of actions is free of deadlock for one replica is so for several, turn by turn: the events of the
+# schedule have an order in which each comes after those that it waits for, and each stands there once for every
+# replica. Nothing but the rank itself waits for what comes before its compute, and no message behind it waits for
+# anything. A turn with two computes would not do: what the second waits for may need the first of another replica.
+# With one stage on a rank there is one channel for each kind between two ranks, whose messages of several replicas
+# come in turns on both.
+
+
+def repeated(actions: Sequence[Action], replicas: int) -> tuple[Action, ...]:
+    """Microbatch m of replica r is number `m * replicas + r`: gradients of each are added in the order of numbers. What
+    is of no microbatch is done once.
+    """
+    if replicas == 1:
+        return tuple(actions)
+    return tuple(
+        one if one.microbatch < 0 else one._replace(microbatch=one.microbatch * replicas + replica)
+        for turn in _turns(actions)
+        for replica in range(replicas if turn[0].microbatch >= 0 else 1)
+        for one in turn
+    )
+
+
+def _turns(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    turn: list[Action] = []
+    for action in actions:
+        computed = any(one.computes for one in turn)
+        if turn and (action.microbatch != turn[0].microbatch or (computed and action.kind != "SEND")):
+            yield turn
+            turn = []
+        turn.append(action)
+        if action.microbatch < 0:
+            yield turn
+            turn = []
+    if turn:
+        yield turn
+
+
+# --- A rank: one position of the mesh with what it needs to run its part of a program --------------------------------
+#
+# Terms: a rank's *position* is its index on the pp axis, its *cp rank* and *tp rank* those on the cp and the tp axis,
+#   its
+# *replicas* those whose samples it works on. They are one, but at a position that replicas share: there the rank does
+# each action of the schedule for all of them, and numbers their microbatches in turns.
 
 
 @dataclass(frozen=True)

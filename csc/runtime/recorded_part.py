@@ -1,25 +1,183 @@
-"""One part of a stage's work (F, B, W or BW) as a device records it once and launches it again.
-
-Terms: a *recorder* records what code launches (csc.devices.DeviceGraphs; tests have one for CPUs). What *leaves* a part
-is copied out of the recorder's memory, within the recording, into places that all parts share; what it *keeps*
-stays in that memory, for parts of the same microbatch.
-
-    Recorder                                     what is asked of one
-    run(leave) -> kept                           a part as code: it calls leave(name, tensor) in order
-    part = RecordedPart(recorder, run, pool, places, device)     warms up, records; UnfitError, any of the recorder's
-    part.launch()                                part.leaving() -> (name, copy) pairs, one by one
-"""
+"""One part of a stage's work (F, B, W or BW) as a device records it once and launches it again, and what it reads."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 
 from csc.kernels.recordable import unfit
-from csc.runtime.graph_places import UnfitError, tensors_in, thin
+from csc.runtime.specs import ParameterSpec
+
+# --- Tensors at lasting addresses, which recorded work reads and writes, and nested values as it is given them -------
+#
+# Terms: a *place* is a tensor that is filled from others of its layout. A *nested* value is a tensor, or a tuple, list
+# or dict of nested values, None among them.
+
+
+class UnfitError(Exception):
+    """Why something is not recorded, in a clause."""
+
+
+class FixedPlaces:
+    """like: what they are filled from first; its values are not read."""
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        self.tensors = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in like]
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether they are laid out alike."""
+        return len(tensors) == len(self.tensors) and all(map(_alike, tensors, self.tensors))
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy them here. ValueError if there are more, fewer, or others."""
+        for place, tensor in zip(self.tensors, tensors, strict=True):
+            if place.shape != tensor.shape or place.dtype != tensor.dtype:
+                came, was = ([one.dtype, list(one.shape)] for one in (tensor, place))
+                raise ValueError(f"{came} came where {was} was recorded")
+            thin(place).copy_(thin(tensor))
+
+
+class NestedCopy:
+    """A nested value once more, for a function that may write over it."""
+
+    def __init__(self, nested: Any) -> None:
+        self._nested, self._places = nested, FixedPlaces(tensors_in(nested))
+
+    def take(self) -> Any:
+        """As the value is now."""
+        self._places.fill(tensors_in(self._nested))
+        return _rebuilt(self._nested, iter(self._places.tensors))
+
+
+def _rebuilt(nested: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Each tensor in its turn, as a new view."""
+    if isinstance(nested, torch.Tensor):
+        return next(tensors).detach()
+    if isinstance(nested, dict):
+        return {name: _rebuilt(one, tensors) for name, one in nested.items()}
+    if isinstance(nested, (tuple, list)):
+        return type(nested)(_rebuilt(one, tensors) for one in nested)
+    return nested
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The stride of a dimension with one place means nothing."""
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device and all(
+        a == b or size == 1 for a, b, size in zip(one.stride(), other.stride(), one.shape)
+    )  # fmt: skip
+
+
+def thin(tensor: torch.Tensor) -> torch.Tensor:
+    """Each entry of an expanded tensor once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def tensors_in(nested: Any) -> list[torch.Tensor]:
+    """In order."""
+    if isinstance(nested, torch.Tensor):
+        return [nested]
+    if nested is None:
+        return []
+    if isinstance(nested, (tuple, list, dict)):
+        several = nested.values() if isinstance(nested, dict) else nested
+        return [tensor for one in several for tensor in tensors_in(one)]
+    raise UnfitError(f"it keeps a {type(nested).__name__}, which is no tensor")
+
+
+def fresh(nested: Any) -> Any:
+    """Whoever takes something out of a list leaves the other one as it was. Operators keep on a tensor what they have
+    made of it (csc.kernels.packing); of a new view they make it again, within the recording.
+    """
+    return _fresh(nested, {})
+
+
+def _fresh(nested: Any, views: dict[int, torch.Tensor]) -> Any:
+    if isinstance(nested, torch.Tensor):
+        return views.setdefault(id(nested), nested.detach())
+    if isinstance(nested, dict):
+        return {name: _fresh(one, views) for name, one in nested.items()}
+    if isinstance(nested, (tuple, list)):
+        return type(nested)(_fresh(one, views) for one in nested)
+    return nested
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also of what is no number."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    flat = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*flat)
+
+
+# --- The parameters of a stage as recordings read them: where they are, or in places of their own --------------------
+#
+# Terms: a parameter *lasts* if a step computes with its own memory; one that is computed with in another dtype is made
+# anew for each step, and *moves*: it has a place that is filled in each step.
+#
+#     weights = GraphWeights(specs, given, copies)     specs: of the stage's parameters; given: what a step computes
+#       with;
+#                                                copies: the places of all stages, by name
+#     weights.values {name: tensor}              what recordings read
+#     weights.take(given) -> bool                before each F: copies moving ones; whether others are where they were
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class GraphWeights:
+    """See the module."""
+
+    def __init__(self, specs: Iterable[ParameterSpec], given: Tensors, copies: dict[str, FixedPlaces]) -> None:
+        there = [spec for spec in specs if spec.name in given]
+        self._moving = [spec.name for spec in there if spec.compute not in (None, spec.dtype)]
+        self._lasting = [spec.name for spec in there if spec.compute in (None, spec.dtype)]
+        self._places = {name: copies.setdefault(name, FixedPlaces([given[name]])) for name in self._moving}
+        self.values = {name: given[name] for name in self._lasting}
+        self.values |= {name: place.tensors[0] for name, place in self._places.items()}
+        self._memory = [_memory(given[name]) for name in self._lasting]
+        self._step: weakref.ref[torch.Tensor] | None = None  # a tensor that each step has anew
+
+    def take(self, given: Tensors) -> bool:
+        """See the module."""
+        first = next((given.get(name) for name in (*self._moving, *self._lasting)), None)
+        if first is not None and self._step is not None and self._step() is first:
+            return True
+        if not all(name in given for name in (*self._lasting, *self._moving)):
+            return False
+        if [_memory(given[name]) for name in self._lasting] != self._memory:
+            return False
+        if not all(place.fits([given[name]]) for name, place in self._places.items()):
+            return False
+        for name, place in self._places.items():
+            place.fill([given[name]])
+        self._step = weakref.ref(first) if first is not None else None
+        return True
+
+
+def _memory(one: torch.Tensor) -> tuple[Any, ...]:
+    """Equal where two lie in the same memory in the same way."""
+    return one.data_ptr(), one.stride(), one.shape, one.dtype, one.device
+
+
+# --- One part of a stage's work (F, B, W or BW) as a device records it once and launches it again --------------------
+#
+# Terms: a *recorder* records what code launches (csc.devices.DeviceGraphs; tests have one for CPUs). What *leaves* a
+# part is copied out of the recorder's memory, within the recording, into places that all parts share; what it *keeps*
+# stays in that memory, for parts of the same microbatch.
+#
+#     Recorder                                     what is asked of one
+#     run(leave) -> kept                           a part as code: it calls leave(name, tensor) in order
+#     part = RecordedPart(recorder, run, pool, places, device)     warms up, records; UnfitError, any of the recorder's
+#     part.launch()                                part.leaving() -> (name, copy) pairs, one by one
+
 
 Name = tuple[str, str]  # what it is, and how the stage calls it
 Leave = Callable[[Name, torch.Tensor], None]
@@ -117,3 +275,98 @@ def only_fit(device: torch.device) -> Any:
             return results
 
     return OnlyFit()
+
+
+# --- A stage's F without what it makes of the batch alone: masks, position tables, labels come from outside ----------
+#
+# Terms: *tables* are what functions of layers/tables.py return. They are made as they are, outside of what a device
+# records: packing a mask waits for values. A recording reads them where it reads the batch.
+
+
+Forward = Callable[..., Any]
+LAYERS = "layers"  # the name by which a rank's file has its layer files
+
+
+class Asked:
+    """See the module."""
+
+    def __init__(
+        self, forward: Forward, batch: Mapping[str, Any], received: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        self.tables: dict[str, tuple[torch.Tensor, ...]] = {}
+        noting = _Noting(batch)
+
+        def make(name: str) -> tuple[torch.Tensor, ...]:
+            self.tables[name] = table(forward, name)(batch, constants)
+            return self.tables[name]
+
+        self.sent, self.saved = _with(forward, make)(noting, received, weights, constants)
+        self.entries = list(noting.read)
+
+
+def table(forward: Forward, name: str) -> Callable[..., Any]:
+    """A function of layers/tables.py."""
+    found: Callable[..., Any] = getattr(_tables_of(forward), name)
+    return found
+
+
+def handed(forward: Forward, tables: Mapping[str, tuple[torch.Tensor, ...]]) -> Forward:
+    """See the module."""
+    return _with(forward, tables.__getitem__)
+
+
+def _tables_of(forward: Forward) -> Any:
+    return getattr(_globals(forward).get(LAYERS), "tables", None)
+
+
+def _globals(forward: Forward) -> dict[str, Any]:
+    return forward.__globals__ if isinstance(forward, FunctionType) else {}
+
+
+def _with(forward: Forward, make: Callable[[str], tuple[torch.Tensor, ...]]) -> Forward:
+    """The same code, over `layers` whose tables are made so: other ranks of this process share the module itself."""
+    if LAYERS not in _globals(forward):
+        return forward
+    assert isinstance(forward, FunctionType)
+    own = {**forward.__globals__, LAYERS: _Layers(forward.__globals__[LAYERS], make)}
+    made = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+class _Layers:
+    """The layer files, but for the tables."""
+
+    def __init__(self, layers: Any, make: Callable[[str], tuple[torch.Tensor, ...]]) -> None:
+        self._layers, self.tables = layers, _Tables(make)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layers, name)
+
+
+class _Tables:
+    """Functions that are made so."""
+
+    def __init__(self, make: Callable[[str], tuple[torch.Tensor, ...]]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda batch, constants: self._make(name)
+
+
+class _Noting(Mapping[str, Any]):
+    """The batch, and the names of what was read of it."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self._batch, self.read = batch, dict[str, None]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read[name] = None
+        return self._batch[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._batch)
+
+    def __len__(self) -> int:
+        return len(self._batch)

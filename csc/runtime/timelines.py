@@ -22,8 +22,8 @@ import torch.distributed as dist
 from csc.ir.groups import Group
 from csc.ir.schedule import Action, parse
 from csc.runtime.executor import Timed
+from csc.runtime.meeting import gathered_texts
 from csc.runtime.specs import Manifest
-from csc.runtime.texts import gathered_texts
 from csc.simulation.timeline import Event, Timeline, Transfer, to_json
 
 Traces = Mapping[int, Sequence[Timed]]

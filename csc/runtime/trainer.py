@@ -1,19 +1,4 @@
-"""The Trainer: a loaded program with its weights, ready for training steps.
-
-Terms: *this process' ranks* are all of them with the in-process transport, and one under torchrun. Its
-parameters are those that these ranks hold; ranks of one process share one nn.Parameter for a parameter that
-several of them hold.
-
-    Trainer(program, weights=None, transport=None, device=None, trace=False)
-    .add(program)                   the same model for microbatches of other sizes
-    .train_step(batch) -> loss      .clip_grad_norm_(max_norm) -> norm      .zero_grad()
-    .ready(batch), .run(dealt)      the two halves of `train_step`: what may fail on one rank, and what all do
-    .prepare(batch)                 what `train_step` of that batch will need, ahead of it
-    .named_parameters()             .parameters()                           .state_dict()
-    .load(path)                     .save(directory)                        .collect(into)
-
-Any torch optimizer over `.parameters()` makes the step; the same one on every rank.
-"""
+"""The Trainer: a loaded program with its weights, ready for training steps."""
 
 from __future__ import annotations
 
@@ -36,35 +21,94 @@ from torch import nn
 from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import Group
-from csc.runtime import batches, context_group, seeds, weights
+from csc.runtime import batches, context, executor, weights
+from csc.runtime.batches import Microbatch
 from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
-from csc.runtime.data_shards import DataShards
-from csc.runtime.encoding import Encoding
-from csc.runtime.executor import Ahead, StepResult, Timed, Within, interleave, step
-from csc.runtime.graphed_programs import GraphedPrograms
-from csc.runtime.loaded_program import LoadedProgram, functions, visibility
-from csc.runtime.loss_terms import Losses
-from csc.runtime.meeting import Heard, Meeting
-from csc.runtime.metrics import counted, metrics
-from csc.runtime.own_parameters import OwnParameters
-from csc.runtime.parameter_gradients import receive, taken
+from csc.runtime.executor import Ahead, Encoding, StepResult, Timed, Within, interleave, step
+from csc.runtime.graphed_stage import GraphedPrograms
+from csc.runtime.loaded_program import LoadedProgram, check_member, functions, is_part, visibility
+from csc.runtime.loss import Losses, StepLoss
+from csc.runtime.meeting import NOTHING, Heard, Meeting, Said
+from csc.runtime.parameters import DataShards, Kept, OwnParameters, met_of, receive, taken
 from csc.runtime.rank import Rank
-from csc.runtime.shape_variants import check_member, is_part
-from csc.runtime.shards import Kept, met_of
-from csc.runtime.step_loss import StepLoss
-from csc.runtime.threads import together
-from csc.runtime.transport import InProcess, Transport
-from csc.runtime.words import NOTHING, Said
+from csc.runtime.specs import Manifest, StepCounts
+from csc.runtime.transport import InProcess, Transport, together
 
 if TYPE_CHECKING:
-    from csc.runtime.function_folder import FunctionFolder
-    from csc.runtime.fused_members import FusedMembers
+    from csc.runtime.compile_pool import FunctionFolder
+    from csc.runtime.fusing import FusedMembers
+
+
+# --- What a step was: its loss, its size and its speed, as numbers for a log -----------------------------------------
+#
+# Terms
+#   counts    of one replica's microbatches: tokens, samples, and the FLOPs that its ranks spend on them
+#   peak      FLOP/s of a device, as the plan's hardware profile has them for the dtype that is computed in
+#   MFU       model FLOPs of the step over what all devices could do in that time (PaLM, Chowdhery et al. 2022); what
+#     is
+#             computed again for lack of memory is not counted
+#
+# Tokens are those that count in attention_mask, where the program reads one; else all places of the token ids.
+
+
+TOKENS = ("input_ids", "decoder_input_ids", "labels")
+
+
+def counted(manifests: Sequence[Manifest], microbatches: Sequence[Microbatch]) -> StepCounts:
+    """What one replica's microbatches are."""
+    tokens, samples, flops = 0, 0, 0.0
+    for one in microbatches:
+        manifest = manifests[one.program]
+        text = _text(one.tensors)
+        if text is not None:
+            mask = one.tensors.get("attention_mask")
+            places = mask is not None and mask.shape == text.shape and not mask.is_meta and mask.device.type == "cpu"
+            tokens += int(mask.count_nonzero()) if places and mask is not None else text.numel()
+            samples += len(text)
+        flops += manifest.flops
+    return StepCounts(float(tokens), float(samples), float(flops))
+
+
+def _text(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The token ids, or what is most like them."""
+    known = [tensors[name] for name in TOKENS if name in tensors]
+    whole = [one for one in tensors.values() if one.dim() and not one.is_floating_point()]
+    return next(iter([*known, *whole, *(one for one in tensors.values() if one.dim())]), None)
+
+
+def metrics(
+    loss: torch.Tensor, counts: StepCounts, seconds: float, manifest: Manifest, device: torch.device
+) -> dict[str, float]:
+    """counts: of all replicas. Seconds, rates and memory are this process'; the others the same on every rank."""
+    found = {
+        "loss": float(loss),
+        "tokens": counts.tokens,
+        "samples": counts.samples,
+        "seconds": seconds,
+        "tokens_per_second": counts.tokens / seconds,
+        "samples_per_second": counts.samples / seconds,
+        "peak_memory": float(devices.peak_memory(device)),
+    }
+    peak = manifest.plan.get("peak_flops")
+    if isinstance(peak, (int, float)) and peak > 0 and counts.flops:
+        found["mfu"] = counts.flops / (seconds * peak * manifest.mesh.size)
+    return found
+
+
+# --- The Trainer: a loaded program with its weights, ready for training steps ----------------------------------------
+#
+# Terms: *this process' ranks* are all of them with the in-process transport, and one under torchrun. Its parameters
+# are those that these ranks hold; ranks of one process share one nn.Parameter for a parameter that several of them
+# hold.
+#
+# Any torch optimizer over `.parameters()` makes the step; the same one on every rank.
+
 
 log = logging.getLogger("csc")
 
 UNEVEN, STALE, NOTHING_AHEAD = 1, 2, 4  # what ranks say before a step, as bits
-FUSED = 8  # times what csc.runtime.fused_program says
+FUSED = 8  # times what csc.runtime.fusing says
 SAID = 8 * FUSED  # above all of them
 
 Weights = Mapping[str, torch.Tensor]
@@ -78,10 +122,10 @@ class Trainer:
     DIR/weights.safetensors. transport: None takes the default process group if there is one of the program's size, else
     all ranks run in this process. trace: keep when each action ran, in `timeline`. timeout: seconds without an answer
     until another process counts as lost. meeting: where this model's ranks agree on steps; None: one of its own.
-    fused: compile the templates' functions with Inductor; see csc.runtime.inductor. artifacts: where it keeps what it
-    makes. is_profiled: asked in each step whether a profiler is on, which ranges are for (csc.runtime.ranges). within:
+    fused: compile the templates' functions with Inductor; see csc.runtime.fusing. artifacts: where it keeps what it
+    makes. is_profiled: asked in each step whether a profiler is on, which ranges are for (csc.runtime.rank). within:
     makes a context for what computes. kept: shards of a trainer before (`shards`). data: what this process steps of
-    parameters that data-parallel ranks divide, of a trainer before (`data`). graphs: see csc.runtime.graphed_programs.
+    parameters that data-parallel ranks divide, of a trainer before (`data`). graphs: see csc.runtime.graphed_stage.
 
     InputError or ProgramError, before any step, for whatever does not fit; RankLost if a peer goes away.
     """
@@ -116,7 +160,7 @@ class Trainer:
         self.trace = trace
         self.ahead: Ahead | None = None  # see csc.runtime.executor
         self.timeline: dict[int, list[Timed]] = {}
-        self.metrics: dict[str, float] = {}  # of the last step: see csc.runtime.metrics
+        self.metrics: dict[str, float] = {}  # of the last step: see csc.runtime.trainer
         self._losses: Losses | None = None  # of the last step
 
     def add(self, program: LoadedProgram) -> None:
@@ -197,7 +241,7 @@ class Trainer:
 
         Returns the loss of the whole batch, a 0-d CPU tensor, the same bits on every rank. `microbatches` may
         only repeat the number that the program was compiled for. `drawn`: the seed of a step that is compared with
-        another program's (csc.runtime.seeds); None: it is drawn. InputError before any data moves; CscError, with the
+        another program's (csc.runtime.executor); None: it is drawn. InputError before any data moves; CscError, with the
         microbatches whose loss is not finite; StepFailed if another rank could not do the step. With all of these every
         `p.grad` is left as it was, on every rank, and the next step is in order. RankLost.
         """
@@ -284,7 +328,7 @@ class Trainer:
         used = [spec for spec in self.program.manifest.parameters if spec.name in self.own.values]
         working = {spec.name: _as(self.own.values[spec.name].detach(), spec.compute or spec.dtype) for spec in used}
         if drawn is None:
-            drawn = seeds.draw() if self.program.manifest.random else 0
+            drawn = executor.draw() if self.program.manifest.random else 0
         runs, profiled, calls = {}, self._is_profiled(), []
         for index, rank in enumerate(self._ranks):
             given = dealt.of_rank(rank)
@@ -310,7 +354,7 @@ class Trainer:
         """Plan where the tokens of a coming batch will be, so that its `train_step` finds that done. Nothing to do
         without cp. Any one thread may call it while another trains; `steps`: how many batches it is ahead at most.
         """
-        most = max(len(context_group.contexts(rank)) for rank in self._ranks)
+        most = max(len(context.contexts(rank)) for rank in self._ranks)
         if not most:
             return
         alone = isinstance(self.transport, InProcess)
@@ -320,8 +364,8 @@ class Trainer:
                 first.endpoint.recent.keep(2 * (steps + 1) * most * len(dealt.all))
                 for microbatch in dealt.of_rank(first):
                     rank = self._members[microbatch.program][index]
-                    names = [name for spec in context_group.contexts(rank) for name in spec.inputs]
-                    context_group.prepare(rank, self._on_device(microbatch.tensors, names))
+                    names = [name for spec in context.contexts(rank) for name in spec.inputs]
+                    context.prepare(rank, self._on_device(microbatch.tensors, names))
 
     def _on_device(self, microbatch: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
         return {name: microbatch[name].to(self.device) for name in dict.fromkeys(names)}
@@ -386,7 +430,7 @@ def flags(heard: Sequence[Heard]) -> int:
 def _members(
     program: LoadedProgram, folder: FunctionFolder | None, device: torch.device, ranks: Sequence[int]
 ) -> FusedMembers:
-    from csc.runtime.fused_members import FusedMembers  # which imports what only compiled functions need
+    from csc.runtime.fusing import FusedMembers  # which imports what only compiled functions need
 
     return FusedMembers(folder, device, [program.manifest.mesh.coordinates(rank).pp for rank in ranks])
 

@@ -1,34 +1,329 @@
-"""Transports: how ranks exchange values. Here what one must do, and one with all ranks in this process.
-
-Terms: an *endpoint* is one rank's side of a transport. A *ticket* stands for a sum over ranks that has been
-started. Messages of a channel arrive in the order in which they were sent.
-
-    Transport                  the ranks of this process, their endpoints, sums over processes
-    Endpoint                   send, post, receive, drain, and start_ and finish_ of sum, scatter, gather, exchange
-    InProcess(program)         mailboxes; a receive that is not there yet returns None
-    laid_out(message, values)  the values of a message, checked and brought to its strides
-
-The c10d transport is in csc.runtime.c10d.
-"""
+"""Transports: how ranks exchange values. Here what one must do, and one with all ranks in this process."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from csc.errors import ProgramError
+from csc import devices
+from csc.errors import CscError, ProgramError
 from csc.ir.groups import Group
 from csc.ir.schedule import Action, Message
+from csc.kernels import packing
+from csc.kernels.collectives import numbered
+from csc.kernels.mask import Mask, counts
+from csc.kernels.packing import Form
+from csc.planning.dispatch import EMPTY, FULL, PARTIAL, Dispatch, LayerMask, Rates, Workload, plan
 from csc.runtime.consistency import Shared
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import Meeting
-from csc.runtime.specs import Manifest, MessageSpec, ValueSpec
-from csc.runtime.spread import Recent
-from csc.runtime.threads import Turns
+from csc.runtime.specs import ContextSpec, Manifest, MessageSpec, ValueSpec
+
+# --- Where the tokens of one microbatch are: dispatched in blocks to the ranks of a context-parallel group -----------
+#
+# Terms
+#   slot     a place in a rank's tensors; slots beyond the rank's tokens are padding
+#   part     keys that a rank's queries see: its own, or those that come from the other ranks (foreign)
+#
+# A plan is made for one mask or several (layers may differ), for all samples of the microbatch together.
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """tokens[r]: int64, the tokens of rank r, ascending. needs[m][r]: bool [blocks], the key blocks it needs of mask m.
+
+    dispatch: which rank each block is on, and what that takes by the model.
+    """
+
+    block: int
+    tokens: tuple[torch.Tensor, ...]
+    needs: tuple[np.ndarray, ...]
+    dispatch: Dispatch
+
+    def blocks(self, rank: int) -> torch.Tensor:
+        """int64: the blocks of a rank, ascending. They fill its slots from the first on, each `block` of them."""
+        return torch.from_numpy(np.flatnonzero(self.dispatch.ranks_of_blocks == rank))
+
+    def held(self, mask: int | None, rank: int, owner: int) -> torch.Tensor:
+        """int64: the blocks of `owner` whose keys `rank` needs under a mask, ascending; all of them without one."""
+        if mask is None:
+            return self.blocks(owner)
+        needed = self.needs[mask][rank] & (self.dispatch.ranks_of_blocks == owner)
+        return torch.from_numpy(np.flatnonzero(needed))
+
+    def collective(self, heads: int, kv_heads: int) -> str:
+        """The cheapest way by the model to bring queries and keys of so many heads together."""
+        prepared = self.dispatch.prepared
+        work = replace(prepared.workload, heads=heads, kv_heads=kv_heads)
+        return replace(self.dispatch, prepared=replace(prepared, workload=work)).collective
+
+
+def spread(spec: ContextSpec, masks: Sequence[Mask]) -> Spread:
+    """Dispatch the blocks of a sequence so that the ranks' attention takes least time by the model."""
+    tables = [_tiles(mask, spec) for mask in masks]
+    layers = tuple(
+        LayerMask(tile, layers=kind.layers / len(table)) for kind, table in zip(spec.masks, tables) for tile in table
+    )
+    rates = Rates(spec.tile_seconds, spec.block_seconds)
+    dispatch = plan(Workload(layers, spec.tokens, spec.block, spec.ranks, rates))
+    owner = dispatch.ranks_of_blocks
+    tokens = torch.arange(spec.tokens)
+    of_token = torch.from_numpy(owner)[tokens // spec.block]
+    seen = [(table != EMPTY).any(0) for table in tables]
+    needs = tuple(np.stack([one[owner == rank].any(0) for rank in range(spec.ranks)]) for one in seen)
+    return Spread(spec.block, tuple(tokens[of_token == rank] for rank in range(spec.ranks)), needs, dispatch)
+
+
+def _tiles(mask: Mask, spec: ContextSpec) -> np.ndarray:
+    """int8 [B, blocks, blocks]: EMPTY, PARTIAL or FULL."""
+    visible = counts(mask, spec.block, spec.block)
+    sizes = torch.full((visible.shape[1],), spec.block)
+    sizes[-1] = spec.tokens - spec.block * (len(sizes) - 1)
+    full = visible == sizes[:, None] * sizes[None, :]
+    kinds = torch.where(full, FULL, torch.where(visible > 0, PARTIAL, EMPTY))
+    return kinds.to(torch.int8).numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Masks, how their tokens are spread, and what each rank has planned for them (csc.runtime.context)."""
+
+    spec: ContextSpec
+    masks: tuple[Mask, ...]
+    spread: Spread
+    plans: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Recent:
+    """The last few spreads: microbatches and steps often have equal masks. The ranks of a process share them.
+
+    asked: of each spec, the ways of attention that plans were asked for: what the next plan will be asked for too.
+    """
+
+    most: int = 8
+    known: list[Known] = field(default_factory=list)
+    asked: dict[ContextSpec, set[Any]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, spec: ContextSpec, masks: Sequence[Mask]) -> Known:
+        """How these masks' tokens are spread. Masks are compared element by element."""
+        with self.lock:
+            found = self._latest(spec, masks)
+        if found is None:  # planned without the lock: another thread may plan the next batch meanwhile
+            kept = tuple(_copy(mask) for mask in masks)  # a caller may write the next batch into the same memory
+            made = Known(spec, kept, spread(spec, kept))
+            with self.lock:
+                found = self._latest(spec, masks) or made
+                if found is made:
+                    del self.known[: max(0, len(self.known) + 1 - self.most)]
+                    self.known.append(made)
+        return found
+
+    def keep(self, most: int) -> None:
+        """Keep at least so many from now on."""
+        self.most = max(self.most, most)
+
+    def _latest(self, spec: ContextSpec, masks: Sequence[Mask]) -> Known | None:
+        """What is known of equal masks, which thereby are the latest that were asked for."""
+        found = next((one for one in self.known if one.spec == spec and _equal(one.masks, masks)), None)
+        if found is not None:
+            self.known.remove(found)
+            self.known.append(found)
+        return found
+
+
+def _tensors(mask: Mask) -> list[torch.Tensor]:
+    return [one for one in (mask.ranges, mask.admits, mask.kinds) if one is not None]
+
+
+def _equal(some: Sequence[Mask], others: Sequence[Mask]) -> bool:
+    pairs = [(_tensors(one), _tensors(other)) for one, other in zip(some, others, strict=True)]
+    return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs)
+
+
+def _copy(mask: Mask) -> Mask:
+    admits, kinds = (None if one is None else one.clone() for one in (mask.admits, mask.kinds))
+    return Mask(mask.ranges.clone(), admits, kinds, mask.keys)
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """One part of a rank's attention. keys: the tokens of its first slots of keys; packed, form: its mask."""
+
+    keys: torch.Tensor
+    packed: torch.Tensor
+    form: Form
+
+    @property
+    def numbers(self) -> tuple[int, bool, int, int]:
+        """What csc::attention takes behind a packed mask."""
+        return self.form.rules, self.form.kinds, self.form.block_q, self.form.block_k
+
+
+def parts(
+    mask: Mask, where: Spread, number: int, rank: int, shard: int, blocks: tuple[int, int], device: torch.device,
+    everything: bool = False,
+) -> tuple[AttentionPart | None, AttentionPart | None]:  # fmt: skip
+    """A rank's attention under the mask of this number, to its own keys as they are and to whole foreign blocks in
+    ascending order; None for a part that none of its queries sees, unless `everything` is brought to all.
+
+    mask: of the whole sequence, on the CPU. shard: slots of a rank. blocks: see csc.kernels.attention.blocks.
+    """
+    own, others = where.tokens[rank], [owner for owner in range(len(where.tokens)) if owner != rank]
+    lent = [where.held(None if everything else number, rank, owner) for owner in others]
+    blocks_of = torch.cat(lent).sort().values
+    foreign = (blocks_of[:, None] * where.block + torch.arange(where.block)).flatten()
+    width = len(foreign)
+    foreign = foreign[foreign < mask.keys]
+    sees_own = len(where.held(number, rank, rank)) > 0
+    return (
+        attention_part(mask, own, shard, own, shard, blocks, device) if sees_own else None,
+        attention_part(mask, foreign, width, own, shard, blocks, device) if width else None,
+    )
+
+
+def attention_part(
+    mask: Mask, keys: torch.Tensor, width: int, own: torch.Tensor, shard: int, blocks: tuple[int, int],
+    device: torch.device,
+) -> AttentionPart:  # fmt: skip
+    """The mask between tokens `own`, then padding up to `shard`, and tokens `keys`, then padding up to `width`."""
+    rows = mask.ranges[:, :, own].long()
+    ranges = torch.zeros(mask.batch, mask.rules, shard, 2, dtype=torch.int32)
+    ranges[:, :, : len(own)] = torch.searchsorted(keys, rows.contiguous())
+    admits = kinds = None
+    if mask.admits is not None and mask.kinds is not None:
+        admits = torch.zeros(mask.batch, mask.rules, shard, dtype=torch.int64)
+        admits[:, :, : len(own)] = mask.admits[:, :, own]
+        kinds = torch.zeros(mask.batch, width, dtype=torch.int64)
+        kinds[:, : len(keys)] = mask.kinds[:, keys]
+    local = Mask(ranges, admits, kinds, width)
+    form = Form(mask.rules, kinds is not None, shard, width, *blocks)
+    return AttentionPart(keys, packing.pack(local, *blocks).to(device), form)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: AttentionPart, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """csc::attention of a part."""
+    return torch.ops.csc.attention(q, k, v, one.packed, *one.numbers, scale, softcap)
+
+
+def backward(
+    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    one: AttentionPart, scale: float, softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """csc::attention_backward of a part; out and lse may be those of all parts together."""
+    return torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, one.packed, *one.numbers, scale, softcap)
+
+
+# --- The ranks of one process as threads that take turns, for programs whose ranks meet in the middle of an ... ------
+#
+# Context-parallel attention waits for other ranks within F and B, where an executor cannot step aside. So each rank
+# gets a thread, and one of them runs at a time: a thread that waits gives the turn away. When all wait, nobody can go
+# on.
+
+
+class _Stopped(Exception):
+    """Another rank failed; its error is the one to show."""
+
+
+@dataclass
+class Turns:
+    """A lock that whoever runs holds, and what the others wait for."""
+
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    running: int = 0
+    version: int = 0
+    waits: dict[str, str] = field(default_factory=dict)  # of those who wait since the last change, by thread
+    failure: BaseException | None = None
+
+    def changed(self) -> None:
+        """Something that others may wait for has happened. The caller has the turn."""
+        self.version += 1
+        self.waits.clear()
+        self.condition.notify_all()
+
+    def wait(self, what: str) -> None:
+        """Give the turn away until something has changed. CscError if nobody is left who could change anything."""
+        self.waits[threading.current_thread().name] = what
+        version = self.version
+        self._check()
+        while self.version == version and self.failure is None:
+            self.condition.wait()
+        if self.failure is not None:
+            raise _Stopped
+
+    def fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self.condition.notify_all()
+
+    def leave(self) -> None:
+        """A rank is done."""
+        self.running -= 1
+        self._check()
+
+    def _check(self) -> None:
+        if self.running and len(self.waits) == self.running and self.failure is None:
+            listed = "; ".join(f"{rank} waits at '{what}'" for rank, what in sorted(self.waits.items()))
+            self.fail(CscError(f"no rank can go on: {listed}", "executor", "Check schedule.txt"))
+
+
+def together(runs: Mapping[int, Generator[str, None, Any]], turns: Turns) -> dict[int, Any]:
+    """Run the ranks' generators to their ends, each in a thread. Raises what the first one to fail raised.
+
+    No thread outlives the call, whatever ends it, and the same turns can be taken again.
+    """
+    results: dict[int, Any] = {}
+    turns.running, turns.failure = len(runs), None
+    turns.waits.clear()
+    place = devices.current()  # each thread has its own
+
+    def drive(rank: int, run: Generator[str, None, Any]) -> None:
+        with turns.condition, torch.no_grad():
+            try:
+                devices.use(place)
+                while turns.failure is None:
+                    turns.wait(next(run))
+            except StopIteration as end:
+                results[rank] = end.value
+                turns.leave()
+            except _Stopped:
+                pass
+            except BaseException as error:
+                turns.fail(error)
+            finally:
+                run.close()
+
+    threads = [threading.Thread(target=drive, args=item, name=f"rank {item[0]}", daemon=True) for item in runs.items()]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as interruption:  # from the keyboard: the ranks stop where they wait next
+        with turns.condition:
+            turns.fail(interruption)
+        for thread in threads:
+            thread.join()
+    failure, turns.failure = turns.failure, None  # it holds on to what its frames hold
+    if failure is not None:
+        raise failure
+    return results
+
+
+# --- Transports: how ranks exchange values. Here what one must do, and one with all ranks in this process ------------
+#
+# Terms: an *endpoint* is one rank's side of a transport. A *ticket* stands for a sum over ranks that has been started.
+# Messages of a channel arrive in the order in which they were sent.
+#
+# The c10d transport is in csc.runtime.c10d.
 
 
 class Endpoint(Protocol):
@@ -357,3 +652,164 @@ class _Local:
 
     def drain(self) -> None:
         """Nothing is under way."""
+
+
+# --- Blocks of tokens that the ranks of a context-parallel group send each other -------------------------------------
+#
+# Terms
+#   blocks   a tensor [n, B, block, H, D], one entry for each block of tokens: what is dispatched as a whole moves as a
+#            whole, in long copies. The sequence's last block may be short; the rest of it is padding that no query
+#              sees.
+#   places   which blocks: a slice where they follow each other, else int64 [n]
+#
+#     Group(endpoint, index, members)          .start(sends, receives, why) -> ticket, .finish(ticket) -> what came
+#     places(indices, device) -> Places        count(places), taken(blocks, places), put(..), added(..), room(..)
+#     in_blocks(x, block)                      [B, H, t, D] as blocks: a view
+#     in_heads(empty_blocks(..))               and back
+
+
+Places = slice | torch.Tensor
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One rank's side of a group. index: its index in it; members: the ranks by index."""
+
+    endpoint: Endpoint
+    index: int
+    members: tuple[int, ...]
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other indices, ascending."""
+        return tuple(index for index in range(len(self.members)) if index != self.index)
+
+    def start(self, sends: Mapping[int, Tensors], receives: Mapping[int, Tensors], why: str) -> Any:
+        """Send tensors to other members, announce some from them: what comes may be written into `receives`."""
+        ranks = self.members
+        return self.endpoint.start_exchange(
+            {ranks[index]: tensors for index, tensors in sends.items()},
+            {ranks[index]: tensors for index, tensors in receives.items()},
+            why,
+        )
+
+    def finish(self, ticket: Any) -> dict[int, Tensors]:
+        """What came, by index. It is to be read only: in one process it is the sender's."""
+        found = self.endpoint.finish_exchange(ticket)
+        return {index: found[rank] for index, rank in enumerate(self.members) if rank in found}
+
+
+def places(indices: torch.Tensor, device: torch.device) -> Places:
+    """int64 [n] on the CPU as a slice if it counts up by one, else on a device."""
+    first = int(indices[0]) if len(indices) else 0
+    if torch.equal(indices, torch.arange(first, first + len(indices))):
+        return slice(first, first + len(indices))
+    return indices.to(device)
+
+
+def count(chosen: Places) -> int:
+    """How many there are."""
+    return chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
+
+
+def taken(blocks: torch.Tensor, chosen: Places) -> torch.Tensor:
+    """The chosen blocks; a view if they follow each other."""
+    return blocks[chosen] if isinstance(chosen, slice) else blocks.index_select(0, chosen)
+
+
+def put(blocks: torch.Tensor, chosen: Places, given: torch.Tensor) -> None:
+    """Write given blocks to their places."""
+    if not isinstance(chosen, slice):
+        blocks.index_copy_(0, chosen, given)
+    elif blocks[chosen].data_ptr() != given.data_ptr():  # else they have been received there
+        blocks[chosen] = given
+
+
+def added(blocks: torch.Tensor, chosen: Places, given: torch.Tensor) -> None:
+    """Add given blocks to those at their places, each of which comes once."""
+    if isinstance(chosen, slice):
+        blocks[chosen] += given
+    else:
+        blocks.index_add_(0, chosen, given.to(blocks.dtype))
+
+
+def in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
+    """[B, H, t, ...] as blocks [t / block, B, block, H, ...]: a view."""
+    return x.transpose(1, 2).unflatten(1, (-1, block)).transpose(0, 1)
+
+
+def empty_blocks(like: torch.Tensor, blocks: int, block: int) -> torch.Tensor:
+    """[blocks, B, block, H, D] that `in_heads` can view."""
+    batch, heads, _, width = like.shape
+    return like.new_empty((batch, blocks, block, heads, width)).transpose(0, 1)
+
+
+def in_heads(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks of `empty_blocks` as [B, H, t, D]: a view."""
+    return blocks.transpose(0, 1).flatten(1, 2).transpose(1, 2)
+
+
+def room(into: torch.Tensor, chosen: Places) -> torch.Tensor:
+    """Where blocks for these places may be received: there, if that is one stretch of memory."""
+    if isinstance(chosen, slice) and into.shape[1] == 1:
+        return into[chosen]
+    return into.new_empty((count(chosen), *into.shape[1:]))
+
+
+# --- Where the operators of csc.kernels.collectives meet the other ranks ---------------------------------------------
+#
+# met = Met(group, copies)        .number: what stands for it in a call        one rank's place in a group
+
+
+class Met:
+    """Over the endpoint of a rank: between processes, or among threads that take turns.
+
+    copies: what leaves is a copy: whoever calls writes over its tensors, as compiled functions do, while others may
+    not have read them yet.
+    """
+
+    def __init__(self, group: Membership, copies: bool = False) -> None:
+        self._group, self._copies = group, copies
+        self.ranks, self.index = len(group.members), group.index
+        self.number = numbered(self)
+        self._among: dict[int, Met] = {}
+
+    def among(self, each: int) -> Met:
+        """With the neighbours of this rank; see csc.kernels.collectives.GroupExchange."""
+        if each not in self._among:
+            first = self.index // each * each
+            members = self._group.members[first : first + each]
+            self._among[each] = Met(Membership(self._group.endpoint, self.index - first, members), self._copies)
+        return self._among[each]
+
+    def exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What each rank of the group has for this one; see csc.kernels.collectives.GroupExchange."""
+        return self._finished(*self._started(tensors))
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> int:
+        """See csc.kernels.collectives.GroupExchange. What is under way is the endpoint's, which lets go of it where a
+        step fails.
+        """
+        under_way = self._group.endpoint.under_way
+        number = max(under_way, default=-1) + 1
+        under_way[number] = self._started(tensors)
+        return number
+
+    def finish(self, ticket: int) -> list[torch.Tensor]:
+        """See csc.kernels.collectives.GroupExchange."""
+        begun = self._group.endpoint.under_way.pop(ticket, None)
+        if begun is None:
+            raise RuntimeError(f"no collective is under way by the ticket {ticket}")
+        return self._finished(*begun)
+
+    def _started(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
+        me, others = self._group.index, self._group.others
+        own = {id(tensor): tensor.clone() if self._copies else tensor for tensor in tensors}
+        sends = {rank: [own[id(tensors[rank])]] for rank in others}
+        receives = {rank: [torch.empty_like(tensors[me])] for rank in others}
+        return self._group.start(sends, receives, "a collective of a layer"), own[id(tensors[me])]
+
+    def _finished(self, ticket: Any, own: torch.Tensor) -> list[torch.Tensor]:
+        arrived = self._group.finish(ticket)
+        return [own if rank == self._group.index else arrived[rank][0] for rank in range(self.ranks)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from csc.runtime.ranges import Ranges
+from csc.runtime.rank import Ranges
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from csc.check.same_masks import SameMasks
 from csc.driver import checking
 from csc.driver.compiler import Compiler
 from csc.errors import CscError
-from csc.runtime import seeds
+from csc.runtime import executor
 from tests.compiler import small
 from tests.compiler.cache_worker import Lines
 
@@ -81,7 +81,7 @@ def with_dropout(mesh: str) -> list[float]:
     loss = float(compiled.train_step(BATCH))
     draws, count = compiled.trainer().program.manifest.draws, 4 if mesh == "dp=2" else 2
     torch.manual_seed(5)
-    chance = WithoutChance(SameMasks(draws, seeds.draw(), count))
+    chance = WithoutChance(SameMasks(draws, executor.draw(), count))
     return [loss, eager_step(compiled.model, BATCH, {"embed.weight"}, chance=chance).loss]
 
 

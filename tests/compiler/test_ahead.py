@@ -12,7 +12,7 @@ import torch
 
 import csc
 from csc.errors import InputError
-from csc.runtime import context_group, spread
+from csc.runtime import context, transport
 from tests.compiler.conftest import Models
 from tests.models import packed
 
@@ -33,8 +33,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
         return record
 
-    monkeypatch.setattr(spread, "spread", recording("tokens", spread.spread))
-    monkeypatch.setattr(context_group, "KVExchange", recording("keys", context_group.KVExchange))
+    monkeypatch.setattr(transport, "spread", recording("tokens", transport.spread))
+    monkeypatch.setattr(context, "KVExchange", recording("keys", context.KVExchange))
     return seen
 
 

@@ -21,7 +21,7 @@ from csc.check.rounding import moved
 from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError, InputError
 from csc.reports.verification import parting, verify
-from csc.runtime import seeds
+from csc.runtime import executor
 from csc.runtime.trainer import Trainer
 from tests import launching
 from tests.compiler import check_worker, small
@@ -357,7 +357,7 @@ def test_of_several_processes_one_checks_and_all_raise(tmp_path: Path) -> None:
     assert "rank 1 failed while it ran the program: ValueError: no room" in first["errors"][2]
 
     torch.manual_seed(5)
-    assert (first["ran dropped"], second["ran dropped"]) == ([], [seeds.draw()] * 2)  # the training step's masks
+    assert (first["ran dropped"], second["ran dropped"]) == ([], [executor.draw()] * 2)  # the training step's masks
     assert "nothing left to chance" not in " ".join(first["dropped log"])
     assert sum(line.startswith("checked") for line in first["dropped log"]) == 2
     for one, other in zip(first["dropped"], second["dropped"]):

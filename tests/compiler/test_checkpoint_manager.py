@@ -20,7 +20,7 @@ import csc
 from csc.checkpoints import files, restoring, step_index, writing
 from csc.checkpoints.as_json import packed, unpacked
 from csc.errors import InputError
-from csc.runtime.optimizer_state import SteppedParameter, check_whole
+from csc.runtime.optimizer import SteppedParameter, check_whole
 from csc.runtime.specs import ParameterSpec
 from tests import damage
 from tests.compiler import small

@@ -17,7 +17,7 @@ from csc.driver.new_model import compiled_model
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.reports.verification import verify
-from csc.runtime import seeds
+from csc.runtime import executor
 from tests.compiler import small
 from tests.exactness import FLOAT32
 from tests.models import hf
@@ -99,7 +99,7 @@ class Seeded(nn.Module):
         self.p, self.region, self.index, self.seed = p, region, index, torch.tensor(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return DROPOUT(x, self.p, seeds.seed_of(self.seed, self.region), self.index)
+        return DROPOUT(x, self.p, executor.seed_of(self.seed, self.region), self.index)
 
 
 def model(seeded: bool = False) -> small.Dropped:
@@ -120,7 +120,7 @@ def base() -> CompiledModel:
 def test_eager_with_the_same_masks_has_the_same_bits(base: CompiledModel) -> None:
     eager, batch = model(seeded=True), small.text_batch(8, 10)
     torch.manual_seed(3)
-    drawn = seeds.draw()
+    drawn = executor.draw()
     counts = [int((labels[:, 1:] != -100).sum()) for labels in batch["labels"].split(2)]
     total = 0.0
     for i in range(4):
@@ -293,7 +293,7 @@ def gpt2_batch(samples: int) -> dict[str, torch.Tensor]:
 def by_autograd(compiled: CompiledModel, seed: int) -> Step:
     """The step from the forward graphs alone: one microbatch, regions in order, PyTorch's autograd through them."""
     torch.manual_seed(seed)
-    random = torch.tensor(mixed(seeds.draw(), 0))
+    random = torch.tensor(mixed(executor.draw(), 0))
     program, weights = compiled.program, dict(compiled.model.named_parameters())
     entries: dict[Any, torch.Tensor] = {("input", n): t for n, t in compiled.example.items()}
     entries |= {("constant", n): t for n, t in program.constants.items()} | {("random", "seed"): random}
@@ -304,7 +304,7 @@ def by_autograd(compiled: CompiledModel, seed: int) -> Step:
         template = program.templates[region.template]
         values = {("activation", str(i)): made[v] for i, v in enumerate(region.activations)}
         values |= {("shared", own): tables[t] for own, t in zip(template.shared, region.shared)}
-        values |= {("shared", "seed"): seeds.seed_of(random, f"{region.name}.")}
+        values |= {("shared", "seed"): executor.seed_of(random, f"{region.name}.")}
         values |= {("parameter", own): weights[p] for own, p in zip(template.parameters, region.parameters)}
         made.update(zip(region.outputs, _run(template.graph, values)))
     made["loss"].backward()

@@ -9,7 +9,7 @@ import pytest
 
 from csc.errors import InputError
 from csc.reports.energy_report import slack_of
-from csc.runtime.clock_file import read_clocks
+from csc.runtime.clocks import read_clocks
 from csc.runtime.loaded_program import load
 from tests.compiler.test_cli import TARGET, Run, one_capture, run  # noqa: F401  (fixtures)
 

@@ -17,9 +17,8 @@ from torch import nn
 
 import csc
 from csc.errors import InputError
-from csc.runtime import inductor
-from csc.runtime.compiled_function import KeptFunction
-from csc.runtime.flat_tensors import layouts_of, structure_of
+from csc.runtime import fusing
+from csc.runtime.compiled_function import KeptFunction, layouts_of, structure_of
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from tests.compiler import small
@@ -187,16 +186,16 @@ def test_what_one_rank_finds_wrong_is_used_on_none(tmp_path: Path, monkeypatch: 
 
 def _wrong(tokens: int) -> None:
     """What this process reads of functions for so many tokens gives a little more than it should."""
-    read = inductor.KeptFunction.read
+    read = fusing.KeptFunction.read
 
-    def wrong(self: inductor.KeptFunction) -> Any:
+    def wrong(self: fusing.KeptFunction) -> Any:
         found = read(self)
-        if not isinstance(found, inductor.CompiledFunction) or not any(tokens in one[2] for one in self.layouts):
+        if not isinstance(found, fusing.CompiledFunction) or not any(tokens in one[2] for one in self.layouts):
             return found
         artifact = found.artifact
         return replace(found, artifact=lambda *given: [one * 1.001 for one in artifact(*given)])
 
-    inductor.KeptFunction.read = wrong  # type: ignore[method-assign]
+    fusing.KeptFunction.read = wrong  # type: ignore[method-assign]
 
 
 def _switching(mesh: str, wrong: int = 0) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import csc
-from csc.runtime import compiled_function, faster_products, fused_program
+from csc.runtime import compiled_function, fusing
 from tests.exactness import FLOAT32
 
 WIDTH, TOKENS = 128, 192
@@ -33,9 +33,9 @@ class Model(nn.Module):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("prefers", [False, True], ids=["MKL", "oneDNN"])
 def test_the_library_of_compiled_functions(prefers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (onednn, compiled_function, faster_products, fused_program):
+    for module in (onednn, compiled_function, compiled_function, fusing):
         monkeypatch.setattr(module, "least_multiplications", lambda: LEAST if prefers else 0)
-    monkeypatch.setattr(fused_program, "worker_count", lambda: 0)  # they would ask the machine
+    monkeypatch.setattr(fusing, "worker_count", lambda: 0)  # they would ask the machine
     torch.manual_seed(0)
     model, batch = Model(), {"x": torch.randn(TOKENS, WIDTH).cumsum(0) / TOKENS}
     eager = copy.deepcopy(model)

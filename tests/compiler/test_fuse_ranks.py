@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import csc
-from csc.runtime import compiled_function, function_order, inductor, side_by_side
-from csc.runtime.compiled_function import CompiledFunction
-from csc.runtime.function_order import FunctionOrder
-from csc.runtime.inductor import AS_IT_IS, Fused
+from csc.runtime import compile_pool, compiled_function, fusing
+from csc.runtime.compiled_function import CompiledFunction, FunctionOrder
+from csc.runtime.fusing import AS_IT_IS, Fused
 from tests.compiler import test_fuse
 from tests.launching import ranks
 
@@ -63,7 +62,7 @@ def _imitated() -> None:
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
             results = self.plain(*compiled_function.nesting(order.structure)(tensors))
             structures.append(compiled_function.structure_of(results))
-            return [one * (1 + 2**-20) if one.is_floating_point() else one for one in inductor.tensors_of(results)]
+            return [one * (1 + 2**-20) if one.is_floating_point() else one for one in fusing.tensors_of(results)]
 
         structures: list[Any] = []
 
@@ -73,11 +72,11 @@ def _imitated() -> None:
                 return compiled_function.nesting(structures[-1])(found)
 
         self._taken[order.form] = Imitation(flat, None)
-        self._rows[order.form] = inductor.FusedRow(self.name, how, 0.0)
+        self._rows[order.form] = fusing.FusedRow(self.name, how, 0.0)
         return ""
 
     Fused.make, Fused.take = make, take  # type: ignore[method-assign]
-    function_order.FunctionOrder.is_kept = property(lambda self: False)  # type: ignore[method-assign, assignment]
+    compiled_function.FunctionOrder.is_kept = property(lambda self: False)  # type: ignore[method-assign, assignment]
 
 
 def _first_step() -> None:
@@ -104,7 +103,7 @@ def test_a_function_that_one_rank_cannot_have_runs_as_it_is_on_all() -> None:
 def _real(cache: str) -> None:
     """Rank 1 has its own cache, as on another machine, and no room in it; its process in the background dies."""
     os.environ |= {"CSC_CACHE_DIR": f"{cache}/{_of_rank()}", "CSC_CACHE": "1"}
-    artifact, make = compiled_function.artifact, side_by_side.CompileWorker.make
+    artifact, make = compiled_function.artifact, compile_pool.CompileWorker.make
 
     def full(function: Any, given: Any, settings: Any, file: Path, *rest: Any) -> Any:
         if any("layer__1" in str(getattr(cell.cell_contents, "__code__", "")) for cell in function.__closure__):
@@ -118,7 +117,7 @@ def _real(cache: str) -> None:
 
     if _of_rank() == 1:
         compiled_function.artifact = full
-        side_by_side.CompileWorker.make = dies  # type: ignore[method-assign]
+        compile_pool.CompileWorker.make = dies  # type: ignore[method-assign]
     told: list[str] = []
     log, handler = logging.getLogger("csc"), logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())

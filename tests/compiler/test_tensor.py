@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import csc
 from csc.errors import InputError
 from csc.reports.verification import verify
-from csc.runtime.boxes import cut
+from csc.runtime.specs import cut
 from tests import launching
 from tests.compiler import tensor_worker
 from tests.compiler.tensor_models import BATCHES, MODELS

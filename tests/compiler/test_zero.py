@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 
 import csc
 from csc.ir.groups import Group
-from csc.runtime import buckets
-from csc.runtime.boxes import cut
-from csc.runtime.specs import ParameterSpec
-from csc.runtime.zero_shards import seen, shard_of
+from csc.runtime import gradients
+from csc.runtime.gradients import seen, shard_of
+from csc.runtime.specs import ParameterSpec, cut
 from tests import launching
 from tests.compiler import zero_worker
 from tests.compiler.zero_models import BATCHES
@@ -259,7 +258,7 @@ def test_in_one_process_nothing_is_divided() -> None:
 @pytest.mark.parametrize("model", ["odd", long("tied")])
 def test_buckets_of_gradients_leave_one_by_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter of two regions of a stage waits for both; the sum is that of whole gradients."""
-    monkeypatch.setattr(buckets, "BYTES", 1024)
+    monkeypatch.setattr(gradients, "BYTES", 1024)
     found = []
     for zero in (0, 2, 3):
         compiled = compiled_of({"model": model, "mesh": "dp=4", "samples": 16, "microbatches": 4, "zero": zero})

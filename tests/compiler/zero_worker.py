@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import csc
-from csc.runtime import scatter
+from csc.runtime import gradients
 from tests.compiler.zero_models import BATCHES, MODELS
 
 
@@ -205,13 +205,13 @@ def phases(zero: int, directory: Path) -> None:
 
 def failing(compiled: csc.CompiledModel, batch: Any) -> None:
     """A step in whose middle rank 1 fails, while rank 0 waits for its gradients."""
-    before = scatter.Scattered.add
+    before = gradients.Scattered.add
 
     def fails(*arguments: Any) -> None:
         raise ArithmeticError("here")
 
     if dist.get_rank():
-        scatter.Scattered.add = fails  # type: ignore[method-assign]
+        gradients.Scattered.add = fails  # type: ignore[method-assign]
     try:
         compiled.train_step(batch)
     except (ArithmeticError, csc.errors.StepFailed) as error:
@@ -219,4 +219,4 @@ def failing(compiled: csc.CompiledModel, batch: Any) -> None:
     else:
         raise AssertionError("nothing was raised")
     finally:
-        scatter.Scattered.add = before  # type: ignore[method-assign]
+        gradients.Scattered.add = before  # type: ignore[method-assign]

@@ -95,7 +95,7 @@ def test_a_world_that_does_not_fit_is_said_last(tmp_path: Path) -> None:
 
 
 def test_the_page_names_what_csc_compile_prints() -> None:
-    from csc.runtime.starting import command
+    from csc.runtime.launch import command
 
     said = command(1024, 8, "-m csc.run build/70b")
     assert f"run it, {said}" in (DOCS / "tutorial" / "many-machines.md").read_text()

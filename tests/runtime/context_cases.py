@@ -16,8 +16,7 @@ from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.made_once import Constants
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ContextMaskSpec, ContextSpec
-from csc.runtime.threads import together
-from csc.runtime.transport import InProcess
+from csc.runtime.transport import InProcess, together
 from tests.kernels.masks import masks
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from csc.runtime.prefetch import ahead
+from csc.runtime.batches import ahead
 from tests.launching import PATIENCE
 
 

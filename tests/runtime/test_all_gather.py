@@ -12,9 +12,9 @@ from csc.kernels.mask import Mask
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from csc.runtime.context_group import ContextPlan
+from csc.runtime.context import ContextPlan
 from csc.runtime.specs import ContextMaskSpec, ContextSpec
-from csc.runtime.spread import spread
+from csc.runtime.transport import spread
 from csc.torch_private.traces import FakeTensorMode
 
 

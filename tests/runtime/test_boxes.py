@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csc.analysis.tensor_axes import Dim, divides_all, leaf, product, ranges, shard_index, shard_size
-from csc.runtime.boxes import cut, put, read
+from csc.runtime.specs import cut, put, read
 
 
 @st.composite

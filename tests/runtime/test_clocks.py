@@ -13,8 +13,7 @@ import torch
 from csc.errors import InputError
 from csc.ir.schedule import Action, parse
 from csc.reports.clock_profile import clock_profile, spread
-from csc.runtime.clock_file import clocks_document, read_clocks
-from csc.runtime.clock_setter import ClockSetter, clock_setter
+from csc.runtime.clocks import ClockSetter, clock_setter, clocks_document, read_clocks
 
 SCHEDULE = parse("# small\nrank 0: F 0 0 | B 0 0 | W 0 0 | REDUCE\nrank 1: F 1 0 | BW 1 0 | REDUCE")
 CLOCKS = [[1410, 1200, 1200], [1300, 1410]]

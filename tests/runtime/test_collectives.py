@@ -14,10 +14,9 @@ from csc.kernels import collectives
 
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.runtime.exchange import Membership as Members
 from csc.runtime.loaded_program import load
-from csc.runtime.tensor_group import Met
-from csc.runtime.transport import InProcess
+from csc.runtime.transport import InProcess, Met
+from csc.runtime.transport import Membership as Members
 from csc.torch_private.traces import FakeTensorMode
 from tests.launching import ranks
 

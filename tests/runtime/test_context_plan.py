@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from csc.errors import InputError
 from csc.ir.groups import CONTEXT
-from csc.runtime.context_group import ContextPlan, attach
+from csc.runtime.context import ContextPlan, attach
 from csc.runtime.specs import ContextSpec
-from csc.runtime.spread import spread
+from csc.runtime.transport import spread
 from tests.kernels import dense
 
 SCALE = 0.3

@@ -19,7 +19,7 @@ import handmade
 import pytest
 
 from csc.errors import CscError, InputError, ProgramError
-from csc.runtime import saving, weights
+from csc.runtime import weights
 from csc.runtime.loaded_program import functions, load
 from csc.runtime.trainer import Trainer
 from tests.damage import FAST, SLOW, changed_bytes, changed_tree
@@ -44,8 +44,8 @@ class Damage:
         self.table = json.loads((self.whole / "program.json").read_text())
         self.saved = folder / "saved"
         for rank in range(3):
-            saving.write(self.saved, self.program.manifest, rank, handmade.weights())
-        saving.write_index(self.saved, self.program.manifest)
+            weights.write(self.saved, self.program.manifest, rank, handmade.weights())
+        weights.write_index(self.saved, self.program.manifest)
         self.copy = folder / "copy"
         shutil.copytree(self.whole, self.copy)
 

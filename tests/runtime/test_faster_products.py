@@ -10,8 +10,8 @@ import torch
 from csc.kernels import onednn
 from csc.kernels.onednn import LEAST, PRODUCT
 
-from csc.runtime import faster_products
-from csc.runtime.faster_products import LARGE, products_by_onednn
+from csc.runtime import compiled_function
+from csc.runtime.compiled_function import LARGE, products_by_onednn
 from csc.torch_private.traces import make_fx
 
 WIDE = 128
@@ -19,7 +19,7 @@ WIDE = 128
 
 @pytest.fixture(autouse=True)
 def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (onednn, faster_products):
+    for module in (onednn, compiled_function):
         monkeypatch.setattr(module, "least_multiplications", lambda: LEAST)
 
 
@@ -73,7 +73,7 @@ def test_other_dtypes_and_small_ones_stay_atens() -> None:
 
 
 def test_none_where_mkl_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faster_products, "least_multiplications", lambda: 0)
+    monkeypatch.setattr(compiled_function, "least_multiplications", lambda: 0)
     assert taken(torch.mm, *matrices(2)) == 0
 
 

@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 import csc
-from csc.runtime.compiled_function import KeptFunction
-from csc.runtime.float32_precision import float32_precision, set_float32_precision
-from csc.runtime.function_order import TorchState
+from csc.runtime.compiled_function import KeptFunction, TorchState, float32_precision, set_float32_precision
 
 BFLOAT16 = 2e-2
 backends: Any = torch.backends

@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from csc.commands.fused_table import fused_table
-from csc.runtime import fused_program
-from csc.runtime.fused_program import BUSY, MET, PREPARES, READY, FusedProgram
-from csc.runtime.fused_words import FusedWord
-from csc.runtime.inductor import AS_IT_IS, COMPILED, FusedRow
-from csc.runtime.kept_program import KeptProgram, rows_of
+from csc.runtime import fusing
+from csc.runtime.fusing import (
+    AS_IT_IS,
+    BUSY,
+    COMPILED,
+    MET,
+    PREPARES,
+    READY,
+    FusedProgram,
+    FusedRow,
+    FusedWord,
+    KeptProgram,
+    rows_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -54,7 +63,7 @@ class Function:
 
 @pytest.fixture(autouse=True)
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_program, "settings", lambda folder, on_cpu: {})
+    monkeypatch.setattr(fusing, "settings", lambda folder, on_cpu: {})
 
 
 class Order:
@@ -247,7 +256,7 @@ def test_where_a_rehearsal_fails_the_first_step_runs_as_it_is(
 ) -> None:
     """The second one waits for the compiler and tries what it made; the third one takes it."""
     caplog.set_level("INFO", "csc")
-    monkeypatch.setattr(fused_program, "rehearse", no)
+    monkeypatch.setattr(fusing, "rehearse", no)
     function = Function(orders)
     program = first([function])
     background: Any = program._background
@@ -263,8 +272,8 @@ def test_where_a_rehearsal_fails_the_first_step_runs_as_it_is(
 
 @pytest.fixture
 def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_program, "rehearse", lambda *_: None)
-    monkeypatch.setattr(fused_program, "make_side_by_side", lambda *_: None)
+    monkeypatch.setattr(fusing, "rehearse", lambda *_: None)
+    monkeypatch.setattr(fusing, "make_side_by_side", lambda *_: None)
 
 
 @pytest.mark.usefixtures("rehearsed")
@@ -342,8 +351,8 @@ def test_no_function_stays_watched(monkeypatch: pytest.MonkeyPatch, caplog: pyte
             self.watched_now = False
             raise RuntimeError("no working C++ compiler")
 
-    monkeypatch.setattr(fused_program, "rehearse", lambda *_: None)
-    monkeypatch.setattr(fused_program, "settings", no)
+    monkeypatch.setattr(fusing, "rehearse", lambda *_: None)
+    monkeypatch.setattr(fusing, "settings", no)
     functions = [Failing([]), Failing([])]
     program = first(functions)
     step(program, calls=CALLS)
@@ -386,14 +395,14 @@ def test_what_a_start_has_compiled_is_told_to_later_ones(tmp_path: Path) -> None
 def test_what_an_earlier_start_was_called_with_is_not_rehearsed(
     orders: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_program, "make_side_by_side", lambda *_: None)
-    monkeypatch.setattr(fused_program, "rehearse", lambda *_: None)
+    monkeypatch.setattr(fusing, "make_side_by_side", lambda *_: None)
+    monkeypatch.setattr(fusing, "rehearse", lambda *_: None)
     (tmp_path / "functions").mkdir()
     kept = KeptProgram(tmp_path, "a-b")
     function = Function(orders)
     function.rows = [FusedRow("layer.forward", COMPILED, 1.5)]
     step(first([function], kept), calls=CALLS)
-    monkeypatch.setattr(fused_program, "rehearse", no)
+    monkeypatch.setattr(fusing, "rehearse", no)
     again = Function(orders)
     again.order = lambda structure, layouts: orders[0]  # type: ignore[attr-defined]
     step(first([again], kept), calls=CALLS)

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from csc.runtime import compiled_function, inductor
-from csc.runtime.flat_tensors import layouts_of
+from csc.runtime import compiled_function, fusing
+from csc.runtime.compiled_function import layouts_of
 from csc.runtime.weight_names import under
 
 CPU = torch.device("cpu")
@@ -51,26 +51,26 @@ def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
-    assert "there is no C++ compiler on this machine; install g++ or clang" in inductor.lacks(CPU)
-    assert not inductor.lacks(torch.device("meta"))
+    monkeypatch.setattr(fusing.shutil, "which", lambda name: None)
+    assert "there is no C++ compiler on this machine; install g++ or clang" in fusing.lacks(CPU)
+    assert not fusing.lacks(torch.device("meta"))
 
 
 def test_what_reads_all_of_w_runs_as_it_is(layer: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = layer.backward_input
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     assert layer.backward_input is before
-    assert isinstance(layer.forward.__self__, inductor.Fused)
+    assert isinstance(layer.forward.__self__, fusing.Fused)
     assert "fuse: linear.backward_input runs as it is: it uses w otherwise" in caplog.text
 
 
 def test_what_is_no_full_graph_is_not_made(layer: ModuleType, tmp_path: Path) -> None:
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     kept = torch.ones(3, 2)
     order = layer.backward_weight.__self__.order([None], layouts_of([kept]))
     with pytest.raises(Exception, match="data-dependent"):
         layer.backward_weight.__self__.make(order, wait=True)
-    assert layer.backward_weight.__self__.take(order, inductor.COMPILED) == "what was compiled is not to be read"
+    assert layer.backward_weight.__self__.take(order, fusing.COMPILED) == "what was compiled is not to be read"
     layer.backward_weight.__self__.on = True
     for _ in range(2):
         assert torch.equal(layer.backward_weight(kept)["bias"], kept.sum(0))
@@ -101,16 +101,16 @@ def test_what_uses_more_than_its_arguments_runs_as_it_is(
     text = f"{LAYER}\ndef helper():\n    return open('x').read()\n\ndef backward(x):\n{OUTSIDE[what]}\n    return x\n"
     rewrite(layer, text)
     plain = layer.backward
-    inductor.fused_functions("written", tmp_path)
-    assert layer.backward is plain and isinstance(layer.forward.__self__, inductor.Fused)
+    fusing.fused_functions("written", tmp_path)
+    assert layer.backward is plain and isinstance(layer.forward.__self__, fusing.Fused)
     assert f"linear.backward runs as it is: it uses {what}, and is compiled for" in caplog.text
 
 
 def test_constants_and_functions_of_the_file_are_its_text(layer: ModuleType, tmp_path: Path) -> None:
     text = "    return scaled(x) + sum(len(SCALE) for _ in range(2))\n"
     rewrite(layer, f"{LAYER}\nSCALE = (2.0, 3)\n\ndef scaled(x):\n    return x * SCALE[0]\n\ndef backward(x):\n{text}")
-    inductor.fused_functions("written", tmp_path)
-    assert isinstance(layer.backward.__self__, inductor.Fused)
+    fusing.fused_functions("written", tmp_path)
+    assert isinstance(layer.backward.__self__, fusing.Fused)
 
 
 def taken(layer: ModuleType, monkeypatch: pytest.MonkeyPatch, *given: torch.Tensor) -> list[list[int]]:
@@ -121,7 +121,7 @@ def taken(layer: ModuleType, monkeypatch: pytest.MonkeyPatch, *given: torch.Tens
         called.append([one.numel() for one in tensors])
         return [(tensors[0] + 1) * (1 + 1e-6)]
 
-    monkeypatch.setattr(inductor.KeptFunction, "read", lambda self: inductor.CompiledFunction(near, None, 2.0))
+    monkeypatch.setattr(fusing.KeptFunction, "read", lambda self: fusing.CompiledFunction(near, None, 2.0))
     for one in given:
         layouts = layouts_of([one, torch.ones(2), torch.eye(2)])
         assert not layer.forward.__self__.take(
@@ -135,7 +135,7 @@ def test_parameters_are_handed_on_by_the_names_in_the_text(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever `w` is, and whatever else it holds."""
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     called = taken(layer, monkeypatch, torch.ones(1, 2))
     w = {"weight": torch.eye(2), "bias": torch.ones(2), "other": torch.ones(9)}
     layer.forward(torch.ones(1, 2), w)
@@ -146,7 +146,7 @@ def test_functions_run_compiled_once_they_are_on(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For what they were taken for, and not where another rank cannot; when they are tried, as they are."""
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     x, w = torch.ones(3, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
     called = taken(layer, monkeypatch, x, torch.ones(5, 2))
     layer.forward.__self__.on = False
@@ -173,7 +173,7 @@ def test_the_short_way_is_for_the_same_layouts_alone(
     """Once what wraps Inductor's code is known to do nothing. Parameters come below a prefix, as in rank files, or as
     any mapping; who is watched, tried or refused goes no short way.
     """
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     x, owned = torch.ones(3, 2), {"a.weight": torch.eye(2), "bias": torch.ones(2)}
     called = taken(layer, monkeypatch, x)
     short: list[int] = []
@@ -206,7 +206,7 @@ def test_what_is_handed_on_is_freed_as_soon_as_it_is_read(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As what F kept is, in the midst of B."""
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     taken(layer, monkeypatch, torch.ones(3, 2))
     kept, gone = list[torch.Tensor](), list[bool]()
 
@@ -229,7 +229,7 @@ def test_what_is_handed_on_is_freed_as_soon_as_it_is_read(
 
 def test_what_is_watched_is_noted_once_and_run_as_it_is(layer: ModuleType, tmp_path: Path) -> None:
     """In a real step every call runs; in a rehearsal one of each kind. A dimension with one place has no stride."""
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     w = {"weight": torch.eye(2), "bias": torch.ones(2)}
     for repeats in (True, False):
         layer.forward.__self__.watch(repeats)
@@ -238,21 +238,21 @@ def test_what_is_watched_is_noted_once_and_run_as_it_is(layer: ModuleType, tmp_p
         assert torch.equal(first, other) and torch.equal(second, torch.ones(1, 2)) == repeats
         orders = {one.key: one for one in layer.forward.__self__.watched()}
         assert [(one.name, one.shown, one.is_kept) for one in orders.values()] == [("forward", "linear.forward", False)]
-        assert inductor.FunctionOrder.read(next(iter(orders.values())).line()) == next(iter(orders.values()))
+        assert fusing.FunctionOrder.read(next(iter(orders.values())).line()) == next(iter(orders.values()))
 
 
 def test_other_layouts_run_as_they_are(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is compiled for one layout would read another one wrongly, and nothing was compared with it."""
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     called = taken(layer, monkeypatch, torch.ones(2, 2))
     w = {"weight": torch.eye(2), "bias": torch.ones(2)}
     others = [torch.ones(rows, 2) for rows in range(3, 90)] + [torch.ones(2, 2).t(), torch.ones(1, 2).expand(2, 2)] * 2
     for x in (*others, torch.ones(2, 2, dtype=torch.float64)):
         given = w if x.dtype == torch.float32 else {name: one.double() for name, one in w.items()}
         assert torch.equal(layer.forward(x, given), x + 1)
-    assert not called and len(layer.forward.__self__.rows) <= inductor.SEEN + 1
+    assert not called and len(layer.forward.__self__.rows) <= fusing.SEEN + 1
     assert "linear.forward runs as it is with layouts that it was not compiled for" in caplog.text
     layer.forward(torch.ones(2, 2), w)
     assert not called, "so many that none is looked up any more"
@@ -263,9 +263,9 @@ def test_other_layouts_run_as_they_are(
 def test_what_is_refused_whole_says_so_once(
     layer: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     caplog.clear()
-    layer.forward.__self__.refuse(inductor.ALL, "no compiler")
+    layer.forward.__self__.refuse(fusing.ALL, "no compiler")
     layer.forward.__self__.on = True
     x, w = torch.ones(2, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
     assert torch.equal(layer.forward(x, w), x + 1) and not caplog.messages
@@ -273,7 +273,7 @@ def test_what_is_refused_whole_says_so_once(
 
 
 def test_a_program_is_fused_once(layer: ModuleType, tmp_path: Path) -> None:
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     first = layer.forward
-    inductor.fused_functions("written", tmp_path)
+    fusing.fused_functions("written", tmp_path)
     assert layer.forward is first

@@ -17,12 +17,10 @@ import torch
 
 from csc import devices
 from csc.ir.schedule import parse
-from csc.runtime import graphed_programs, graphed_stage
-from csc.runtime.graph_places import FixedPlaces, UnfitError, fresh, same_bits, tensors_in
-from csc.runtime.graphed_programs import GraphedPrograms
-from csc.runtime.graphed_stage import GraphRow, in_flight
+from csc.runtime import graphed_stage
+from csc.runtime.graphed_stage import GraphedPrograms, GraphRow, in_flight
 from csc.runtime.loaded_program import load
-from csc.runtime.recorded_part import LeavingPlaces, RecordedPart
+from csc.runtime.recorded_part import FixedPlaces, LeavingPlaces, RecordedPart, UnfitError, fresh, same_bits, tensors_in
 from csc.runtime.trainer import Trainer
 from tests.recording import CpuRecorder, recorded_on_cpus
 
@@ -372,7 +370,7 @@ def test_a_mask_that_selects_waits_for_its_count(tmp_path: Path, recorder: CpuRe
 
 def test_sizes_that_come_by_turns(tmp_path: Path, recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs have recordings at once; the one that has not run for the longest time gives its own up."""
-    monkeypatch.setattr(graphed_programs, "KEPT", 1)
+    monkeypatch.setattr(graphed_stage, "KEPT", 1)
     first, second = (handmade.write(tmp_path / name, placement=ONE, microbatches=1) for name in "ab")
     found = []
     for graphs in (False, True):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import csc
 from csc.errors import RankLost
 from csc.ir.schedule import Action
-from csc.runtime.positions import Positions
+from csc.runtime.meeting import Positions
 from tests import launching
 from tests.compiler import small
 

@@ -11,9 +11,7 @@ from torch import nn
 
 import csc
 from csc.errors import CscError, RankLost
-from csc.runtime.broadcast import answering
-from csc.runtime.meeting import Meeting
-from csc.runtime.texts import is_lost
+from csc.runtime.meeting import Meeting, answering, is_lost
 from tests.launching import ranks
 
 LOST = (

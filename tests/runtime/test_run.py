@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from csc.errors import InputError, RankLost
 from csc.ir.schedule import Action
 from csc.run import Arguments, Optimizer, run, stopped_sentence
-from csc.runtime.clock_file import clocks_document
+from csc.runtime.clocks import clocks_document
 from csc.runtime.launch import setup_distributed
 from csc.runtime.loaded_program import load
-from csc.runtime.positions import Positions
+from csc.runtime.meeting import Positions
 from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import from_json
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from csc.errors import InputError
-from csc.runtime import saving, weights
+from csc.runtime import weights
 from csc.runtime.loaded_program import load
 from csc.runtime.specs import Manifest
 from csc.runtime.trainer import Trainer
@@ -34,14 +34,14 @@ def manifest(tmp_path: Path) -> Manifest:
 def sharded(directory: Path, manifest: Manifest, tensors: Tensors, save: str) -> Steps:
     """A save by three ranks, one call after the other."""
     shards: Steps = [
-        lambda rank=rank: saving.write(directory, manifest, rank, tensors, save=save)  # type: ignore[misc]
+        lambda rank=rank: weights.write(directory, manifest, rank, tensors, save=save)  # type: ignore[misc]
         for rank in range(3)
     ]
-    return [*shards, lambda: saving.write_index(directory, manifest, save=save)]
+    return [*shards, lambda: weights.write_index(directory, manifest, save=save)]
 
 
 def single(directory: Path, manifest: Manifest, tensors: Tensors, save: str) -> Steps:
-    return [lambda: saving.write(directory, manifest, None, tensors)]
+    return [lambda: weights.write(directory, manifest, None, tensors)]
 
 
 def found(directory: Path, manifest: Manifest) -> Tensors:
@@ -79,7 +79,7 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(
 
 
 def test_a_byte_that_has_changed_is_found(tmp_path: Path, manifest: Manifest) -> None:
-    saving.write(tmp_path, manifest, None, OLD)
+    weights.write(tmp_path, manifest, None, OLD)
     file = tmp_path / "model.safetensors"
     whole, damaged = file.read_bytes(), 0
     for place in range(0, len(whole), 3):
@@ -131,10 +131,10 @@ def test_a_save_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, man
     before = sorted(out.iterdir())
     said = r"it cannot be written .*what was saved there before is as it was"
     with pytest.raises(InputError, match=said), files_of_at_most(100):
-        saving.write(out, manifest, 0, NEW, save="0000000b")
+        weights.write(out, manifest, 0, NEW, save="0000000b")
     assert sorted(out.iterdir()) == before and equal(found(out, manifest), OLD)
     with pytest.raises(InputError, match="a file is where a directory is to be made"):
-        saving.write(out / before[0].name, manifest, None, NEW)
+        weights.write(out / before[0].name, manifest, None, NEW)
     assert equal(found(out, manifest), OLD)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from csc.errors import CscError
 from csc.ir.schedule import Action, Schedule, parse
 from csc.planning.plan import plan
-from csc.runtime.shared_actions import repeated
+from csc.runtime.rank import repeated
 from tests.planning.graphs import problems
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")  # components with stages of their own have one on a rank

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from csc.runtime import side_by_side
-from csc.runtime.compiled_function import BeingMadeError
-from csc.runtime.function_order import FunctionOrder, TorchState, code
-from csc.runtime.workers_ahead import WorkersAhead
+from csc.runtime import compile_pool
+from csc.runtime.compile_pool import WorkersAhead
+from csc.runtime.compiled_function import BeingMadeError, FunctionOrder, TorchState, code
 from tests.launching import PATIENCE
 
 
@@ -38,10 +37,10 @@ def orders(tmp_path: Path) -> list[FunctionOrder]:
 def test_what_no_worker_makes_is_made_here(orders: list[FunctionOrder], monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that cannot be started, that die at once, and none at all."""
     for program in ("/nowhere/python", "/bin/false"):
-        monkeypatch.setattr(side_by_side.sys, "executable", program)
+        monkeypatch.setattr(compile_pool.sys, "executable", program)
         for workers in (0, 2):
             had: list[FunctionOrder] = []
-            side_by_side.make_side_by_side(orders, lambda one, _: had.append(one), workers)  # noqa: B023
+            compile_pool.make_side_by_side(orders, lambda one, _: had.append(one), workers)  # noqa: B023
             assert sorted(one.name for one in had) == sorted(one.name for one in orders)
 
 
@@ -54,12 +53,12 @@ def test_what_others_are_at_is_turned_to_last(orders: list[FunctionOrder]) -> No
             raise BeingMadeError
         had.append((one.name, wait))
 
-    side_by_side.make_side_by_side(orders, here, 0)
+    compile_pool.make_side_by_side(orders, here, 0)
     assert had[-1] == ("forward_0", True) and len(had) == 6
 
 
 def test_a_worker_says_why_it_made_nothing_and_ends_with_its_input(orders: list[FunctionOrder]) -> None:
-    worker = side_by_side.CompileWorker(1)
+    worker = compile_pool.CompileWorker(1)
     for one in orders[:2]:
         assert "layer.py has changed" in worker.make(one)
     worker.close()
@@ -99,9 +98,9 @@ def test_a_worker_that_nobody_takes_ends_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_killed_is_missed(orders: list[FunctionOrder]) -> None:
-    worker = side_by_side.CompileWorker()
+    worker = compile_pool.CompileWorker()
     os.kill(worker._process.pid, signal.SIGKILL)
-    with pytest.raises(side_by_side.WorkerGoneError):
+    with pytest.raises(compile_pool.WorkerGoneError):
         worker.make(orders[0])
         worker.make(orders[1])
     worker.close()
@@ -121,7 +120,7 @@ def test_the_background_goes_on_with_another_worker(
 
         def make(self, one: FunctionOrder) -> str:
             if one.name == "forward_1":
-                raise side_by_side.WorkerGoneError("it ended")
+                raise compile_pool.WorkerGoneError("it ended")
             return "no" if one.name == "forward_2" else ""
 
         def close(self) -> None:
@@ -132,25 +131,25 @@ def test_the_background_goes_on_with_another_worker(
         if len(told) == len(orders):
             done.set()
 
-    monkeypatch.setattr(side_by_side, "CompileWorker", Dying)
-    side_by_side.Background().make(orders, answer)
+    monkeypatch.setattr(compile_pool, "CompileWorker", Dying)
+    compile_pool.Background().make(orders, answer)
     assert done.wait(PATIENCE)
     assert told[:3] == [("forward_0", ""), ("forward_1", "it ended"), ("forward_2", "no")]
     assert len(told) == 6 and len(made) == 2
 
 
 def test_workers_share_the_cores_with_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side.os, "sched_getaffinity", lambda _: set(range(8)))
-    assert side_by_side.worker_count() == 7
+    monkeypatch.setattr(compile_pool.os, "sched_getaffinity", lambda _: set(range(8)))
+    assert compile_pool.worker_count() == 7
     for ranks, workers in ((2, 3), (8, 0), (16, -1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert side_by_side.worker_count() == workers
+        assert compile_pool.worker_count() == workers
 
 
 def test_a_worker_ends_with_the_process_that_has_started_it(tmp_path: Path) -> None:
     """However that ends: here it is killed."""
     text = (
-        "from csc.runtime.side_by_side import CompileWorker\nimport time\n"
+        "from csc.runtime.compile_pool import CompileWorker\nimport time\n"
         "print(CompileWorker()._process.pid, flush=True)\ntime.sleep(99)"
     )
     process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)

@@ -10,7 +10,7 @@ from csc.kernels.mask import Mask
 from hypothesis import given, settings
 
 from csc.runtime.specs import ContextSpec
-from csc.runtime.spread import AttentionPart, Recent, parts, spread
+from csc.runtime.transport import AttentionPart, Recent, parts, spread
 
 BLOCKS = (8, 4)
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from csc.errors import CscError
-from csc.runtime.threads import Turns, together
+from csc.runtime.transport import Turns, together
 
 Run = Generator[str, None, object]
 

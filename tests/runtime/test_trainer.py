@@ -19,8 +19,8 @@ from csc.ir.schedule import Action
 from csc.planning.schedules import SCHEDULES
 from csc.runtime import trainer as trainer_module
 from csc.runtime.loaded_program import load
-from csc.runtime.loss_terms import Losses
-from csc.runtime.parameter_gradients import _is_free, receive, taken
+from csc.runtime.loss import Losses
+from csc.runtime.parameters import _is_free, receive, taken
 from csc.runtime.trainer import Trainer
 from csc.torch_private.traces import TorchDispatchMode
 from tests.planning.in_flight import peak_in_flight

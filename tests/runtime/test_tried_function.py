@@ -10,8 +10,7 @@ import pytest
 import torch
 from csc.kernels.onednn import PRODUCT
 
-from csc.runtime.flat_tensors import tensors_of
-from csc.runtime.tried_function import tried
+from csc.runtime.compiled_function import tensors_of, tried
 
 X = torch.arange(1.0, 7.0).view(2, 3)
 Changed = Callable[[torch.Tensor], torch.Tensor]

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from csc.errors import InputError
-from csc.runtime import saving, weights
+from csc.runtime import weights
 from csc.runtime.consistency import Sample, read
-from csc.runtime.initial import random_weights
 from csc.runtime.loaded_program import load
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.trainer import Trainer
+from csc.runtime.weights import random_weights
 
 
 def test_one_process_saves_one_file(tmp_path: Path) -> None:
@@ -40,8 +40,8 @@ def test_shards_and_index(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model.safetensors").write_text("stale")
     for stage in range(3):
-        saving.write(tmp_path / "out", manifest, stage, tensors)
-    saving.write_index(tmp_path / "out", manifest)
+        weights.write(tmp_path / "out", manifest, stage, tensors)
+    weights.write_index(tmp_path / "out", manifest)
     # stage 2 holds only a tied parameter, which stage 0 owns
     names = {"model-00001-of-00003-00000000.safetensors", "model-00002-of-00003-00000000.safetensors", weights.INDEX}
     assert {f.name for f in (tmp_path / "out").iterdir()} == names
@@ -58,9 +58,9 @@ def test_what_the_program_does_not_use_is_saved_too(sharded: bool, tmp_path: Pat
     tensors, others = handmade.weights(), {"pooler.weight": torch.arange(6.0)}
     form = weights.WeightLayout(weights.own_groups, dict, others)
     for stage in range(3) if sharded else [None]:
-        saving.write(tmp_path / "out", manifest, stage, tensors, form)
+        weights.write(tmp_path / "out", manifest, stage, tensors, form)
     if sharded:
-        saving.write_index(tmp_path / "out", manifest, form)
+        weights.write_index(tmp_path / "out", manifest, form)
         assert "pooler.weight" in load_file(tmp_path / "out/model-00001-of-00003-00000000.safetensors")
         size = json.loads((tmp_path / "out" / weights.INDEX).read_text())["metadata"]["total_size"]
         assert size == sum(t.nbytes for t in (*tensors.values(), *others.values()))
@@ -75,7 +75,7 @@ def test_views_are_saved_alone(tmp_path: Path) -> None:
     manifest = load(handmade.write(tmp_path / "p")).manifest
     flat = torch.arange(500.0)
     tensors = {n: flat[: t.numel()].view(t.shape) for n, t in handmade.weights().items()}
-    saving.write(tmp_path, manifest, None, tensors)
+    weights.write(tmp_path, manifest, None, tensors)
     assert (tmp_path / "model.safetensors").stat().st_size < 1500
 
 

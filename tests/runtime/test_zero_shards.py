@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 
 from csc.errors import InputError
-from csc.runtime import elementwise
-from csc.runtime.boxes import cut, overlap, part, put, whole_box
-from csc.runtime.zero_shards import seen, shard_of
+from csc.runtime import optimizer
+from csc.runtime.gradients import seen, shard_of
+from csc.runtime.specs import cut, overlap, part_in_box, put, whole_box
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
@@ -35,10 +35,10 @@ def test_shards_are_all_of_it_once(shape: list[int], ranks: int) -> None:
 def test_what_was_written_in_shards_is_read_in_others(shape: list[int], before: int, after: int) -> None:
     """As the state of an optimizer is, from one mesh to another."""
     whole = torch.randn(shape)
-    written = [part(whole_box(shape), *shard_of(shape, before, index)) for index in range(before)]
+    written = [part_in_box(whole_box(shape), *shard_of(shape, before, index)) for index in range(before)]
     for index in range(after):
         shard = shard_of(shape, after, index)
-        box = part(whole_box(shape), *shard)
+        box = part_in_box(whole_box(shape), *shard)
         found = torch.full_like(seen(whole, shard), torch.nan)
         for one in written:
             for here, there in overlap(box, one):
@@ -53,7 +53,7 @@ def test_a_shard_of_a_fused_box() -> None:
     local = cut(whole, box)
     for index in range(4):
         shard = shard_of(local.shape, 4, index)
-        inner = part(box, *shard)
+        inner = part_in_box(box, *shard)
         assert torch.equal(cut(whole, inner), seen(local, shard))
         put(again, inner, seen(local, shard))
     assert torch.equal(cut(again, box), local)
@@ -66,7 +66,7 @@ def test_a_shard_of_a_fused_box() -> None:
 )  # fmt: skip
 def test_what_works_entry_by_entry(name: str, options: dict[str, Any]) -> None:
     before = torch.get_rng_state()
-    elementwise.check(functools.partial(getattr(torch.optim, name), **options), [{}], torch.device("cpu"))
+    optimizer.check(functools.partial(getattr(torch.optim, name), **options), [{}], torch.device("cpu"))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -114,13 +114,13 @@ class Counting(torch.optim.SGD):
 @pytest.mark.parametrize("make", [Normed, Noisy, Blocks, Counting, torch.optim.Adafactor])
 def test_what_does_not(make: Any) -> None:
     with pytest.raises(InputError, match=f"{make.__name__} steps a shard of a parameter in another way"):
-        elementwise.check(make, [{}], torch.device("cpu"))
+        optimizer.check(make, [{}], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, lambda parameters: 3])
 def test_what_takes_no_step(make: Any) -> None:
     with pytest.raises(InputError, match="takes no step of parameters that ranks divide"):
-        elementwise.check(make, [{}], torch.device("cpu"))
+        optimizer.check(make, [{}], torch.device("cpu"))
 
 
 def test_options_of_one_group_are_tried_too() -> None:
@@ -128,6 +128,6 @@ def test_options_of_one_group_are_tried_too() -> None:
         def step(self, closure: Any = None) -> None:
             (Normed if self.param_groups[0].get("normed") else torch.optim.SGD).step(self, closure)
 
-    elementwise.check(Some, [{"weight_decay": 0.1}], torch.device("cpu"))
+    optimizer.check(Some, [{"weight_decay": 0.1}], torch.device("cpu"))
     with pytest.raises(InputError, match="Some steps a shard"):
-        elementwise.check(Some, [{"weight_decay": 0.1}, {"normed": True}], torch.device("cpu"))
+        optimizer.check(Some, [{"weight_decay": 0.1}, {"normed": True}], torch.device("cpu"))

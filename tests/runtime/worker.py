@@ -22,9 +22,9 @@ from csc.errors import CscError, InputError, ProgramError, StepFailed
 from csc.ir.mesh import Mesh
 from csc.runtime.launch import setup_distributed
 from csc.runtime.loaded_program import LoadedProgram, load
+from csc.runtime.meeting import NOTHING
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
-from csc.runtime.words import NOTHING
 from tests.launching import PATIENCE
 
 

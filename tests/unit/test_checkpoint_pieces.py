@@ -12,8 +12,7 @@ import torch
 from csc.checkpoints.pieces import boxes_written
 from csc.ir.groups import SHARD, WHOLE
 from csc.ir.mesh import Mesh
-from csc.runtime.boxes import put, sizes
-from csc.runtime.specs import ParameterSpec
+from csc.runtime.specs import ParameterSpec, put, sizes
 
 SHAPES = [(8, 6), (3,), (1, 5), (), (0, 4), (40, 2), (7, 7)]
 

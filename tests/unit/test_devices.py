@@ -15,7 +15,7 @@ import torch
 
 from csc import devices
 from csc.errors import InputError
-from csc.runtime.own_parameters import refuse_elsewhere
+from csc.runtime.parameters import refuse_elsewhere
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

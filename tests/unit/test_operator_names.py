@@ -69,7 +69,7 @@ NAMES = {
     "csc.passes.sharding": "writes the calls of sums over a shard of tokens",
     "csc.passes.views": "writes views",
     "csc.passes.attention": "a pattern: attention written out",
-    "csc.runtime.faster_products": "which calls another library computes, and a copy for it",
+    "csc.runtime.compiled_function": "which calls another library computes, and a copy for it",
     "csc.torch_private.dropped_attention": "attention in the parts that torch has for it",
     "csc.torch_private.artifacts": "what Inductor makes no kernel of",
     "csc.torch_private.real_layouts": "how torch lays out the results of single calls",

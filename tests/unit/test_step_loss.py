@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from csc.errors import InputError
-from csc.runtime.step_loss import StepLoss
+from csc.runtime.loss import StepLoss
 
 
 @pytest.fixture

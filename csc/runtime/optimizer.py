@@ -1,15 +1,4 @@
-"""The state of an optimizer on disk, by the names of parameters: written by any mesh and level of ZeRO, read by any.
-
-Terms: each process writes the *parts* that it alone has, or has before others: a box of a parameter's entries
-(csc.runtime.boxes) for each tensor of its state. An *index* lists the parts of all processes, numbers that are no
-entries (Adam's `step`), and the options of the groups. It names the weights that the state belongs to.
-
-    save(directory, optimizer, trainer)        all ranks call it, after the weights are there
-    load(directory, optimizer, trainer)        all ranks call it; every process reads the parts that it needs
-    listed, joined, fits, restored, put        what stands in an index, for those who keep the tensors elsewhere
-
-Nothing is pickled. A state is there whole, or the one before is.
-"""
+"""Optimizers over what this process trains, which may be shards of parameters, and their state on disk."""
 
 from __future__ import annotations
 
@@ -17,22 +6,192 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from csc import devices
 from csc.errors import InputError
 from csc.runtime import weights
-from csc.runtime.boxes import overlap, part, whole_box
-from csc.runtime.reading import read_json, within
-from csc.runtime.saving import digest, published
-from csc.runtime.specs import Box, ParameterSpec
+from csc.runtime.loaded_program import read_json, within
+from csc.runtime.meeting import NOTHING, Said
+from csc.runtime.specs import Box, ParameterSpec, overlap, part_in_box, whole_box
 from csc.runtime.trainer import Trainer
-from csc.runtime.words import NOTHING, Said
+from csc.runtime.weights import digest, published
+
+# --- Whether an optimizer works entry by entry, so that steps on shards of a tensor are steps on the tensor ----------
+#
+# It is tried, not looked up: the optimizer steps tensors whole, and a second time cut in three, each shard with an
+# optimizer of its own as each rank has one. Gradients of the shards differ up to 900-fold, so that norms, means over
+# rows or columns, blocks and counts of all entries show.
+
+
+Make = Callable[..., torch.optim.Optimizer]
+
+SHAPES = ((129, 128), (4099,))  # cut in three: above and below the sizes from which 8-bit states are blocks of 256
+SHARDS, STEPS, RATE = 3, 3, 1e-2
+APART = 1e-3  # of the largest move within a shard: kernels round the end of a tensor in another way
+
+
+@torch.no_grad()
+def check(make: Make, groups: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    """make: takes parameters as torch.optim does. groups: options of its groups of parameters. InputError for an
+    optimizer that looks at more than an entry, or takes none of these steps.
+    """
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    gradients = [[_uneven(torch.randn(shape, generator=generator)) for shape in SHAPES] for _ in range(STEPS)]
+    with devices.forked(device):  # what it draws is no draw of the user's
+        whole = [starts, *gradients]
+        moved = [_stepped(make, group, whole, device) for group in groups]
+        for shard in range(SHARDS):
+            cut = [[one.tensor_split(SHARDS)[shard] for one in tensors] for tensors in whole]
+            for group, expected in zip(groups, moved, strict=True):
+                found = _stepped(make, group, cut, device)
+                if not all(map(_same, found, (one.tensor_split(SHARDS)[shard] for one in expected))):
+                    raise InputError(
+                        f"{_name(make)} steps a shard of a parameter in another way than the whole: it does not work "
+                        "entry by entry",
+                        "optimizer",
+                        "use one that does (AdamW, Adam, SGD, ...), or leave the parameters whole: zero=0 and tp=1",
+                    )
+
+
+def _uneven(gradient: torch.Tensor) -> torch.Tensor:
+    """Gradients of the three shards differ in size."""
+    parts = gradient.tensor_split(SHARDS)
+    return torch.cat([part * 30.0 ** (number - 1) for number, part in enumerate(parts)])
+
+
+def _stepped(
+    make: Make, group: Mapping[str, Any], tensors: Sequence[Sequence[torch.Tensor]], device: torch.device
+) -> list[torch.Tensor]:
+    """By how much parameters move. tensors: these, and their gradients of each step."""
+    own = [nn.Parameter(one.clone().to(device)) for one in tensors[0]]
+    try:
+        optimizer = make([{**group, "params": own}] if group else own)
+        for one in optimizer.param_groups:
+            _set_rate(one)
+        for gradients in tensors[1:]:
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient.clone().to(device)
+            optimizer.step()
+    except Exception as error:
+        raise InputError(
+            f"{_name(make)} takes no step of parameters that ranks divide: {type(error).__name__}: {error}",
+            "optimizer",
+            "use an optimizer that works entry by entry and asks for no closure (AdamW, Adam, SGD, ...)",
+        ) from error
+    return [parameter - start.to(device) for parameter, start in zip(own, tensors[0], strict=True)]
+
+
+def _set_rate(group: dict[str, Any]) -> None:
+    """A rate that shows what it does: a warm-up starts with none."""
+    rate = group.get("lr")
+    if isinstance(rate, torch.Tensor):
+        group["lr"] = torch.full_like(rate, RATE)
+    elif rate is not None:
+        group["lr"] = RATE
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    room = APART * float(expected.abs().max())
+    return bool(((found - expected).abs() <= room).all())
+
+
+def _name(make: Make) -> str:
+    return str(getattr(make, "__name__", type(make).__name__))
+
+
+# --- Optimizers over what this process trains, which may be shards of parameters -------------------------------------
+#
+# Where ranks divide parameters (tp, zero), it is proven first that the optimizer works entry by entry. What is
+# returned is torch's own object: schedulers, groups and hooks are those of any optimizer.
+
+
+def make_optimizer(trainer: Trainer, make: Make, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+    """make: a class of torch.optim, or a function that takes parameters as one does. parameters: as torch.optim takes
+    them. options: for `make`. InputError for an optimizer that does not work entry by entry where ranks divide
+    parameters, and for parameters that are not those of this process.
+    """
+    manifest = trainer.program.manifest
+    if not isinstance(make, type) and not callable(make):
+        raise InputError(
+            f"{type(make).__name__} makes no optimizer", "optimizer",
+            "pass the class and its options: compiled.optimizer(torch.optim.AdamW, lr=1e-4)",
+        )  # fmt: skip
+    given = list(parameters)
+    if manifest.zero or manifest.mesh.tp > 1:
+        of_groups = [{k: v for k, v in one.items() if k != "params"} for one in given if isinstance(one, Mapping)]
+        check(_named(make, options), _different(of_groups) or [{}], trainer.device)
+    made = make(given, **options)
+    if trainer.own.data is not None:
+        data = trainer.own.data
+        _check_own(made, trainer)
+        made.register_step_pre_hook(lambda *_: data.check_current())
+        made.register_step_post_hook(lambda *_: data.stepped())
+        made.register_load_state_dict_pre_hook(_check_state)
+    return made
+
+
+def _named(make: Make, options: Mapping[str, Any]) -> Make:
+    made = partial(make, **options)
+    made.__name__ = getattr(make, "__name__", type(make).__name__)  # type: ignore[attr-defined]
+    return made
+
+
+def _different(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for one in groups:
+        if one not in found:
+            found.append(one)
+    return found
+
+
+def _check_own(made: torch.optim.Optimizer, trainer: Trainer) -> None:
+    """Whole parameters would be stepped by no gradient."""
+    own = {id(one) for one in trainer.parameters()}
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own and parameter.numel():
+                raise InputError(
+                    f"the optimizer was given a parameter of shape {list(parameter.shape)} that this process does not "
+                    f"step: with zero={trainer.program.manifest.zero} a rank steps its shard of each",
+                    "optimizer",
+                    "take parameters from compiled.parameters() or compiled.named_parameters(), not from the model",
+                )
+
+
+def _check_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """A state of other shards would be loaded as it is, and broadcast by the next step."""
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(saved, own):
+        for key, value in state["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+                raise InputError(
+                    f"{key!r} of parameter {number} is {list(value.shape)} there, and this rank's shard "
+                    f"{list(parameter.shape)}",
+                    "load_state_dict",
+                    "it is the state of another rank or mesh: save it with compiled.save(directory, optimizer=...), "
+                    "which any mesh loads",
+                )
+
+
+# --- The state of an optimizer on disk, by the names of parameters: written by any mesh and level of ZeRO, ... -------
+#
+# Terms: each process writes the *parts* that it alone has, or has before others: a box of a parameter's entries
+# (csc.runtime.specs) for each tensor of its state. An *index* lists the parts of all processes, numbers that are no
+# entries (Adam's `step`), and the options of the groups. It names the weights that the state belongs to.
+#
+# Nothing is pickled. A state is there whole, or the one before is.
+
 
 INDEX = "optimizer.index.json"
 FORMAT = 1
@@ -69,7 +228,7 @@ def owned(trainer: Trainer) -> list[SteppedParameter]:
     for spec in trainer.own.trained:
         box = trainer.own.box(spec) or whole_box(spec.shape)
         if trainer.own.data is not None and not trainer.own.data.apart and trainer.own.data.of(spec.name) is not None:
-            box = part(box, *trainer.own.data.shard(spec.name))
+            box = part_in_box(box, *trainer.own.data.shard(spec.name))
         found.append(SteppedParameter(spec.name, spec, trainer.own.stepped(spec.name), box, trainer.own.counts(spec)))
     return found
 

@@ -1,34 +1,33 @@
-"""The loss of a whole batch from those of its microbatches.
-
-Terms: a microbatch's *weight* is its share in the whole loss. With `tokens` it is n / N: its counted labels
-over those of all microbatches and replicas, so that the whole loss is the mean over all tokens, as one
-process would compute it. With `mean` it is the same with its samples, with `sum` it is 1. A loss that is divided by
-no count but by n + added, or by `least` if that is more, has the weight of that of n over that of N. A loss of *terms*
-that are divided by different numbers has a weight for each; F multiplies the terms by these, so that the whole loss is
-the sum of the microbatches'.
-
-    weighed(ranks, microbatches) -> generator -> (microbatches, {microbatch: weight})     before the first F
-    combine(rank, losses, weights, counts) -> generator -> Losses       every rank, after the last action
-
-Numbers pass between ranks in float64, one small sum a step, and are added in the order of the microbatches:
-every rank has the same bits.
-"""
+"""The loss of a whole batch from those of its microbatches, and what a training step returns of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
-from csc.errors import CscError
+from csc.errors import CscError, InputError
 from csc.ir.groups import WEIGHTS, Group
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
-from csc.runtime.specs import DivisorSpec, LossSpec, Manifest
-from csc.runtime.step_counts import StepCounts
+from csc.runtime.specs import DivisorSpec, LossSpec, Manifest, StepCounts
+
+# --- The loss of a whole batch from those of its microbatches --------------------------------------------------------
+#
+# Terms: a microbatch's *weight* is its share in the whole loss. With `tokens` it is n / N: its counted labels over
+# those of all microbatches and replicas, so that the whole loss is the mean over all tokens, as one process would
+# compute it. With `mean` it is the same with its samples, with `sum` it is 1. A loss that is divided by no count but
+# by n + added, or by `least` if that is more, has the weight of that of n over that of N. A loss of *terms* that are
+# divided by different numbers has a weight for each; F multiplies the terms by these, so that the whole loss is the
+# sum of the microbatches'.
+#
+# Numbers pass between ranks in float64, one small sum a step, and are added in the order of the microbatches: every
+# rank has the same bits.
+
 
 Batch = Mapping[str, Any]
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -189,3 +188,66 @@ def combine(
     row = whole.tolist()
     parts, dtype, found = row[:dtype_at], int(row[dtype_at]), row[dtype_at + 1 :]
     return Losses(tuple((part, 1.0) for part in parts), _DTYPES[dtype], StepCounts(*found))
+
+
+# --- The loss that a training step returns: a tensor whose `backward()` says that it was done ------------------------
+#
+# A step has run forward and backward, so its loss has no graph, and torch would say that it "does not require grad". A
+# loop that was written for eager PyTorch calls `loss.backward()`, or `(loss / steps).backward()`: both say what to do.
+#
+# It has no graph, so `total += loss` keeps nothing alive. It prints, formats, copies and pickles as a plain tensor.
+
+
+class StepLoss(torch.Tensor):
+    """See the module."""
+
+    __torch_function__ = nn.Parameter.__torch_function__  # results are plain tensors, as those of a parameter are
+
+    @classmethod
+    def of(cls, loss: torch.Tensor) -> StepLoss:
+        """loss: without dimensions and without a graph."""
+        return loss.as_subclass(cls)
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The same number, as any tensor."""
+        return self.as_subclass(torch.Tensor)
+
+    def backward(self, *args: Any, **options: Any) -> NoReturn:
+        """Says that it was done."""
+        raise InputError(
+            "train_step has run forward and backward, and gradients are in .grad", "loss.backward()",
+            "Leave this line out: optimizer.step() comes next, then optimizer.zero_grad(). To add up the gradients of "
+            "several batches, call train_step for each of them and optimizer.step() after the last",
+        )  # fmt: skip
+
+    def __mul__(self, other: Any) -> torch.Tensor:
+        return _multiple(super().__mul__(other))
+
+    def __rmul__(self, other: Any) -> torch.Tensor:
+        return _multiple(super().__rmul__(other))
+
+    def __truediv__(self, other: Any) -> torch.Tensor:
+        return _multiple(super().__truediv__(other))
+
+    def mean(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Of replicas, in loops written for DataParallel."""
+        return _multiple(super().mean(*args, **options))
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.plain)
+
+    def __format__(self, spec: str) -> str:
+        return self.plain.__format__(spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.plain.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+
+def _multiple(found: torch.Tensor) -> torch.Tensor:
+    """A loss that was scaled is one, unless it is trained by a factor that has a graph."""
+    is_loss = isinstance(found, torch.Tensor) and not found.dim() and not found.requires_grad
+    return StepLoss.of(found) if is_loss else found

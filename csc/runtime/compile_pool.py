@@ -1,13 +1,4 @@
-"""Functions compiled in several processes at once: this one, and workers beside it (csc.runtime.compile_worker).
-
-    make_side_by_side(orders, here, workers)      returns when each order was made somewhere, or `here` has had it
-    Background().make(orders, made)               one worker with low priority; `made` is called from its thread
-    worker_count() -> int                         for which there are cores, besides this process
-
-Workers are new processes, not forks: a fork of a process with threads of OpenMP, autograd or a device may hang, and
-Python's own pools would run the user's script a second time. They take orders as text, leave what they make
-in the folder, and end when this process does, however it ends. What a worker dies of is left to `here`.
-"""
+"""Functions compiled in several processes at once: this one, and workers beside it (csc.runtime.compile_worker)."""
 
 from __future__ import annotations
 
@@ -17,16 +8,24 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from csc import cores
 from csc.installation import own_process
-from csc.runtime.compiled_function import BeingMadeError
-from csc.runtime.function_order import FunctionOrder, TorchState
+from csc.runtime.compiled_function import BeingMadeError, FunctionOrder, TorchState
+
+# --- Functions compiled in several processes at once: this one, and workers beside it ... ----------------------------
+#
+# Workers are new processes, not forks: a fork of a process with threads of OpenMP, autograd or a device may hang, and
+# Python's own pools would run the user's script a second time. They take orders as text, leave what they make in the
+# folder, and end when this process does, however it ends. What a worker dies of is left to `here`.
+
 
 log = logging.getLogger("csc")
 
@@ -193,3 +192,65 @@ class Background:
             made(order, why)
         if worker is not None:
             worker.close()
+
+
+# --- Workers that are started before it is known what they are to make -----------------------------------------------
+#
+#     ahead = WorkersAhead()
+#     ahead.start(count, folder)          once there are so many, nothing more
+#     ahead.take() -> CompileWorker       one of them, or a new one. OSError, WorkerGoneError if it cannot be started
+#
+# Whatever a worker makes it first imports torch and Inductor, which takes as long as capturing a model, and the first
+# one asks what the C++ compiler builds for. While a model is captured other cores have nothing to do. Workers that
+# nobody takes end with this object, or by themselves (csc.runtime.compile_worker).
+
+
+class WorkersAhead:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self._workers: list[CompileWorker] = []
+        weakref.finalize(self, _close, self._workers)
+
+    def start(self, count: int, folder: Path) -> None:
+        """folder: in which they are going to make functions."""
+        try:
+            while len(self._workers) < count:
+                self._workers.append(CompileWorker(ahead=folder))
+        except (OSError, WorkerGoneError) as error:  # it is tried again where they are needed
+            log.info("fuse: no process that compiles could be started ahead: %s", error)
+
+    def take(self) -> CompileWorker:
+        """See the module."""
+        with contextlib.suppress(IndexError):  # several threads take them
+            while True:
+                worker = self._workers.pop(0)
+                if worker.is_there:
+                    return worker
+                worker.close()
+        return CompileWorker()
+
+
+def _close(workers: list[CompileWorker]) -> None:
+    for worker in workers:
+        worker.close()
+
+
+# --- Where compiled functions are kept: in a folder that is given, or in one of this process alone -------------------
+
+
+@dataclass(frozen=True)
+class FunctionFolder:
+    """own: what removes it, if it is of this process alone. workers: of this process, which make functions there."""
+
+    path: Path
+    own: tempfile.TemporaryDirectory[str] | None = None
+    workers: WorkersAhead = field(default_factory=WorkersAhead)
+
+    @classmethod
+    def of(cls, kept: Path | None) -> FunctionFolder:
+        """The folder, which is there."""
+        if kept is not None:
+            return cls(kept)
+        own = tempfile.TemporaryDirectory(prefix="csc-fused-")
+        return cls(Path(own.name), own)

@@ -1,0 +1,902 @@
+"""The functions of programs that Inductor compiles, from their first step on."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from csc.ir.groups import RANDOM, WEIGHTS
+from csc.kernels.onednn import least_multiplications
+from csc.runtime import context
+from csc.runtime.compile_pool import Background, CompileWorker, FunctionFolder, make_side_by_side, worker_count
+from csc.runtime.compiled_function import (
+    MISSING,
+    BeingMadeError,
+    CompiledFunction,
+    FunctionOrder,
+    KeptFunction,
+    Layout,
+    TorchState,
+    code,
+    empty_as,
+    form_of,
+    layouts_of,
+    nesting,
+    settings,
+    structure_of,
+    tensors_of,
+    tried,
+    write_whole,
+)
+from csc.runtime.executor import NO_CHANCE
+from csc.runtime.loaded_program import LoadedProgram
+from csc.runtime.meeting import NOTHING, Meeting
+from csc.runtime.rank import Rank
+from csc.runtime.specs import StageSpec
+from csc.runtime.weight_names import Under
+from csc.torch_private.fast_guards import same_layouts
+
+# --- What a function of a layer file uses besides its arguments and torch: a trace would see it once, and ... --------
+#
+# Constants of the file count as its text. What it calls of its own file is looked through too.
+
+
+PURE = (
+    "abs", "bool", "dict", "enumerate", "float", "int", "isinstance", "len", "list", "map", "max", "min", "range",
+    "reversed", "slice", "sorted", "str", "sum", "tuple", "zip", "False", "None", "True",
+)  # fmt: skip
+CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+def outside_read(function: Callable[..., Any]) -> str:
+    """OSError if its text is not to be had."""
+    seen: set[str] = set()
+    waiting = [function]
+    while waiting:
+        one = waiting.pop()
+        seen.add(one.__name__)
+        tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
+        for name in _names(tree):
+            value = one.__globals__.get(name, None)
+            if inspect.isfunction(value) and value.__globals__ is one.__globals__:
+                waiting += [value] if name not in seen else []
+            elif not _is_known(name, value, name in one.__globals__):
+                return name
+    return ""
+
+
+def _is_known(name: str, value: Any, of_file: bool) -> bool:
+    if not of_file:
+        return name in PURE
+    values = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(one, CONSTANTS) for one in values) or value in (torch, math, torch.ops.aten)
+
+
+def _names(tree: ast.AST) -> list[str]:
+    """Those that are read and not set in it; what it imports, and what it sets elsewhere."""
+    nodes = list(ast.walk(tree))
+    there = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    there |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    there |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ExceptHandler)) and node.name}
+    elsewhere = [name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names]
+    imports = [one.name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for one in node.names]
+    read = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return [f"global {name}" for name in elsewhere] + [f"import {name}" for name in imports] + [
+        name for name in read if name not in there
+    ]  # fmt: skip
+
+
+# --- The functions of the templates compiled by Inductor, from the text of the layer files ---------------------------
+#
+# Terms: a *template function* is one of FUNCTIONS in layers/NAME.py. Compiled, it is called as before, so rank files
+# know nothing of it; equal layers, microbatches and ranks of a process share it.
+#
+# `w`, the parameters of a region, is handed on as a plain dict of the names that the function's text reads: what is
+# compiled depends on no region's place in the model. What Inductor does not take runs as it is, and the log says why.
+
+
+log = logging.getLogger("csc")
+
+FUNCTIONS = ("forward", "backward_input", "backward_weight", "backward")
+LAYOUTS = 8  # of the arguments of one function: what comes with more is run as it is
+ALL = ""  # in place of a form
+SEEN = 64  # layouts that are known at once, whatever runs with them
+SHORT = 4  # of which are asked in C
+Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+COMPILED, KEPT, AS_IT_IS = "compiled", "found in the cache", "runs as it is"
+OTHERS = "other layouts of its arguments came"
+
+
+@dataclass(frozen=True)
+class FusedRow:
+    """A function for layouts of its arguments. how: COMPILED by this start, KEPT, AS_IT_IS; seconds: that its
+    compilation took, whenever that was; why: it runs as it is; products: that oneDNN computes.
+    """
+
+    name: str
+    how: str
+    seconds: float
+    why: str = ""
+    products: int = 0
+
+
+def fused_functions(package: str, folder: Path) -> list[Fused]:
+    """The template functions of a program, which run as they are until they are switched on. folder: where what is made
+    is kept, and taken from.
+    """
+    start = f"{package}.layers."
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(start) and name != f"{start}tables":
+            found += _fused(module, folder)
+    return found
+
+
+def host_compiler() -> str | None:
+    """Its path."""
+    names = (os.environ.get("CXX") or "g++", "g++", "clang++", "clang")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def lacks(device: torch.device) -> str:
+    """Empty if it has all."""
+    if device.type != "cpu" or host_compiler() is not None:
+        return ""
+    return "there is no C++ compiler on this machine; install g++ or clang, or set CXX to one"
+
+
+def _fused(module: ModuleType, folder: Path) -> list[Fused]:
+    text, found = "", []
+    for name in FUNCTIONS:
+        function = getattr(module, name, None)
+        if not inspect.isfunction(function):  # not there, or done
+            continue
+        shown = f"{module.__name__.rpartition('.')[2]}.{name}"
+        text = text or code(Path(function.__code__.co_filename).read_text())
+        try:
+            fused = Fused(shown, function, text, folder)
+        except ValueError as error:
+            log.warning("fuse: %s runs as it is: %s", shown, error)
+            continue
+        setattr(module, name, fused.call)
+        found.append(fused)
+    return found
+
+
+class Fused:
+    """A template function, and what stands for it with certain layouts of its arguments: nothing is compiled in a call.
+    ValueError if `w` is used otherwise than by names in the text, which could not be told from outside; or something
+    else than arguments and torch is, which would be compiled as it was then.
+
+    text: of its file, as csc.runtime.compiled_function gives it. on: what was taken is used. differs: in what those do
+    that were not near enough.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], text: str, folder: Path) -> None:
+        self.name, self.plain, self.on = name, function, False
+        self._rows: dict[str, FusedRow] = {}  # by form
+        self.differs: list[str] = []
+        self._tries, self._tried = False, set[str]()
+        self._text, self._folder = text, folder
+        outside = outside_read(function)
+        if outside:
+            raise ValueError(f"it uses {outside}, and is compiled for arguments and torch alone")
+        self._names = _read_of_w(function)
+        self._place = list(inspect.signature(function).parameters).index("w") if self._names else -1
+        self._taken: dict[str, CompiledFunction | None] = {}  # by form; None: computes nothing
+        self._known: dict[Layouts, CompiledFunction | None] = {}  # as calls came
+        self._short: dict[Layouts, tuple[int, Callable[..., bool], Callable[..., Any], Callable[..., Any]]] = {}
+        self._watch: _Watch | None = None
+
+    def call(self, *given: Any) -> Any:
+        """What stands in the module, as a method: Python hands over the arguments of one, where it keeps those of an
+        object that is called. So what F has kept and a rank file hands on is freed as soon as B has read it.
+        """
+        if self._short:
+            tensors = self._flat(given)
+            for count, are_these, code, nested in self._short.values():
+                if len(tensors) == count and are_these(*tensors):
+                    del given
+                    return nested(code(tensors))
+        return self._called(given)
+
+    def _flat(self, given: tuple[Any, ...]) -> list[Any]:
+        """The tensors, unless something is nested more deeply or is none: then it is in the list as it is."""
+        found: list[Any] = []
+        for one in given:
+            kind = type(one)
+            if kind is tuple:
+                found += one
+            elif kind is Under:
+                found += one.several(self._names)
+            else:
+                found.append(one)
+        return found
+
+    def _called(self, given: tuple[Any, ...]) -> Any:
+        if not self.on and not self._tries and self._watch is None:
+            return self.plain(*given)
+        if self._place >= 0:
+            w: Mapping[str, torch.Tensor] = given[self._place]
+            own = {name: w[name] for name in self._names}
+            given = (*given[: self._place], own, *given[self._place + 1 :])
+        try:
+            tensors = tensors_of(given)
+        except TypeError:  # an edited file may hand on anything
+            return self.plain(*given)
+        layouts = tuple([(one.shape, one.stride(), one.dtype) for one in tensors])
+        if self._watch is not None:
+            return self._watch.call(self, layouts, given, tensors)
+        if self._tries:
+            return self._try(layouts, given, tensors)
+        try:
+            compiled = self._known[layouts]
+        except KeyError:
+            if len(self._known) == SEEN:
+                return self.plain(*given)
+            compiled = self._known[layouts] = self._first(given, tensors)
+        if compiled is None:
+            return self.plain(*given)
+        code = compiled.unwrapped.code
+        if code is not None and len(self._short) < SHORT and layouts not in self._short:
+            self._short[layouts] = len(tensors), same_layouts(tensors), code, compiled.nested
+        return compiled.run(tensors)
+
+    def _first(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:
+        """What was taken for arguments like these."""
+        layouts = layouts_of(tensors)
+        form = form_of(structure_of(given), layouts)
+        if form not in self._taken and ALL not in self._taken:
+            others = ", ".join(f"{dtype} {sizes} {strides}" for dtype, _, sizes, strides in layouts)
+            if not any(row.why == OTHERS for row in self.rows):
+                log.warning("fuse: %s runs as it is with layouts that it was not compiled for", self.name)
+            log.debug("fuse: %s was not compiled for %s", self.name, others)
+            self._rows[form] = FusedRow(self.name, AS_IT_IS, 0.0, OTHERS)
+        return self._taken.get(form)
+
+    def tries(self, tries: bool) -> None:
+        """Whether it runs as it is, with what was taken beside it at the first call with certain layouts."""
+        self._tries = tries
+        self._short.clear()
+
+    def _try(self, layouts: Layouts, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
+        if layouts in self._known:
+            return self.plain(*given)
+        form = form_of(structure_of(given), layouts_of(tensors))
+        compiled = self._taken.get(form)
+        if compiled is None:
+            return self.plain(*given)
+        self._known[layouts] = compiled
+        self._tried.add(form)
+        results, why = tried(self.plain, given, compiled, tensors)
+        if why:
+            self.differs.append(f"{self.name}: {why}")
+        return results
+
+    def make(self, order: FunctionOrder, wait: bool) -> None:
+        """Compile it in this process, unless it is kept. Without wait BeingMadeError if another process does. Any error
+        of the trace or the compiler.
+        """
+        given = nesting(order.structure)(empty_as(order.layouts))
+        self._ordered(order.structure, order.layouts).made(self.plain, given, wait)
+
+    def take(self, order: FunctionOrder, how: str) -> str:
+        """Use what is kept of this once it is switched on. Why not; "" if it is there."""
+        try:
+            found = self._ordered(order.structure, order.layouts).read()
+        except Exception as error:  # of the folder, or of what is not torch's
+            return f"{type(error).__name__}: {error}"
+        if found is MISSING:
+            return "what was compiled is not to be read"
+        self._taken[order.form] = found
+        if found is not None:
+            self._rows[order.form] = FusedRow(self.name, how, found.seconds, products=found.products)
+            log.info("fuse: %s %s%s", self.name, how, f" in {found.seconds:.2f} s" if how == COMPILED else "")
+        return ""
+
+    def refuse(self, form: str, why: str) -> bool:
+        """Run as it is for arguments of this form, or of ALL, whatever was taken; whether it would not have."""
+        if form in self._taken and self._taken[form] is None:
+            return False
+        self._taken[form] = None
+        self._known.clear()
+        self._short.clear()
+        self._rows[form] = FusedRow(self.name, AS_IT_IS, 0.0, why)
+        return True
+
+    @property
+    def untried(self) -> list[str]:
+        """The forms of what was taken and has not been called beside the function as it is."""
+        return [form for form, one in self._taken.items() if one is not None and form not in self._tried]
+
+    @property
+    def rows(self) -> list[FusedRow]:
+        """What has become of it, for all forms."""
+        return list(self._rows.values())
+
+    def order(self, structure: Any, layouts: list[Layout]) -> FunctionOrder:
+        """To have it compiled for these."""
+        return FunctionOrder.of(self.plain, self._ordered(structure, layouts))
+
+    def _ordered(self, structure: Any, layouts: list[Layout]) -> KeptFunction:
+        return KeptFunction(self.plain.__name__, self._text, structure, layouts, self._folder)
+
+    def watch(self, repeats: bool) -> None:
+        """From now on it runs as it is, and what it is called with is noted. repeats: every call runs; else one of each
+        kind does, on tensors without values, and others are given the same results.
+        """
+        self._watch = _Watch(repeats)
+        self._short.clear()
+
+    def watched(self) -> list[FunctionOrder]:
+        """What has been noted. It is no longer watched."""
+        watch, self._watch = self._watch, None
+        return [FunctionOrder.of(self.plain, kept) for kept, _ in watch.seen.values()] if watch is not None else []
+
+    def kept(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> KeptFunction:
+        """For such arguments."""
+        return self._ordered(structure_of(given), layouts_of(tensors))
+
+
+class _Watch:
+    def __init__(self, repeats: bool) -> None:
+        self._repeats = repeats
+        self.seen: dict[Layouts, tuple[KeptFunction, Any]] = {}  # and its results, unless calls are repeated
+
+    def call(self, function: Fused, layouts: Layouts, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
+        if layouts in self.seen and not self._repeats:
+            return self.seen[layouts][1]
+        results = function.plain(*given)
+        if layouts not in self.seen and len(self.seen) < LAYOUTS:
+            self.seen[layouts] = function.kept(given, tensors), None if self._repeats else results
+        return results
+
+
+def _read_of_w(function: Callable[..., Any]) -> list[str]:
+    """The names under which a function's text reads parameters, `w["name"]`."""
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+    reads = [
+        node for node in nodes
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "w"
+    ]  # fmt: skip
+    names = [node.slice.value for node in reads if isinstance(node.slice, ast.Constant)]
+    uses = sum(isinstance(node, ast.Name) and node.id == "w" for node in nodes)
+    if uses != len(names) or not all(isinstance(name, str) for name in names):
+        raise ValueError('it uses w otherwise than as w["name"]')
+    return sorted(set(map(str, names)))
+
+
+# --- What is kept of a program whose functions were compiled: what each is called with, and what has become of it ----
+#
+# kept = KeptProgram(folder, key) kept.forms() -> [Form] | None             that its functions are called with; None:
+# nothing is known kept.keep(rows, forms)                    nothing where that cannot be written rows_of(folder,
+# fingerprint) -> rows      of the latest start that compiled it
+
+
+PREFIX = 32  # of a fingerprint, in a key
+
+
+@dataclass(frozen=True)
+class CalledForm:
+    """name: of a function, as rows have it. structure, layouts: of its arguments."""
+
+    name: str
+    structure: Any
+    layouts: list[Layout]
+
+
+@dataclass(frozen=True)
+class KeptProgram:
+    """key: of the program and all that its functions' keys depend on; it begins with the program's fingerprint."""
+
+    folder: Path
+    key: str
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "functions" / f"{self.key}.program"
+
+    def forms(self) -> list[CalledForm] | None:
+        """Never an error of what is kept."""
+        try:
+            return [CalledForm(**one) for one in json.loads(self._file.read_text())["forms"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def keep(self, rows: Sequence[FusedRow], forms: Sequence[CalledForm]) -> None:
+        """That none could be written is no error of a step; where nothing was compiled there is no folder for them."""
+        if not rows:
+            return
+        told = {"rows": [asdict(row) for row in rows], "forms": [asdict(form) for form in forms]}
+        try:
+            write_whole(self._file, json.dumps(told))
+        except OSError as error:
+            log.info("fuse: what was compiled is not told to later starts: %s", error)
+
+
+def rows_of(folder: Path, fingerprint: str) -> list[FusedRow]:
+    """Of the functions of a program that has made a step on this machine, as the latest start to compile them told."""
+    files = sorted(folder.glob(f"functions/{fingerprint[:PREFIX]}-*.program"), key=lambda one: one.stat().st_mtime)
+    for file in reversed(files):
+        try:
+            return [FusedRow(**row) for row in json.loads(file.read_text())["rows"]]
+        except (OSError, ValueError, KeyError, TypeError):  # damaged, or gone
+            continue
+    return []
+
+
+# --- What ranks tell each other of functions that are compiled, before any of them runs one --------------------------
+#
+# Terms: a program is *settled* once all ranks of a step know which of its functions run compiled, and which as they
+# are. A function that one rank could not have compiled, for arguments of a form, runs as it is on all ranks.
+#
+# All ranks call `told` in the same step: what they said before it tells them to.
+
+
+COMPILED_FUNCTIONS = "compiled functions"  # the operation
+
+
+@dataclass(frozen=True)
+class FusedWord:
+    """program: its number in the order in which all ranks take them. positions: those of its ranks here on the pp axis.
+    built: with what its functions are compiled. everything: why none is to run compiled; "": each for itself. refused:
+    why a function is not to, by its name and form. notes: what the functions are called with could not be told ahead,
+    and is noted in this step.
+    """
+
+    program: int
+    positions: Sequence[int]
+    built: str = ""
+    everything: str = ""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    notes: bool = False
+
+
+def told(meeting: Meeting, make: Callable[[], Sequence[FusedWord]]) -> list[FusedWord]:
+    """By rank. What `make` raises is raised, and StepFailed on the other ranks."""
+    own = meeting.hold(COMPILED_FUNCTIONS, lambda: (NOTHING, json.dumps([asdict(one) for one in make()])))
+    return [FusedWord(**one) for text in meeting.texts(COMPILED_FUNCTIONS, own) for one in json.loads(text)]
+
+
+# --- A rank's functions run once on tensors without values: what they call is seen before any of it computes ---------
+#
+# What comes from other ranks is as program.json says. Nothing is sent, no memory is taken, no random number is drawn.
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def rehearse(rank: Rank, microbatch: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+    """weights: as the rank holds them; those that it has shards of stand here for whole ones."""
+    from csc.torch_private.traces import FakeTensorMode  # imports a second's worth that ranks do not need otherwise
+
+    given = dict(context.attach(rank, microbatch))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return mode.from_tensor(tensor, static_shapes=True)
+
+    batch = {name: fake(value) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    batch |= {name: met.number for name, met in rank.met.items()}
+    if rank.program.manifest.random:
+        batch[RANDOM] = NO_CHANCE
+    if rank.program.manifest.loss.divisors:
+        batch[WEIGHTS] = fake(torch.ones(len(rank.program.manifest.loss.divisors), dtype=torch.float64))
+    constants = {name: fake(tensor) for name, tensor in rank.constants.items()}
+    whole = _whole(rank, weights, fake)
+    with torch.no_grad(), mode:
+        saved = {stage.stage: _forward(rank, stage, batch, whole, constants) for stage in rank.stages}
+        for stage in reversed(rank.stages):
+            _backward(rank, stage, saved[stage.stage], whole, constants)
+
+
+def _whole(
+    rank: Rank, weights: Mapping[str, torch.Tensor], fake: Callable[[torch.Tensor], torch.Tensor]
+) -> Tensors:  # fmt: skip
+    found = {}
+    for spec in rank.program.manifest.parameters:
+        if spec.name in weights:
+            own = fake(weights[spec.name])
+            found[spec.name] = own if own.shape == spec.local.shape else own.new_empty(spec.local.shape)
+    return found
+
+
+def _received(rank: Rank, kind: str, stage: int) -> Tensors:
+    return {
+        value.name: torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=rank.device)
+        for message in rank.program.manifest.messages
+        if (message.kind, message.destination) == (kind, stage)
+        for value in message.values
+    }
+
+
+def _forward(rank: Rank, stage: StageSpec, batch: Mapping[str, Any], weights: Tensors, constants: Tensors) -> Any:
+    """(saved, the loss if it is computed here)."""
+    received = _received(rank, "F", stage.stage)
+    sent, saved = rank.functions[stage.stage].forward(batch, received, weights, constants)
+    return saved, sent.get("loss")
+
+
+def _backward(rank: Rank, stage: StageSpec, forward: Any, weights: Tensors, constants: Tensors) -> None:
+    functions, (saved, loss) = rank.functions[stage.stage], forward
+    received = _received(rank, "B", stage.stage)
+    if rank.program.manifest.loss.stage == stage.stage and loss is not None:
+        received["loss"] = torch.empty((), dtype=loss.dtype, device=loss.device)
+    if functions.backward is not None:
+        for _ in functions.backward(saved, received, weights, constants):
+            pass
+    if functions.backward_input is not None:
+        _, kept = functions.backward_input(saved, received, weights, constants)
+        if functions.backward_weight is not None:
+            for _ in functions.backward_weight(kept, weights, constants):
+                pass
+
+
+# --- The functions of one program that Inductor compiles, from its first step on -------------------------------------
+#
+# Terms: the program of a run's *first* sizes is compiled before its first step. *Later* ones, for sizes that come on
+# the way, run as they are until they have been met MET times, and from then on until what compiles them in the
+# background is done on every rank: no step waits. Before that each rank *tries* what was compiled, in a step that runs
+# as it is: each compiled function beside the one that it stands for. If one differs on any rank, no rank uses any. So
+# it is with a first program whose functions cannot be run without values, but that its second step waits. *busy*:
+# something is being compiled for the program in the background, or is to be tried. *settled*: see
+# csc.runtime.fusing.
+#
+#     program = FusedProgram(number, functions, folder, kept, device, background, without, later)
+#     program.says -> flags           before each step: BUSY, PREPARES, READY
+#     program.before(calls, hold)     in each step; hold: some rank is busy with a program of this step
+#     program.word(hold), .settle(words, hold)       in a step in which some rank prepares, or is ready and none is
+#       busy
+#     program.after()                 after each step
+#     program.rows() -> [FusedRow]    what was compiled, and what runs as it is
+#
+# Ranks switch to compiled functions in the same step, and to the same ones: values that several of them compute alike
+# stay alike to the bit.
+
+
+UNLIKE = "not all ranks' CPUs and C++ compilers have the same vector instructions"
+MET = 4  # steps with a size, before it is compiled: not what comes once
+BUSY, PREPARES, READY = 1, 2, 4  # what a program says before a step
+Call = tuple[Rank, Mapping[str, Any], Mapping[str, torch.Tensor]]  # microbatch and weights
+
+
+class FusedProgram:
+    """Of this process' ranks. number: in the order in which all ranks take programs. folder: of what is compiled. kept:
+    None where nothing is kept for other processes. without: why this process cannot compile; "": it can. worker: gives
+    one that makes functions beside this process; None: a new one each time.
+    """
+
+    def __init__(
+        self, number: int, functions: list[Fused], folder: Path, kept: KeptProgram | None, device: torch.device,
+        background: Background, positions: Sequence[int] = (0,), without: str = "", later: bool = False,
+        worker: Callable[[], CompileWorker] | None = None,
+    ) -> None:  # fmt: skip
+        self._number, self._positions, self._without = number, positions, without
+        self._functions, self._background, self._device = functions, background, device
+        self._worker = worker
+        self._by_name = {one.name: one for one in functions}
+        self._folder, self._kept, self._later = folder, kept, later
+        self._steps, self._notes_at = 0, MET if later else 0  # the step in which calls are noted; 0: in none
+        self._watches, self._noted, self._settled = False, False, False
+        self._orders: list[tuple[Fused, FunctionOrder]] = []
+        self._to_make: list[FunctionOrder] = []
+        self._prepared = False
+        self._left: set[str] = set()  # keys of what is being made
+        self._failed: dict[str, str] = {}  # why what was ordered was not made, by key
+        self._refused: dict[str, str] = {}  # why a function does not run compiled here: by its name, or that and a form
+        self._elsewhere: dict[str, str] = {}  # the same of any rank
+        self._nothing = ""  # why no function is to run compiled on any rank
+        self._tries, self._tried = False, False
+        self._made = threading.Event()
+
+    @property
+    def says(self) -> int:
+        """Waits where a step is to be the first one that can be compiled, and where steps have to be the same from run
+        to run (torch.use_deterministic_algorithms).
+        """
+        if self._settled:
+            return 0
+        if not self._noted:
+            return 0 if self._notes_at else PREPARES
+        if not self._later or torch.are_deterministic_algorithms_enabled():
+            self._made.wait()
+        return READY if self._tried else BUSY
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what runs stays so."""
+        return self._settled
+
+    def before(self, calls: Callable[[], Iterable[Call]], hold: bool) -> None:
+        """See the module."""
+        if self._settled:
+            return
+        self._steps += 1
+        if not self._notes_at:
+            self._prepare(calls)
+        if self._noted and self._made.is_set() and not self._tried:
+            self._take(self._to_make)
+            self._try(True)
+        if self._steps == self._notes_at and not self._without:
+            self._note()
+
+    # ahead of the first step
+
+    def _prepare(self, calls: Callable[[], Iterable[Call]]) -> None:
+        """Compile side by side what is not kept, once."""
+        if self._prepared or self._without:
+            return
+        try:
+            self._orders = self._told() or self._rehearsed(calls())
+        except Exception as error:
+            log.info(
+                "fuse: the first step runs as it is, as its functions cannot be run without values: %s: %s",
+                type(error).__name__, error,
+            )  # fmt: skip
+            self._notes_at = self._steps
+            return
+        left = self._take_kept()
+        workers = worker_count() if self._device.type == "cpu" else 0  # Inductor has its own for kernels of GPUs
+        make_side_by_side(left, self._here, workers, self._worker)
+        self._take(left)
+        self._prepared = True
+
+    def _told(self) -> list[tuple[Fused, FunctionOrder]]:
+        """What an earlier start has kept."""
+        forms = self._kept.forms() if self._kept is not None else None
+        known = [(self._by_name.get(form.name), form) for form in forms or ()]
+        return [(one, one.order(form.structure, form.layouts)) for one, form in known if one is not None]
+
+    def _rehearsed(self, calls: Iterable[Call]) -> list[tuple[Fused, FunctionOrder]]:
+        for one in self._functions:
+            one.watch(repeats=False)
+        try:
+            for call in calls:
+                rehearse(*call)
+        finally:
+            found = self._watched()
+        return found
+
+    def _here(self, order: FunctionOrder, wait: bool) -> None:
+        one = next(one for one, other in self._orders if other is order)
+        try:
+            one.make(order, wait)
+        except BeingMadeError:
+            raise
+        except Exception as error:  # of whatever stands in the file
+            self._failed[order.key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+    def _watched(self) -> list[tuple[Fused, FunctionOrder]]:
+        """What was called since they are watched. None is watched any more, whatever happens: in a rehearsal they give
+        tensors without values.
+        """
+        found: dict[str, tuple[Fused, FunctionOrder]] = {}
+        for one in self._functions:
+            try:
+                found |= {order.key: (one, order) for order in one.watched()}
+            except Exception as error:  # of a C++ compiler that does not work, say
+                self._refuse(one, ALL, f"{type(error).__name__}: {error}")
+        return list(found.values())
+
+    # on the way
+
+    def _note(self) -> None:
+        """All functions run as they are in this step, and what they are called with is compiled after it."""
+        for one in self._functions:
+            one.watch(repeats=True)
+        self._watches = True
+
+    def _take_kept(self) -> list[FunctionOrder]:
+        """Take what is there; what is to be made."""
+        return [order for one, order in self._orders if not order.is_kept or one.take(order, KEPT)]
+
+    def _take(self, left: Sequence[FunctionOrder]) -> None:
+        """What was made; why the rest was not."""
+        made = {order.key for order in left}
+        for one, order in self._orders:
+            if order.key in made:
+                why = self._failed.get(order.key) or one.take(order, COMPILED)
+                if why and not self._later and order.key not in self._failed:  # what another process could not make
+                    self._here(order, True)
+                    why = self._failed.get(order.key) or one.take(order, COMPILED)
+                if why:
+                    self._refuse(one, order.form, why)
+
+    def _refuse(self, function: Fused, form: str, why: str) -> None:
+        """Of this rank's own."""
+        log.warning("fuse: %s runs as it is%s: %s", function.name, self._when, why)
+        self._refused[_named(function, form)] = why
+        function.refuse(form, why)
+
+    @property
+    def _when(self) -> str:
+        return " for sizes that came later" if self._later else ""
+
+    def _try(self, tries: bool) -> None:
+        """One of csc's operators is called by the functions as they are alone, so this rank may do so by itself; a step
+        that fails in its middle is followed by another one that tries.
+        """
+        self._tries = tries
+        for one in self._functions:
+            one.tries(tries)
+
+    def after(self) -> None:
+        """See the module."""
+        if self._tries:
+            self._try(False)
+            self._tried = True
+            for one in self._functions:
+                untried = {_named(one, form): "it was not called in the step that tries it" for form in one.untried}
+                self._refused = untried | self._refused
+        if self._watches:
+            self._watches = False
+            self._orders, self._noted = self._watched(), True
+            self._to_make = self._take_kept()
+            self._left = {order.key for order in self._to_make}
+            if not self._left:
+                self._made.set()
+            self._background.make(self._to_make, self._is_made)
+
+    def _is_made(self, order: FunctionOrder, why: str) -> None:
+        if why and self._later:
+            self._failed[order.key] = why.partition("\n")[0]
+        self._left.discard(order.key)
+        if not self._left:
+            self._made.set()
+
+    # with the other ranks
+
+    def word(self, hold: bool) -> FusedWord | None:
+        """What the others have to know before they settle it; None: there is nothing to settle in this step."""
+        notes = not self._later and self._steps == self._notes_at
+        ready = self._prepared or (self._tried and not hold)
+        if self._settled or not (self._without or notes or ready):
+            return None
+        differs = next((why for one in self._functions for why in one.differs), "")
+        return FusedWord(self._number, self._positions, self._built(), self._without or differs, self._refused, notes)
+
+    def _built(self) -> str:
+        try:
+            if self._without:
+                return ""
+            built = settings(self._folder, self._device.type == "cpu")
+            return json.dumps(built | {"products by oneDNN from": least_multiplications()}, sort_keys=True)
+        except Exception:  # of a compiler that does not work: then nothing was taken, and each function says why
+            return ""
+
+    def settle(self, words: Sequence[FusedWord], hold: bool) -> None:
+        """words: of all ranks, on any program."""
+        ours = [one for one in words if one.program == self._number]
+        for word in ours:
+            self._nothing = self._nothing or word.everything or ("" if word.built in (ours[0].built, "") else UNLIKE)
+            self._elsewhere |= word.refused
+        own = self.word(hold)
+        if own is not None and not own.notes:
+            if any(one.notes and set(one.positions) & set(self._positions) for one in ours):
+                self._prepared, self._notes_at = False, self._steps  # as what computes the same values
+                self._note()
+                return
+            self._switch()
+        elif self._settled:  # another replica's
+            self._refuse_elsewhere()
+
+    def _switch(self) -> None:
+        self._settled = True
+        self._refuse_elsewhere()
+        if self._nothing:
+            log.warning("fuse: all functions run as they are%s, as %s", self._when, self._nothing)
+            return
+        for one in self._functions:
+            one.on = True
+        if self._later:
+            log.info("fuse: the functions for sizes that came later are compiled")
+        if self._kept is not None:
+            forms = [CalledForm(one.name, order.structure, order.layouts) for one, order in self._orders]
+            self._kept.keep(self.rows(), forms)
+
+    def _refuse_elsewhere(self) -> None:
+        """Run as they are, here too, the functions that a rank could not have compiled."""
+        for one, order in self._orders:
+            why = self._elsewhere.get(_named(one, order.form)) or self._elsewhere.get(_named(one, ALL)) or self._nothing
+            if why and one.refuse(order.form, why) and not self._nothing:
+                log.warning("fuse: %s runs as it is%s, as on another rank: %s", one.name, self._when, why)
+
+    def rows(self) -> list[FusedRow]:
+        """Of each function and layout that was called."""
+        return [row for one in self._functions for row in one.rows]
+
+
+def _named(function: Fused, form: str) -> str:
+    return f"{function.name} {form}".rstrip()
+
+
+# --- The programs of one trainer, whose functions Inductor compiles: see csc.runtime.fusing -------------------
+#
+# members = FusedMembers(folder, device, positions)      folder: where artifacts are kept; None: for this process alone
+# members.add(program)                              in the order in which the trainer takes them members.says(numbers)
+# -> flags                    before a step with these programs: see csc.runtime.fusing with members.step(calls,
+# flags, meeting): ...     around what computes; calls: (number of the program, call) members.is_settled(number)
+# whether the functions of a program are those that it goes on with members.rows() -> [FusedRow]
+
+
+class FusedMembers:
+    """See the module. positions: of this process' ranks on the pp axis."""
+
+    def __init__(self, folder: FunctionFolder | None, device: torch.device, positions: Iterable[int]) -> None:
+        self._folder = folder or FunctionFolder.of(None)
+        self._device, self._positions = device, sorted(set(positions))
+        self._background = Background()
+        self._programs: list[FusedProgram] = []
+
+    def add(self, program: LoadedProgram) -> None:
+        """Its modules are imported."""
+        later = bool(self._programs)
+        functions = fused_functions(program.package, self._folder.path)
+        own = later or self._folder.own is not None
+        kept = None if own else KeptProgram(self._folder.path, _key(program, self._positions))
+        self._programs.append(
+            FusedProgram(
+                len(self._programs), functions, self._folder.path, kept, self._device, self._background,
+                self._positions, lacks(self._device), later, self._folder.workers.take,
+            )
+        )  # fmt: skip
+
+    def says(self, numbers: Iterable[int]) -> int:
+        """Of the programs with these numbers."""
+        return reduce(or_, (self._programs[number].says for number in numbers), 0)
+
+    @contextmanager
+    def step(self, calls: Sequence[tuple[int, Call]], flags: int, meeting: Meeting) -> Iterator[None]:
+        """All ranks have agreed on the step; flags: those that any rank says."""
+        numbers = list(dict.fromkeys(number for number, _ in calls))
+        hold = bool(flags & BUSY)
+
+        def before() -> list[FusedWord]:
+            for number in numbers:
+                of_one = {id(call[0]): call for other, call in reversed(calls) if other == number}
+                self._programs[number].before(of_one.values, hold)
+            return [word for number in numbers if (word := self._programs[number].word(hold)) is not None]
+
+        if flags & PREPARES or (flags & READY and not hold):
+            words = told(meeting, before)
+            for number in {*numbers, *(word.program for word in words)}:
+                self._programs[number].settle(words, hold)
+        else:
+            before()
+        yield
+        for number in numbers:
+            self._programs[number].after()
+
+    def is_settled(self, number: int) -> bool:
+        """Whether the functions of a program are those that it goes on with."""
+        return self._programs[number].is_settled
+
+    def rows(self) -> list[FusedRow]:
+        """Of all functions that were called."""
+        return [row for program in self._programs for row in program.rows()]
+
+
+def _key(program: LoadedProgram, positions: Sequence[int]) -> str:
+    """Of what the functions of a program are compiled for on some ranks, its layer files as they are now."""
+    layers = [file.read_text() for file in sorted((program.directory / "layers").glob("*.py"))]
+    told = json.dumps([layers, list(positions), asdict(TorchState.now())])
+    return f"{program.manifest.fingerprint[:PREFIX]}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
