@@ -19,9 +19,8 @@ import torch
 
 import csc
 from csc.checkpoints import files
-from csc.checkpoints.lazy import LazyTensor
-from csc.checkpoints.pieces import Piece, divided
-from csc.checkpoints.step_index import FILE, StepIndex, Stored, StoredPart, folder_of
+from csc.checkpoints.files import FILE, LazyTensor, StepIndex, Stored, StoredPart, folder_of
+from csc.checkpoints.writing import Piece, divided
 from csc.runtime.specs import whole_box
 from csc.runtime.weights import flushed, published
 

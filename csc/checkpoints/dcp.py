@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from csc.checkpoints import restoring
-from csc.checkpoints.lazy import LazyTensor
-from csc.checkpoints.step_index import StepIndex
+from csc.checkpoints.files import LazyTensor, StepIndex
 from csc.errors import InputError
 from csc.runtime.loaded_program import checked_file, within
 from csc.runtime.meeting import first_line

@@ -1,30 +1,280 @@
-"""Tensors in safetensors files, written and read part by part: no more than one is held besides what is given.
-
-Terms: a file holds some numbered keys; where each begins, and its digest, go to the index (csc.checkpoints.step_index).
-Other programs read the files as any safetensors.
-
-    write(file, tensors) -> {key: (offset, sha256)}        published whole
-    write_each(file, about, given) -> the same             of tensors that are made one after the other
-    layout(tensors) -> (header, {key: offset})             of the file that would be written
-    digest(tensor) -> sha256                               of the bytes that would be written
-    read(folder, part, dtype, what) -> tensor              on the CPU; InputError if it is not what was saved
-"""
+"""What is in a checkpoint: its index, tensors in safetensors files read and written part by part, state as JSON."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from csc.checkpoints.step_index import OLDER, StoredPart
 from csc.errors import InputError
-from csc.runtime.loaded_program import checked_file, within
-from csc.runtime.specs import sizes
+from csc.runtime.loaded_program import checked_file, read_json, within
+from csc.runtime.specs import Box, sizes
 from csc.runtime.weights import DIGESTS, DTYPES, bytes_of, published
+
+# --- A tensor that is read when it is asked for ----------------------------------------------------------------------
+
+
+class LazyTensor(NamedTuple):
+    """about: its shape and dtype, as a meta tensor. load: reads it, anew each time."""
+
+    about: torch.Tensor
+    load: Callable[[], torch.Tensor]
+
+
+# --- What is in a checkpoint, as its index says, and where checkpoints are -------------------------------------------
+#
+# Terms
+#   run        a directory with a folder for each step that was saved: step-00000100
+#   part       a box (csc.runtime.specs) of a tensor's entries, some bytes of a safetensors file of that folder
+#   index      checkpoint.json: every tensor with its parts, their digests, and the files of other state. It is written
+#              last, and has a digest of itself: a folder without one, or with another, is no checkpoint
+#
+#     index = read(folder)                     InputError for what is no checkpoint, or damaged
+#     text = index.to_text()
+#     saved(run) -> {step: folder}             complete ones, the first step first      cut_off(run) -> [folder]
+#     find(path, step) -> folder               of a run, its latest; of a step's folder itself
+
+
+FILE = "checkpoint.json"
+FORMAT = 1
+_FOLDER = re.compile(r"step-(\d{8,})")
+OLDER = "Take another copy of it, or an older checkpoint (`csc checkpoint list` shows them)"
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Where some entries of a tensor are. offset: of their first byte in the file."""
+
+    file: str
+    offset: int
+    box: Box
+    sha256: str
+
+    def entries(self) -> int:
+        """How many."""
+        return math.prod(sizes(self.box))
+
+    def to_row(self, numbers: Mapping[str, int]) -> list[Any]:
+        """The form of the index: short, as there may be millions. numbers: of files."""
+        return [numbers[self.file], self.offset, self.box, self.sha256]
+
+    @classmethod
+    def of(cls, row: Sequence[Any], files: Sequence[str]) -> StoredPart:
+        """KeyError, TypeError, IndexError or ValueError for what is none."""
+        number, offset, box, sha256 = row
+        found = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in box)
+        return cls(str(files[number]), int(offset), found, str(sha256))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor. dtype: as torch names it, without `torch.`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[StoredPart, ...]
+
+    def to_row(self, numbers: Mapping[str, int]) -> dict[str, Any]:
+        """The form of the index."""
+        return {"shape": self.shape, "dtype": self.dtype, "parts": [part.to_row(numbers) for part in self.parts]}
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], files: Sequence[str]) -> Stored:
+        """Errors are those of Part.of."""
+        parts = tuple(StoredPart.of(one, files) for one in row["parts"])
+        return cls(tuple(map(int, row["shape"])), str(row["dtype"]), parts)
+
+    def entries(self) -> int:
+        """How many."""
+        return math.prod(self.shape)
+
+    def nbytes(self) -> int:
+        """Of all entries."""
+        return self.entries() * getattr(torch, self.dtype).itemsize
+
+    def missing(self) -> int:
+        """Entries that no part has."""
+        return self.entries() - sum(part.entries() for part in self.parts)
+
+
+@dataclass(frozen=True)
+class StepIndex:
+    """about: step, model, mesh, zero, processes, time, versions; has: which of weights, optimizer, scheduler, loader,
+    random, extra. parameters: with buffers; none if weights are elsewhere. optimizer: as csc.runtime.optimizer
+    joins it, with a Stored for each tensor; None: not saved. states: a file of each process.
+    """
+
+    folder: Path
+    about: Mapping[str, Any]
+    parameters: Mapping[str, Stored]
+    trained: frozenset[str]
+    optimizer: Mapping[str, Any] | None
+    states: tuple[Mapping[str, str], ...]
+
+    @property
+    def step(self) -> int:
+        """After which it was saved."""
+        return int(self.about["step"])
+
+    @property
+    def has(self) -> list[str]:
+        """What was saved."""
+        return list(self.about["has"])
+
+    def of_optimizer(self) -> Iterator[tuple[str, str, Stored]]:
+        """(parameter, key, tensor) of the optimizer's state."""
+        for name, found in (self.optimizer or {}).get("parameters", {}).items():
+            yield from ((name, key, stored) for key, stored in found["tensors"].items())
+
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """All, each with what it is called in sentences."""
+        yield from ((repr(name), one) for name, one in self.parameters.items())
+        yield from ((f"{key!r} of {name!r}", one) for name, key, one in self.of_optimizer())
+
+    def files(self) -> list[str]:
+        """Of the folder."""
+        parts = [part.file for _, one in self.tensors() for part in one.parts]
+        return sorted({*parts, *(one["file"] for one in self.states)})
+
+    def size(self) -> int:
+        """Bytes of its files, as far as they are there."""
+        return sum((self.folder / name).stat().st_size for name in self.files() if (self.folder / name).is_file())
+
+    def to_text(self) -> str:
+        """The index as it is written."""
+        listed = sorted({part.file for _, one in self.tensors() for part in one.parts})
+        numbers = {name: number for number, name in enumerate(listed)}
+        optimizer = None
+        if self.optimizer is not None:
+            states = {
+                name: {**one, "tensors": {key: stored.to_row(numbers) for key, stored in one["tensors"].items()}}
+                for name, one in self.optimizer["parameters"].items()
+            }
+            optimizer = {**self.optimizer, "parameters": states}
+        content = {
+            "about": dict(self.about), "files": listed,
+            "parameters": {
+                name: {**one.to_row(numbers), "trained": name in self.trained} for name, one in self.parameters.items()
+            },
+            "optimizer": optimizer, "states": [dict(one) for one in self.states],
+        }  # fmt: skip
+        table = {"format": FORMAT, "sha256": _digest(content), "content": content}
+        return json.dumps(table, separators=(",", ":")) + "\n"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(folder: Path) -> str:
+    """Of the index, for ranks to compare."""
+    return hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
+
+
+def read(folder: Path) -> StepIndex:
+    """The index of a step's folder."""
+    where = folder / FILE
+
+    def fail(what: str) -> InputError:
+        return InputError(what, str(where), OLDER)
+
+    table = read_json(where, fail)
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        found = table.get("format") if isinstance(table, dict) else None
+        raise fail(f"it is an index of format {found!r}, and this csc reads {FORMAT}")
+    if _digest(table.get("content")) != table.get("sha256"):
+        raise fail("it is not what was saved there: its bytes have changed")
+    try:
+        return _of(folder, table["content"])
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise fail(f"it was not written by csc: {type(error).__name__}: {error}") from None
+
+
+def _of(folder: Path, content: Mapping[str, Any]) -> StepIndex:
+    listed, optimizer = content["files"], content["optimizer"]
+    for one in optimizer["parameters"].values() if optimizer is not None else ():
+        one["tensors"] = {key: Stored.of(row, listed) for key, row in one["tensors"].items()}
+    found = StepIndex(
+        folder, content["about"], {name: Stored.of(row, listed) for name, row in content["parameters"].items()},
+        frozenset(name for name, row in content["parameters"].items() if row["trained"]),
+        optimizer, tuple(content["states"]),
+    )  # fmt: skip
+    for group in (found.optimizer or {"groups": ()})["groups"]:
+        _ = group["names"], group["options"].items()
+    _ = found.step, found.has, found.files(), [number["value"] for number in _numbers(found)]
+    return found
+
+
+def _numbers(found: StepIndex) -> Iterator[Mapping[str, Any]]:
+    for one in (found.optimizer or {"parameters": {}})["parameters"].values():
+        _ = one["shape"]
+        yield from one["numbers"].values()
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Of a step."""
+    return run / f"step-{step:08d}"
+
+
+def _folders(run: Path) -> list[tuple[int, Path]]:
+    if not run.is_dir():
+        return []
+    named = [(_FOLDER.fullmatch(path.name), path) for path in run.iterdir()]
+    return sorted((int(found[1]), path) for found, path in named if found and path.is_dir())
+
+
+def saved(run: str | Path) -> dict[int, Path]:
+    """The folders of steps that were saved to the end."""
+    return {step: folder for step, folder in _folders(Path(run)) if (folder / FILE).is_file()}
+
+
+def cut_off(run: str | Path) -> list[Path]:
+    """Folders of saves that are under way, or did not come to their end."""
+    return [folder for _, folder in _folders(Path(run)) if not (folder / FILE).is_file()]
+
+
+def find(path: str | Path, step: int | None = None) -> Path:
+    """The folder of a checkpoint. InputError, with what is there, if there is none."""
+    path = Path(path)
+    if step is None and (path / FILE).is_file():
+        return path
+    there = saved(path)
+    if step is None and there:
+        return there[max(there)]
+    if step in there:
+        return there[step]
+    begun = ", ".join(folder.name for folder in cut_off(path))
+    what = "it has no checkpoint" if step is None else f"it has no checkpoint of step {step}"
+    if _FOLDER.fullmatch(path.name) and path.is_dir():
+        what = f"it has no {FILE}: the save was cut off"
+    elif there:
+        what += f", but of {', '.join(map(str, there))}"
+    elif begun:
+        what += f": {begun} was begun, and has no {FILE}"
+    elif path.is_dir() and ((path / ".metadata").is_file() or any(path.glob("*.safetensors"))):
+        raise InputError(
+            f"{what}, but weights in another format", str(path),
+            "read weights with compiled.load(path), or make a checkpoint of them: `csc checkpoint convert PATH OUT`",
+        )  # fmt: skip
+    raise InputError(what, str(path), "give the directory that a CheckpointManager saves to, or a step's folder in it")
+
+
+# --- Tensors in safetensors files, written and read part by part: no more than one is held besides what is given -----
+#
+# Terms: a file holds some numbered keys; where each begins, and its digest, go to the index
+# (csc.checkpoints.files). Other programs read the files as any safetensors.
+
 
 NO_DIGEST = "0" * 64
 Places = dict[str, int]
@@ -88,7 +338,7 @@ def write_each(
     return {key: (place, digests[key]) for key, place in places.items()}
 
 
-def read(folder: Path, part: StoredPart, dtype: str, what: str) -> torch.Tensor:
+def read_part(folder: Path, part: StoredPart, dtype: str, what: str) -> torch.Tensor:
     """what: the tensor's name in sentences."""
 
     def fail(why: str) -> InputError:
@@ -120,3 +370,79 @@ def read_into(opened: RawIOBase, target: memoryview) -> None:
         if not count:
             raise EOFError("the file ends before it")
         at += count
+
+
+# --- State of schedulers, loaders and generators of random numbers as JSON, and back: nothing is unpickled -----------
+#
+# Terms: *plain* are numbers, texts, bytes, None, tensors, arrays, and lists, tuples, sets, dicts and Counters of
+# these. What JSON has no form for is an object with the key KIND.
+
+
+KIND = "csc"
+
+
+def packed(value: Any, where: str) -> Any:
+    """where: whose state it is, for the error."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, np.generic):
+        return packed(value.item(), where)
+    if isinstance(value, list):
+        return [packed(one, f"{where}[{i}]") for i, one in enumerate(value)]
+    if isinstance(value, dict):
+        return _dict(value, where)
+    if type(value) in (tuple, set, frozenset):
+        members = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+        return {KIND: type(value).__name__, "of": [packed(one, f"{where}[{i}]") for i, one in enumerate(members)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {KIND: "bytes", "data": _text(value)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": _text(value.tobytes())}
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+        dense = value.detach().cpu().contiguous()
+        name = str(value.dtype).removeprefix("torch.")
+        return {KIND: "tensor", "dtype": name, "shape": list(value.shape), "data": _text(bytes(bytes_of(dense)))}
+    raise InputError(
+        f"{where} is a {type(value).__name__}, which a checkpoint does not hold: it has no pickles", "save",
+        "let its state_dict() give numbers, texts, tensors, and lists and dicts of these",
+    )  # fmt: skip
+
+
+def _dict(value: dict[Any, Any], where: str) -> Any:
+    if not isinstance(value, Counter) and KIND not in value and all(type(key) is str for key in value):
+        return {key: packed(one, f"{where}[{key!r}]") for key, one in value.items()}
+    pairs = [[packed(key, where), packed(one, f"{where}[{key!r}]")] for key, one in value.items()]
+    return {KIND: "Counter" if isinstance(value, Counter) else "dict", "of": pairs}
+
+
+def _text(data: Any) -> str:
+    return base64.b64encode(data).decode()
+
+
+def unpacked(value: Any) -> Any:
+    """The inverse; tensors are on the CPU."""
+    if isinstance(value, list):
+        return [unpacked(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if KIND not in value:
+        return {key: unpacked(one) for key, one in value.items()}
+    kind = value[KIND]
+    if kind in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](unpacked(one) for one in value["of"])
+    if kind in ("dict", "Counter"):
+        found = {unpacked(key): unpacked(one) for key, one in value["of"]}
+        return found if kind == "dict" else Counter(found)
+    data = base64.b64decode(value["data"], validate=True)
+    if kind == "bytes":
+        return data
+    if kind == "array":
+        return np.frombuffer(data, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+    if kind != "tensor":
+        raise ValueError(f"{kind!r} is no kind of state")
+    dtype = getattr(torch, value["dtype"])
+    if not data:
+        return torch.empty(value["shape"], dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(value["shape"])

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from csc.checkpoints import files
-from csc.checkpoints.step_index import FILE, OLDER, StepIndex, Stored
+from csc.checkpoints.files import FILE, OLDER, StepIndex, Stored
 from csc.errors import InputError
 from csc.runtime import optimizer as optimizer_state
 from csc.runtime.loaded_program import read_text, within
@@ -69,7 +69,7 @@ def verify(index: StepIndex, needed: Iterable[tuple[str, Box]]) -> None:
         stored = index.parameters[name]
         for part in stored.parts:
             if any(True for _ in overlap(box, part.box)):
-                files.read(index.folder, part, stored.dtype, repr(name))
+                files.read_part(index.folder, part, stored.dtype, repr(name))
 
 
 def damaged(index: StepIndex) -> Iterator[InputError]:
@@ -77,7 +77,7 @@ def damaged(index: StepIndex) -> Iterator[InputError]:
     for what, stored in index.tensors():
         for part in stored.parts:
             try:
-                files.read(index.folder, part, stored.dtype, what)
+                files.read_part(index.folder, part, stored.dtype, what)
             except InputError as error:
                 yield error
     for process in range(len(index.states)):
@@ -105,7 +105,7 @@ def _fill(index: StepIndex, stored: Stored, box: Box, target: torch.Tensor, what
         blocks = list(overlap(box, part.box))
         if not blocks:
             continue
-        tensor = files.read(index.folder, part, stored.dtype, what)
+        tensor = files.read_part(index.folder, part, stored.dtype, what)
         for here, there in blocks:
             target[here] = tensor[there].to(target.device)
             filled += tensor[there].numel()

@@ -1,38 +1,257 @@
-"""A checkpoint on its way to disk: each process writes its files, the first one the index, once all are there.
-
-Terms: every *save* has a number of its own, which the names of its files carry: until its index is in place, an older
-save of the same step is what is read there. What does not train (frozen parameters, buffers) goes to a file whose name
-tells its content; where another checkpoint of the run has that file, the new one is a hard link to it.
-
-    Own(pieces, told, state), Save(...)     what this process has to write; where, and what all write
-    write(own, save, meeting) -> folder     all ranks call it
-    forgotten(folder)                       removes what is there of it
-"""
+"""A checkpoint on its way to disk: each process writes its files, the first one the index, once all are there."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import math
 import os
 import re
+import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from csc.checkpoints import files
-from csc.checkpoints.pieces import Piece
-from csc.checkpoints.step_index import FILE, StepIndex, Stored, StoredPart, cut_off, saved
-from csc.checkpoints.turns import alone_in
+from csc.checkpoints.files import FILE, StepIndex, Stored, StoredPart, cut_off, saved
 from csc.errors import InputError
+from csc.ir.groups import Group
+from csc.ir.mesh import Mesh
 from csc.runtime import optimizer as optimizer_state
+from csc.runtime.gradients import shard_of
 from csc.runtime.loaded_program import LONGEST
 from csc.runtime.meeting import NOTHING, Meeting, Said
+from csc.runtime.specs import Box, ParameterSpec, part_in_box, whole_box
+from csc.runtime.trainer import Trainer
 from csc.runtime.weights import flushed, make_directory, published
+
+# --- One writer at a time in a directory, of whatever thread or process; one that ends, however it ends, lets ... ----
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path, wait: bool) -> Iterator[None]:
+    """The directory is there. On a file system without locks nobody is kept out."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            _lock(opened, directory, wait)
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # closing is not enough: processes that were forked meanwhile have it, too
+            fcntl.flock(opened, fcntl.LOCK_UN)
+        os.close(opened)
+
+
+def _lock(opened: int, directory: Path, wait: bool) -> None:
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(
+            "another process is writing there", str(directory), "wait until it is done, or write to another directory"
+        ) from None
+
+
+# --- A directory that is made whole or not at all --------------------------------------------------------------------
+#
+# Terms: it is made in a *stage*, a hidden folder within it; what is done is moved up, in the order in which it was
+# written. What a stage that was cut off has left is no content, and the next one removes it.
+
+
+STAGE = ".converting"
+
+
+@contextlib.contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """The stage. Whatever is raised meanwhile leaves `out` as it was."""
+    if out.exists() and (not out.is_dir() or any(one.name != STAGE for one in out.iterdir())):
+        raise InputError("something is there already", str(out), "convert to a directory that is not there yet")
+    was_there, stage = out.exists(), out / STAGE
+    make_directory(stage)
+    with alone_in(stage, wait=False):
+        _empty(stage)
+        try:
+            yield stage
+            for made in sorted(stage.iterdir(), key=lambda one: (one.stat().st_mtime_ns, one.name)):
+                os.rename(made, out / made.name)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+            if not was_there:
+                with contextlib.suppress(OSError):
+                    out.rmdir()  # which it is not if something was made
+    flushed(out)
+
+
+def _empty(stage: Path) -> None:
+    for left in list(stage.iterdir()):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+
+
+# --- What each process writes of a checkpoint: every entry of every tensor is written once, by one of those ... ------
+#
+# Terms: a *piece* is what a process writes of a tensor: a box of its entries, at most PART bytes. Of ranks that hold
+# the same box the one with the least to write so far writes it; all ranks reckon alike, without a message. The state
+# of an optimizer is written where its parameter is. The *rest* is what no program reads
+# (csc.runtime.weights.WeightLayout).
+
+
+PART = 64 * 2**20  # bytes: what is read for some entries is read and checked as a whole
+STATES = 3  # tensors of a parameter that trains with its state, as writing is shared out
+
+
+@dataclass(frozen=True)
+class Piece:
+    """name: of the parameter or buffer; key: of the optimizer's state, "": of the model itself."""
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+    trained: bool
+
+
+Written = Sequence[tuple[ParameterSpec, Box]]
+
+
+def boxes_written(trainer: Trainer) -> Written:
+    """By this process; all of it, if it runs all ranks."""
+    manifest, ranks = trainer.program.manifest, trainer.transport.ranks
+    if len(ranks) == manifest.mesh.size:
+        return [(spec, whole_box(spec.shape)) for spec in manifest.parameters]
+    position = manifest.mesh.coordinates(ranks[0]).pp
+    holders = Holders(manifest.mesh, position)
+    load: Counter[int] = Counter()
+    found = []
+    for spec in manifest.parameters:
+        if spec.owner != position:
+            continue
+        divided = manifest.zero >= 3 or (manifest.zero > 0 and spec.trainable)
+        sizes = holders.sizes(spec)
+        for place, held_by in holders.of(spec, divided).items():
+            entries = sizes[place.shard]
+            if not entries and 0 not in spec.shape:
+                continue
+            writer = held_by[0] if len(held_by) == 1 else min(held_by, key=lambda rank: (load[rank], rank))
+            load[writer] += entries * spec.dtype.itemsize * (STATES if spec.trainable else 1)
+            if writer == ranks[0]:
+                found.append((spec, holders.box(spec, place)))
+    return found
+
+
+class HeldPiece(NamedTuple):
+    """What of a parameter a rank holds: which of the tensor-parallel boxes, which shard of that; None: all of it."""
+
+    box: int | None
+    shard: int | None
+
+
+class Holders:
+    """The ranks of a position, by what they step of a parameter, or hold."""
+
+    def __init__(self, mesh: Mesh, position: int) -> None:
+        groups = [group for group in mesh.groups(Group.DATA) if mesh.coordinates(group[0]).pp == position]
+        self._mesh, self._data = mesh, len(groups[0])
+        self._ranks = sorted((rank, HeldPiece(mesh.shard(rank), i)) for group in groups for i, rank in enumerate(group))
+        self._known: dict[tuple[bool, bool, Group], dict[HeldPiece, list[int]]] = {}
+
+    def of(self, spec: ParameterSpec, divided: bool) -> Mapping[HeldPiece, list[int]]:
+        """divided: by data-parallel ranks."""
+        boxes, shards = bool(spec.boxes), divided and bool(spec.shape) and self._data > 1
+        if (boxes, shards, spec.equal) not in self._known:
+            found: dict[HeldPiece, list[int]] = {}
+            for rank, place in self._ranks:
+                box = self._mesh.shard(self._mesh.group(spec.equal, rank)[0]) if boxes else None
+                found.setdefault(HeldPiece(box, place.shard if shards else None), []).append(rank)
+            self._known[boxes, shards, spec.equal] = found
+        return self._known[boxes, shards, spec.equal]
+
+    def sizes(self, spec: ParameterSpec) -> dict[int | None, int]:
+        """Entries of each shard, and of all of them together."""
+        shape = spec.local.shape
+        found: dict[int | None, int] = {None: math.prod(shape)}
+        for place in range(self._data):
+            dimension, start, stop = shard_of(shape, self._data, place)
+            rest = math.prod(shape[:dimension]) * math.prod(shape[dimension + 1 :])
+            found[place] = rest * (stop - start)
+        return found
+
+    def box(self, spec: ParameterSpec, place: HeldPiece) -> Box:
+        """Which they are."""
+        box = whole_box(spec.shape) if place.box is None else spec.boxes[place.box]
+        return box if place.shard is None else part_in_box(box, *shard_of(spec.local.shape, self._data, place.shard))
+
+
+def weights(trainer: Trainer, written: Written, rest: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """The rest is written by the first process."""
+    found: list[Piece] = []
+    for spec, box in written:
+        held = trainer.own.stepped(spec.name) if spec.trainable else trainer.own.values[spec.name]
+        found += divided(Piece(spec.name, "", spec.shape, box, held.detach(), spec.trainable))
+    if 0 in trainer.transport.ranks:
+        for name, tensor in rest.items():
+            shape = tuple(tensor.shape)
+            found += divided(Piece(name, "", shape, whole_box(shape), tensor.detach(), False))
+    return found
+
+
+def optimizer(
+    trainer: Trainer, written: Written, made: torch.optim.Optimizer
+) -> tuple[list[Piece], dict[str, Any]]:  # fmt: skip
+    """InputError for state that is neither numbers nor tensors."""
+    names = {spec.name for spec, _ in written}
+    own = [replace(one, writes=one.name in names) for one in optimizer_state.owned(trainer)]
+    told = optimizer_state.listed(made, own)
+    of_name = {one.name: one for one in own}
+    pieces: list[Piece] = []
+    for name, found in told["parameters"].items():
+        one = of_name[name]
+        for key, tensor in found["tensors"].items():
+            shape = one.spec.shape if tensor.shape == one.parameter.shape else tuple(tensor.shape)
+            pieces += divided(Piece(name, key, shape, one.box_of(tensor), tensor, True))
+        found["tensors"] = {}
+    return pieces, told
+
+
+def divided(piece: Piece) -> Iterator[Piece]:
+    """In stretches of the first dimension."""
+    tensor = piece.tensor
+    rows = tensor.shape[0] if tensor.dim() else 1
+    each = max(1, PART // max(1, tensor.nbytes // max(1, rows)))
+    if each >= rows:
+        yield piece
+        return
+    for start in range(0, rows, each):
+        stop = min(start + each, rows)
+        yield replace(piece, box=part_in_box(piece.box, 0, start, stop), tensor=tensor[start:stop])
+
+
+def copies(pieces: Sequence[Piece]) -> list[Piece]:
+    """Whatever is written to the tensors afterwards is not in the copies."""
+    return [
+        replace(one, tensor=one.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)) for one in pieces
+    ]
+
+
+# --- A checkpoint on its way to disk: each process writes its files, the first one the index, once all are there -----
+#
+# Terms: every *save* has a number of its own, which the names of its files carry: until its index is in place, an
+# older save of the same step is what is read there. What does not train (frozen parameters, buffers) goes to a file
+# whose name tells its content; where another checkpoint of the run has that file, the new one is a hard link to it.
+#
+#     Own(pieces, told, state), Save(...)     what this process has to write; where, and what all write
+#     write(own, save, meeting) -> folder     all ranks call it
+#     forgotten(folder)                       removes what is there of it
+
 
 _OURS = re.compile(r"((part|state|rows)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")
 PATIENCE = 50  # tenths of a second

@@ -19,7 +19,7 @@ from csc.commands.progress import shown
 from csc.commands.rows import Column
 
 if TYPE_CHECKING:
-    from csc.checkpoints.step_index import StepIndex
+    from csc.checkpoints.files import StepIndex
 
 app = typer.Typer(no_args_is_help=True, help="What a training run has saved: list it, show it, check it, convert it.")
 
@@ -42,7 +42,7 @@ def list_command(
     debug: DebugOption = False,
 ) -> None:
     """Checkpoints of a run: step, when, of what, saved on which mesh, how large; and saves that were cut off."""
-    from csc.checkpoints import step_index
+    from csc.checkpoints import files
     from csc.errors import InputError
     from csc.simulation.page import bytes_text
 
@@ -50,12 +50,12 @@ def list_command(
         raise InputError("there is no such directory", str(run), "give the directory that a CheckpointManager saves to")
     found: list[StepIndex] = []
     damaged: dict[str, str] = {}
-    for folder in step_index.saved(run).values():
+    for folder in files.saved(run).values():
         try:
-            found.append(step_index.read(folder))
+            found.append(files.read(folder))
         except InputError as error:
             damaged[folder.name] = error.what
-    begun = [folder.name for folder in step_index.cut_off(run)]
+    begun = [folder.name for folder in files.cut_off(run)]
     if json_output:
         rows = [{**one.about, "folder": str(one.folder), "bytes": one.size()} for one in found]
         print_json({"run": str(run), "checkpoints": rows, "damaged": damaged, "cut_off": begun})
@@ -85,10 +85,10 @@ def show(
     debug: DebugOption = False,
 ) -> None:
     """What is in a checkpoint: parameters that train or not, the optimizer and its groups, other state, files."""
-    from csc.checkpoints import step_index
+    from csc.checkpoints import files
     from csc.simulation.page import bytes_text
 
-    found = step_index.read(step_index.find(path, step))
+    found = files.read(files.find(path, step))
     rows = _summary(found)
     if json_output:
         more = {"tensors": _tensors(found)} if tensors else {}
@@ -150,9 +150,9 @@ def verify(
     path: PathArgument, step: StepOption = None, json_output: JsonOption = False, debug: DebugOption = False
 ) -> None:
     """Read a checkpoint and compare every byte with what was saved. Exit code 1 if something is damaged or missing."""
-    from csc.checkpoints import restoring, step_index
+    from csc.checkpoints import files, restoring
 
-    found = step_index.read(step_index.find(path, step))
+    found = files.read(files.find(path, step))
     damaged = list(restoring.damaged(found))
     if json_output:
         rows = [{"file": error.where, "what": error.what} for error in damaged]

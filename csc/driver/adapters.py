@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from csc.checkpoints import restoring
-from csc.checkpoints.step_index import StepIndex
+from csc.checkpoints.files import StepIndex
 from csc.checkpoints.writing import ADAPTERS
 from csc.driver.checkpoint import write_config
 from csc.driver.notices import notice

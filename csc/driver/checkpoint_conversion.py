@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from csc.checkpoints import converting, dcp, step_index
+from csc.checkpoints import converting, dcp, files
 from csc.checkpoints.converting import Contents
-from csc.checkpoints.staged import staged
-from csc.checkpoints.step_index import FILE, saved
-from csc.checkpoints.writing import ADAPTERS, CONFIGS
+from csc.checkpoints.files import FILE, saved
+from csc.checkpoints.writing import ADAPTERS, CONFIGS, staged
 from csc.driver.adapters import write_adapters
 from csc.driver.checkpoint import format_of
 from csc.driver.pretrained_files import model_of, write_pretrained
@@ -82,7 +81,7 @@ def convert(
             about = {name: one.about for name, one in found.parameters.items()}
             made = Contents(about, ((name, one.load()) for name, one in found.parameters.items()), found.optimizer)
             return Conversion(out / converting.write(stage, step or 0, made, "model", tell).name, found.left)
-        index = step_index.read(step_index.find(source, step))
+        index = files.read(files.find(source, step))
         if not index.parameters:
             raise InputError(
                 f"it has {', '.join(index.has)}, and no weights", str(index.folder),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from csc.checkpoints import step_index, writing
+from csc.checkpoints import files, writing
 from csc.checkpoints.writing import ProcessState, Save
 from csc.driver.adapters import note_adapters
 from csc.driver.background import BackgroundSave
@@ -73,14 +73,14 @@ def _written(own: ProcessState, save: Save, beside: Meeting) -> None:
         raise
 
 
-def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> step_index.StepIndex | None:
+def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> files.StepIndex | None:
     """What is in the folder that `choose` gives. InputError if ranks see other ones."""
 
-    def read() -> tuple[Said, tuple[step_index.StepIndex | None, str]]:
+    def read() -> tuple[Said, tuple[files.StepIndex | None, str]]:
         folder = choose()
         if folder is None:
             return NOTHING, (None, "no checkpoint")
-        return NOTHING, (step_index.read(folder), f"{folder.name} ({step_index.digest_of(folder)[:12]})")
+        return NOTHING, (files.read(folder), f"{folder.name} ({files.digest_of(folder)[:12]})")
 
     found, told = meeting.hold("load a checkpoint", read)
     others = meeting.texts("load a checkpoint", told)

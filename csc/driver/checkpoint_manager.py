@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from csc.checkpoints import step_index
+from csc.checkpoints import files
 from csc.driver import loader_state
 from csc.driver.background import BackgroundSave
 from csc.driver.checkpoint_folder import chosen, save_state
@@ -75,7 +75,7 @@ class CheckpointManager:
     @property
     def steps(self) -> list[int]:
         """Of which there is a checkpoint."""
-        return sorted(step_index.saved(self.directory))
+        return sorted(files.saved(self.directory))
 
     @property
     def latest(self) -> int | None:
@@ -105,7 +105,7 @@ class CheckpointManager:
         if self._asynchronous and self._beside is None:
             alone = meeting.group is None
             self._beside = Meeting() if alone else Meeting.of_all(LONGEST_MAKING.total_seconds())
-        folder = step_index.folder_of(self.directory, step)
+        folder = files.folder_of(self.directory, step)
         saving = save_state(state, folder, step, self._keep, self._beside)
         if self._asynchronous:
             self._saving = saving
@@ -143,17 +143,13 @@ class CheckpointManager:
         def choose() -> Path | None:
             if self.directory.exists() and not self.directory.is_dir():
                 raise InputError("it is no directory", str(self.directory), "give the one that the run is saved to")
-            if (
-                step is None
-                and not step_index.saved(self.directory)
-                and not (self.directory / step_index.FILE).is_file()
-            ):
+            if step is None and not files.saved(self.directory) and not (self.directory / files.FILE).is_file():
                 return None
-            return step_index.find(self.directory, step)
+            return files.find(self.directory, step)
 
         found = chosen(meeting, choose, self.directory)
         if found is None:
-            begun = ", ".join(folder.name for folder in step_index.cut_off(self.directory))
+            begun = ", ".join(folder.name for folder in files.cut_off(self.directory))
             if begun and 0 in state.saved.trainer.transport.ranks:
                 notice(f"{self.directory} has no checkpoint: the save of {begun} was cut off")
             return None

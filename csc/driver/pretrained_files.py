@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from csc.checkpoints import files, restoring
-from csc.checkpoints.step_index import StepIndex
+from csc.checkpoints.files import StepIndex
 from csc.checkpoints.writing import CONFIGS
 from csc.driver.checkpoint import format_of
 from csc.errors import InputError, installing

@@ -26,10 +26,9 @@ import torch
 
 import csc
 from csc import devices
-from csc.checkpoints import pieces, restoring
-from csc.checkpoints.as_json import packed, unpacked
+from csc.checkpoints import restoring, writing
+from csc.checkpoints.files import FILE, OLDER, StepIndex, packed, unpacked
 from csc.checkpoints.restoring import Expected
-from csc.checkpoints.step_index import FILE, OLDER, StepIndex
 from csc.checkpoints.writing import ProcessState
 from csc.driver import loader_state
 from csc.driver.checkpoint import format_of, on_meta, put_rest
@@ -89,16 +88,16 @@ def taken(state: State, copied: bool) -> ProcessState:
     """InputError for what has no values, or cannot be saved."""
     saved, trainer = state.saved, state.saved.trainer
     trainer.own.check_step("save")
-    found: list[pieces.Piece] = []
-    told, written = None, pieces.boxes_written(trainer)
+    found: list[writing.Piece] = []
+    told, written = None, writing.boxes_written(trainer)
     if WEIGHTS in state.has:
         form = state.form
         if 0 in trainer.transport.ranks:
             check_rest(form)
-        found += pieces.weights(trainer, written, form.rest)
+        found += writing.weights(trainer, written, form.rest)
     if OPTIMIZER in state.has:
         assert saved.optimizer is not None
-        more, told = pieces.optimizer(trainer, written, saved.optimizer)
+        more, told = writing.optimizer(trainer, written, saved.optimizer)
         found += more
     other: dict[str, Any] = {}
     if SCHEDULER in state.has:
@@ -112,7 +111,7 @@ def taken(state: State, copied: bool) -> ProcessState:
         other[RANDOM] = packed(_drawn(trainer.device), "random numbers")
     if EXTRA in state.has and 0 in trainer.transport.ranks:
         other[EXTRA] = packed(dict(state.extra), "extra")
-    return ProcessState(pieces.copies(found) if copied else found, told, other)
+    return ProcessState(writing.copies(found) if copied else found, told, other)
 
 
 def about(state: State, step: int) -> dict[str, Any]:

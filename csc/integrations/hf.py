@@ -29,8 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from csc import devices
 from csc.balance.balanced import balanced
 from csc.checkpoints import restoring
-from csc.checkpoints.as_json import unpacked
-from csc.checkpoints.step_index import find, read
+from csc.checkpoints.files import find, read, unpacked
 from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel
 from csc.driver.evaluation import evaluated

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from csc.checkpoints.step_index import cut_off, find, folder_of, saved
+from csc.checkpoints.files import cut_off, find, folder_of, saved
 from csc.checkpoints.writing import forgotten
 from csc.driver.checkpoint_folder import chosen, save_state
 from csc.driver.compiled import CompiledModel

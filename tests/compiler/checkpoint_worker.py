@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import csc
-from csc.checkpoints import files, pieces
+from csc.checkpoints import files, writing
 from tests.compiler import small, tensor_models
 from tests.compiler.zero_models import BATCHES, MODELS
 
@@ -52,7 +52,7 @@ class Run:
 
 
 def first(case: dict[str, Any], directory: Path) -> None:
-    pieces.PART = 256  # so that boxes are written in several parts, too
+    writing.PART = 256  # so that boxes are written in several parts, too
     run = Run(case, directory, asynchronous=True)
     torch.manual_seed(3)
     run.steps(2)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import csc
 from csc.checkpoints import dcp as torch_directories
-from csc.checkpoints import step_index
+from csc.checkpoints import files
 from csc.commands.main import app
 from csc.driver import pretrained_files
 from csc.errors import InputError
@@ -95,7 +95,7 @@ def test_list_show_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for step in (1, 2, 3):
         trained.steps(1)
         trained.checkpoints.save(step)
-    (run / "step-00000003" / step_index.FILE).unlink()
+    (run / "step-00000003" / files.FILE).unlink()
     listed = told("list", run)
     assert [one["step"] for one in listed["checkpoints"]] == [1, 2] and listed["cut_off"] == ["step-00000003"]
     assert listed["checkpoints"][0]["has"] == ["weights", "optimizer", "random", "extra"]
@@ -112,7 +112,7 @@ def test_list_show_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "step 2 of TextModel" in said("show", run)
     assert told("verify", run)["ok"] and "whole" in said("verify", run, "--step", 1)
     folder = run / "step-00000002"
-    stored = step_index.read(folder).parameters["norm.weight"].parts[0]
+    stored = files.read(folder).parameters["norm.weight"].parts[0]
     content = bytearray((folder / stored.file).read_bytes())
     content[stored.offset] ^= 1
     (folder / stored.file).write_bytes(content)
@@ -123,13 +123,13 @@ def test_list_show_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
     (folder / stored.file).write_bytes(content[: stored.offset])
     assert "'norm.weight': it cannot be read: the file ends before it" in said("verify", run, code=1)
-    (folder / step_index.FILE).write_text((folder / step_index.FILE).read_text().replace("TextModel", "OtherModel"))
+    (folder / files.FILE).write_text((folder / files.FILE).read_text().replace("TextModel", "OtherModel"))
     assert list(told("list", run)["damaged"]) == ["step-00000002"]
     with pytest.raises(InputError, match=r"checkpoint\.json: it is not what was saved there: its bytes have changed"):
         trained.checkpoints.load()
     refused = 0
-    for made in damaged_indices(json.loads((run / "step-00000001" / step_index.FILE).read_text())):
-        (folder / step_index.FILE).write_text(made)
+    for made in damaged_indices(json.loads((run / "step-00000001" / files.FILE).read_text())):
+        (folder / files.FILE).write_text(made)
         try:  # what nobody reads may well be missing
             trained.checkpoints.load()
         except InputError as error:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import csc
-from csc.checkpoints import files, restoring, step_index, writing
-from csc.checkpoints.as_json import packed, unpacked
+from csc.checkpoints import files, restoring, writing
+from csc.checkpoints.files import packed, unpacked
 from csc.errors import InputError
 from csc.runtime.optimizer import SteppedParameter, check_whole
 from csc.runtime.specs import ParameterSpec
@@ -165,8 +165,8 @@ def test_saves_of_two_managers_at_once(run: Make) -> None:
         for one in saving:
             one.wait()
     for step in whole.checkpoints.steps:
-        assert not list(restoring.damaged(step_index.read(step_index.find(whole.checkpoints.directory, step))))
-    assert len(whole.checkpoints.steps) == 2 and not step_index.cut_off(whole.checkpoints.directory)
+        assert not list(restoring.damaged(files.read(files.find(whole.checkpoints.directory, step))))
+    assert len(whole.checkpoints.steps) == 2 and not files.cut_off(whole.checkpoints.directory)
 
 
 def test_a_save_that_is_cut_off_anywhere(run: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_save_that_is_cut_off_anywhere(run: Make, monkeypatch: pytest.MonkeyPa
                 other.checkpoints.save(2)
             except KeyboardInterrupt:
                 cut_off += 1
-        if (tmp_path / "run/step-00000002" / step_index.FILE).is_file():
+        if (tmp_path / "run/step-00000002" / files.FILE).is_file():
             break
         assert other.checkpoints.steps == [1]
     assert cut_off >= 3
@@ -251,7 +251,7 @@ def test_a_flipped_byte_names_the_shard_and_the_parameter(run: Make) -> None:
     whole = run()
     whole.steps(1)
     folder = whole.checkpoints.save(1).folder
-    part = step_index.read(folder).parameters["layers.1.qkv.weight"].parts[0]
+    part = files.read(folder).parameters["layers.1.qkv.weight"].parts[0]
     content = bytearray((folder / part.file).read_bytes())
     content[part.offset + 5] ^= 1
     (folder / part.file).write_bytes(content)

@@ -17,9 +17,8 @@ import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
 from torch import nn
 
-from csc.checkpoints import dcp, files, restoring, step_index
-from csc.checkpoints.staged import STAGE
-from csc.checkpoints.turns import alone_in
+from csc.checkpoints import dcp, files, restoring
+from csc.checkpoints.writing import STAGE, alone_in
 from csc.driver import pretrained_files
 from csc.driver.checkpoint_conversion import convert
 from csc.errors import InputError
@@ -179,7 +178,7 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     )  # fmt: skip
     found = convert(tmp_path / "dcp", tmp_path / "own", "csc", optimizer="Adafactor")
     assert found.left == ["optim.param_groups.x.lr"]
-    index = step_index.read(found.made)
+    index = files.read(found.made)
     assert index.optimizer is not None and index.optimizer["groups"] == [{"names": ["w"], "options": {"lr": 0.5}}]
     assert index.optimizer["parameters"]["w"]["numbers"]["step"]["value"] == 3.0
     stored = {key: restoring.whole(index, one, key) for _, key, one in index.of_optimizer()}

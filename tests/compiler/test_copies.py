@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 import csc
-from csc.checkpoints import step_index
+from csc.checkpoints import files
 from csc.errors import InputError
 from tests import launching
 from tests.compiler import copies_worker
@@ -192,8 +192,8 @@ def test_processes(name: str, tmp_path: Path) -> None:
             assert (found[key] - expected).abs().max() <= FLOAT32 * expected.abs().max().clamp(min=1e-2), key
     assert len(found) >= len(parameters) - 1, "all of them were saved, tied ones once"
     other = "pp=2,tp=2" if case["model"] == "llava" else "tp=2"
-    [folder] = step_index.saved(tmp_path / "run").values()
-    assert all(one.missing() == 0 for _, one in step_index.read(folder).tensors()), "what two hold is written once"
+    [folder] = files.saved(tmp_path / "run").values()
+    assert all(one.missing() == 0 for _, one in files.read(folder).tensors()), "what two hold is written once"
     for mesh, run in (("pp=1", False), (other, True), (f"{other},dp=2", True)):
         later = copies_worker.go_on(case, tmp_path, mesh, run)
         assert later == pytest.approx(results[0]["more"], rel=FLOAT32), mesh

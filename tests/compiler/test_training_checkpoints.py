@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import csc
-from csc.checkpoints import step_index
+from csc.checkpoints import files
 from tests import launching
 from tests.compiler import checkpoint_worker
 from tests.compiler.checkpoint_worker import Run
@@ -40,8 +40,8 @@ def test_a_run_goes_on_at_another_mesh(case: dict[str, Any], change: dict[str, A
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("first_*.json"))]
     for result in results:
         assert result["later"] == result["again"] == results[0]["later"], "the same mesh gives the same bits"
-    [folder] = step_index.saved(tmp_path / "run").values()
-    found = step_index.read(folder)
+    [folder] = files.saved(tmp_path / "run").values()
+    found = files.read(folder)
     assert all(not one.missing() for _, one in found.tensors())
     whole = sum(p.numel() * p.element_size() for p in checkpoint_worker.MODELS[case["model"]]().parameters())
     copied = [result["copied"] for result in results]
@@ -68,8 +68,8 @@ def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
     assert "rank 1 failed" in (tmp_path / "said_0.txt").read_text()
     assert "no space left" in (tmp_path / "said_0.txt").read_text()
     assert "no space left" in (tmp_path / "said_1.txt").read_text()
-    assert sorted(step_index.saved(tmp_path / "run")) == [1, 3]
-    assert [folder.name for folder in step_index.cut_off(tmp_path / "run")] == ["step-00000002", "step-00000004"]
+    assert sorted(files.saved(tmp_path / "run")) == [1, 3]
+    assert [folder.name for folder in files.cut_off(tmp_path / "run")] == ["step-00000002", "step-00000004"]
     alone = Run({"model": "small", "mesh": "pp=2", "samples": 4}, tmp_path)
     assert alone.checkpoints.load(1).step == 1  # type: ignore[union-attr]
     assert alone.steps(1) == json.loads((tmp_path / "later_0.json").read_text())

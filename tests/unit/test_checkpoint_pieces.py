@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from csc.checkpoints.pieces import boxes_written
+from csc.checkpoints.writing import boxes_written
 from csc.ir.groups import SHARD, WHOLE
 from csc.ir.mesh import Mesh
 from csc.runtime.specs import ParameterSpec, put, sizes
