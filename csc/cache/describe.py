@@ -1,52 +1,562 @@
-"""Any value as plain text, so that equal values read equal in every process; what cannot be told is an error.
-
-Terms
-  tree       nested lists of numbers, strings, booleans and None: JSON
-  opaque     a value whose state Python cannot show (an object of a C extension, a code without a file)
-  found      code that is reached from the model: csc.cache.reads describes what it looks at
-  escaped    an own module that is a value somewhere: code may look up anything in it
-
-    describer = Describer(Origins()); describer.tree(value, "model.act") -> tree         Opaque names the place
-    describer.model(model) -> tree
-"""
+"""Any value as plain text, so that equal values read equal in every process; what cannot be told is an error."""
 
 from __future__ import annotations
 
+import ast
+import dis
 import functools
 import hashlib
+import importlib.metadata
+import inspect
 import json
 import logging
+import os
 import re
 import sys
+import sysconfig
 import weakref
+from abc import ABCMeta
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
-from enum import Enum
-from pathlib import PurePath
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, EnumMeta
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path, PurePath
 from types import (
     BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
     WrapperDescriptorType,
 )
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
-from csc.cache.bytecode import facts
-from csc.cache.class_sources import CACHED, has_source, of_transformers, slots
-from csc.cache.classes import Classes
-from csc.cache.indescribable import Opaque
-from csc.cache.origins import Origins, is_own, is_source
+import csc.codegen
+import csc.kernels
+import csc.passes
 from csc.capture import batch
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.hooks import hooks_of_all_modules, hooks_of_tensor
+
+# --- What has no description -----------------------------------------------------------------------------------------
+
+
+class Opaque(ValueError):
+    """A value that has no description, or code whose result cannot be told beforehand; with its place."""
+
+
+# --- What a function's code does and looks at, read off its bytecode without running it ------------------------------
+#
+# Terms
+#   names      under which it may look something up: globals, attributes, and strings, which `getattr` may be given
+
+
+OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+BY_NAME = ("getattr", "vars", "attrgetter", "methodcaller")  # functions that are given names
+NEAR = 6  # instructions after such a function within which a name that is written out is loaded
+
+
+@dataclass(frozen=True)
+class Facts:
+    """digest: of what it does, without its file and lines. globals: with the line of each. imports: of statements in
+    it, (name, how many packages up, names from it, line). dynamic: it asks for something by a name that is computed.
+    """
+
+    digest: str
+    globals: tuple[tuple[str, int], ...]
+    attributes: frozenset[str]
+    strings: frozenset[str]
+    imports: tuple[tuple[str, int, tuple[str, ...], int], ...]
+    dynamic: bool
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Under which it may look something up in an object or a module."""
+        return self.attributes | self.strings
+
+
+@cache
+def facts(code: CodeType) -> Facts:
+    """Of a function's code, and of the functions and classes within it."""
+    inner = [facts(one) for one in code.co_consts if isinstance(one, CodeType)]
+    found: dict[str, int] = {}
+    attributes, line, dynamic = set[str](), code.co_firstlineno, False
+    imports: list[tuple[str, int, tuple[str, ...], int]] = []
+    constants: list[Any] = []
+    instructions = list(dis.get_instructions(code))
+    for at, one in enumerate(instructions):
+        if one.starts_line is not None:
+            line = one.starts_line
+        if one.opname in OF_GLOBALS:
+            found.setdefault(one.argval, line)
+            if one.argval in BY_NAME:
+                near = instructions[at + 1 : at + NEAR]
+                dynamic = dynamic or not any(o.opname == "LOAD_CONST" and type(o.argval) is str for o in near)
+        elif one.opname == "IMPORT_NAME":
+            above, names = constants[-2:]
+            imports.append((one.argval, above, names or (), line))
+        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
+            attributes.add(one.argval)
+            dynamic = dynamic or one.argval in ("__dict__", *BY_NAME)
+        elif one.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants.append(one.argval)
+    strings = {one for one in code.co_consts if type(one) is str}
+    for within in inner:
+        found = {**dict(within.globals), **found}
+    return Facts(
+        _digest(code),
+        tuple(sorted(found.items())),
+        frozenset(attributes).union(*(one.attributes for one in inner)),
+        frozenset(strings).union(*(one.strings for one in inner)),
+        (*imports, *(each for one in inner for each in one.imports)),
+        dynamic or any(one.dynamic for one in inner),
+    )
+
+
+def _digest(code: CodeType) -> str:
+    digest = hashlib.sha256(code.co_code + code.co_exceptiontable)
+    numbers = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    for one in (code.co_consts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, numbers):
+        digest.update(repr([_constant(item) for item in one]).encode())
+    return digest.hexdigest()
+
+
+def _constant(item: Any) -> Any:
+    if isinstance(item, CodeType):
+        return facts(item).digest
+    return sorted(map(repr, item)) if isinstance(item, frozenset) else item
+
+
+# --- Where code comes from, as far as it decides what a model computes -----------------------------------------------
+#
+# Terms
+#   installed  code of a distribution in site-packages: its name and version say what it is
+#   own        the user's file: its content counts, and that of the own files that it imports, and of those
+#   csc        csc's own files: the hash of all of them is in every key (see csc.cache.keys)
+#
+#     origins = Origins(); origins.file(path, module) ...; origins.tree() -> [["torch", "2.13.0"], ["net.py", sha256]]
+#     is_own(path) -> bool          csc_folders() -> where csc's own files lie
+
+
+class Origins:
+    """Collects the files and distributions that some code comes from; each is looked into once."""
+
+    def __init__(self) -> None:
+        self._distributions: dict[str, str] = {}
+        self._files: dict[str, str] = {}  # content's hash by path
+
+    def file(self, path: str, package: str = "") -> None:
+        """Take in a source file and what it imports. package: that it belongs to, for relative imports."""
+        if path in self._files or not is_source(path):
+            return
+        name = distribution(path)
+        if name is not None:
+            self._installed(name)
+        elif is_own(path):
+            content = Path(path).read_bytes()
+            self._files[path] = hashlib.sha256(content).hexdigest()
+            for found, inside in _imported(content, path, package):
+                self.file(found, inside)
+
+    def _installed(self, name: str) -> None:
+        if name not in self._distributions:
+            self._distributions[name] = version(name)
+
+    def tree(self) -> list[list[str]]:
+        """What was taken in; own files by their own names and contents, wherever they lie."""
+        files = sorted([Path(path).name, digest] for path, digest in self._files.items())
+        return [*map(list, sorted(self._distributions.items())), *files]
+
+
+def is_source(path: str) -> bool:
+    """True for a Python file that is there. One of a distribution stays for as long as the process runs."""
+    return _is_installed(path) or (path.endswith(".py") and os.path.isfile(path))
+
+
+@cache
+def _is_installed(path: str) -> bool:
+    return path.endswith(".py") and distribution(path) is not None and os.path.isfile(path)
+
+
+@cache
+def version(name: str) -> str:
+    """Of an installed distribution, which no process changes while it runs."""
+    return importlib.metadata.version(name)
+
+
+@cache
+def is_own(path: str) -> bool:
+    """True for a file that belongs to neither a distribution, Python itself nor csc."""
+    resolved = Path(path).resolve()
+    return distribution(path) is None and not any(_within(resolved, root) for root in _known())
+
+
+@cache
+def distribution(path: str) -> str | None:
+    """The distribution in site-packages that a file belongs to."""
+    for root in _site_packages():
+        for candidate in (Path(path), Path(path).resolve()):
+            if _within(candidate, root):
+                top = candidate.relative_to(root).parts[0].removesuffix(".py")
+                return _distributions().get(top)
+    return None
+
+
+@cache
+def _distributions() -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    for one in importlib.metadata.distributions():
+        for top in _tops(one):
+            found.setdefault(top, []).append(one.metadata["Name"])
+    return {top: sorted(names)[0] for top, names in found.items()}
+
+
+def _tops(one: importlib.metadata.Distribution) -> set[str]:
+    """What can be imported of a distribution, as importlib.metadata.packages_distributions tells it; that makes a path
+    of each installed file, and takes a tenth of a second.
+    """
+    declared = (one.read_text("top_level.txt") or "").split()
+    if declared:
+        return set(declared)
+    record = one.read_text("RECORD")
+    lines = list(map(str, one.files or ())) if record is None else record.splitlines()
+    parts = {line.partition(",")[0].strip('"').partition("/")[:2] for line in lines}
+    names = {first if inside else inspect.getmodulename(first) for first, inside in parts}
+    return {name for name in names if name and "." not in name}
+
+
+@cache
+def _site_packages() -> tuple[Path, ...]:
+    named = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    named += [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    return tuple(dict.fromkeys(Path(entry).resolve() for entry in named))
+
+
+@cache
+def _known() -> tuple[Path, ...]:
+    """The folders of Python's library and of csc. (Files in site-packages that no distribution owns are own ones.)"""
+    return (*csc_folders(), *(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib")))
+
+
+def csc_folders() -> tuple[Path, ...]:
+    """Where csc's own files lie: one folder, or, of a checkout, several."""
+    packages = (csc, csc.codegen, csc.kernels, csc.passes)
+    return tuple(dict.fromkeys(Path(one.__path__[0]).resolve() for one in packages))
+
+
+def _within(path: Path, folder: Path) -> bool:
+    if not path.is_relative_to(folder):
+        return False
+    inside = path.relative_to(folder).parts
+    return not any(part in ("site-packages", "dist-packages") for part in inside)
+
+
+def _imported(content: bytes, path: str, package: str) -> Iterator[tuple[str, str]]:
+    """(file, package) of everything that a source imports, wherever in it; nothing is imported to find out."""
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):
+        return
+    beside = str(Path(path).parent)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            above = ".".join(parts[: len(parts) + 1 - node.level]) if node.level else ""
+            base = ".".join(part for part in (above, node.module or "") if part)
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)] if base else []
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            for count in range(1, len(parts) + 1):
+                found = file_of(".".join(parts[:count]), beside)
+                if found is not None:
+                    yield found
+
+
+def file_of(name: str, beside: str) -> tuple[str, str] | None:
+    """(file, package) of a module by its name, loaded or not. beside: the folder of the file that imports it."""
+    module = sys.modules.get(name)
+    if module is not None:
+        path = getattr(module, "__file__", None)
+        return (path, getattr(module, "__package__", None) or "") if path else None
+    head, _, last = name.rpartition(".")
+    if head:
+        parent = sys.modules.get(head)
+        search = list(getattr(parent, "__path__", ())) if parent is not None else []
+        if not search:
+            found = file_of(head, beside)
+            search = [str(Path(found[0]).parent)] if found and found[0].endswith("__init__.py") else []
+        if not search:
+            return None
+    else:
+        search = [beside, *sys.path]
+    try:
+        spec = PathFinder.find_spec(last if not head else name, search)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    return spec.origin, name if spec.submodule_search_locations else head
+
+
+# --- What classes show of themselves: where their source is, and whether their objects hold more than Python ... -----
+
+
+CACHED = type(functools.lru_cache(len))
+
+
+def path_of(kind: type) -> str | None:
+    """The source file of a class; None for one of C or of none."""
+    module = sys.modules.get(kind.__module__)
+    path = getattr(module, "__file__", None)
+    return path if path and is_source(path) else None
+
+
+def is_own_class(kind: type) -> bool:
+    """True for a class of the user's files."""
+    return (path := path_of(kind)) is not None and is_own(path)
+
+
+def is_own_function(function: FunctionType) -> bool:
+    """True for a function of the user's files."""
+    file = function.__code__.co_filename
+    return is_source(file) and is_own(file)
+
+
+def is_put_there(value: Any) -> bool:
+    """True for what only the user can have put among the functions of an installed module: a callable object, a class
+    or a partial function of his own.
+    """
+    if isinstance(value, type):
+        return is_own_class(value)
+    if isinstance(value, (functools.partial, functools.partialmethod, MethodType)):
+        function = getattr(value, "func", None) or getattr(value, "__func__", None)
+        return isinstance(function, FunctionType) and is_own_function(function)
+    return is_own_class(type(value))
+
+
+def has_source(kind: type) -> bool:
+    """True for a class that Python code defines: what its objects hold is in their attributes."""
+    return path_of(kind) is not None and not _of_c(kind)
+
+
+def _of_c(kind: type) -> bool:
+    """A class of an extension may name a module of Python code as its own. It shows in methods and attributes that are
+    not Python's, in objects that are larger than attributes make them, or in a class of classes of its own.
+    """
+    if type(kind) is not type and not isinstance(kind, (ABCMeta, EnumMeta)) and not has_source(type(kind)):
+        return True
+    for name, member in vars(kind).items():
+        own = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType)
+        if isinstance(member, own) and member.__objclass__ is kind and name not in ("__dict__", "__weakref__"):
+            return True
+        if isinstance(member, BuiltinFunctionType) and member.__self__ is kind:
+            return True
+    words = len(slots(kind)) + 2  # and those of __dict__ and __weakref__
+    return kind.__base__ is not None and kind.__basicsize__ > kind.__base__.__basicsize__ + 8 * words
+
+
+def slots(kind: type) -> tuple[str, ...]:
+    """Names of a class's own slots, as its objects have them."""
+    found = vars(kind).get("__slots__", ())
+    names = (found,) if isinstance(found, str) else tuple(found)
+    return tuple(_mangled(kind, name) for name in names if name not in ("__weakref__", "__dict__"))
+
+
+def _mangled(kind: type, name: str) -> str:
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{kind.__name__.lstrip('_')}{name}" if private else name
+
+
+def functions_of(member: Any) -> Iterator[FunctionType]:
+    """The functions that a member of a class or module is or wraps."""
+    if isinstance(member, property):
+        members = [member.fget, member.fset]
+    elif isinstance(member, functools.cached_property):
+        members = [member.func]
+    else:
+        members = [getattr(member, "__func__", member)]
+    for one in members:
+        while isinstance(one, FunctionType) or type(one) is CACHED:
+            if isinstance(one, FunctionType):
+                yield one
+            one = getattr(one, "__wrapped__", None)
+
+
+@functools.cache
+def torch_folder() -> str:
+    """Where torch's own files lie."""
+    return str(PurePath(inspect.getfile(torch)).parent)
+
+
+def of_transformers(kind: type) -> bool:
+    """True for a class of transformers, or one made from it."""
+    return any(one.__module__.startswith("transformers.") for one in kind.__mro__)
+
+
+# --- Classes, as descriptions refer to them: each has a number, in the order in which they were met ------------------
+#
+# bases, its functions' code, values in it) is told once, under its number.
+#
+#     classes = Classes(describer); classes.number(kind, "model.act") -> 7         classes.tree() -> of all so far
+#     classes.methods -> of own classes: their functions, for csc.cache.keys
+
+
+DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
+HELPING = ("transformers",)  # puts methods of its own into nn.Module when it makes its first model
+OF_DYNAMO = ("__compiled_fn_", "__resume_at_", "__import_", "__builtins_dict__")  # put into modules that it compiles
+MAKING = ("__init__", "__setstate__")  # of modules, where Dynamo puts its own once it has compiled anything
+BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+PLAIN = (bool, int, float, str)
+OF_CLASSES = {  # what Python and dataclasses put into every class
+    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__slots__", "__hash__",
+    "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__orig_bases__", "__parameters__", "_abc_impl",
+    "__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__",
+    "__static_attributes__", "__type_params__", "__classcell__", "__replace__",
+}  # fmt: skip
+
+
+class Describes(Protocol):
+    """Describes what classes hold, as csc.cache.describe does; where: its name, as errors give it."""
+
+    origins: Origins
+
+    def tree(self, value: Any, where: str) -> Any: ...
+
+    def function(self, function: FunctionType, where: str) -> Any: ...
+
+
+class Classes:
+    """The classes that a Describer has met."""
+
+    def __init__(self, describer: Describes) -> None:
+        self.methods: list[tuple[type, str, FunctionType]] = []
+        self._describer = describer
+        self._numbers: dict[type, int] = {}
+        self._facts: list[Any] = []
+        self._modules: dict[str, list[Any]] = {}  # of somebody else: what stands in them now
+
+    def number(self, kind: type, where: str) -> int:
+        """Of a class; it and its bases are described when they are met first."""
+        if kind not in self._numbers:
+            number = self._numbers[kind] = len(self._numbers)
+            self._facts.append(None)
+            self._facts[number] = self._described(kind, where)
+        return self._numbers[kind]
+
+    def tree(self) -> Any:
+        """What the classes are."""
+        return [self._facts, sorted(self._modules.items())]
+
+    def _described(self, kind: type, where: str) -> Any:
+        path = path_of(kind)
+        own = path is not None and is_own(path)
+        name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
+        if path is None:
+            if kind.__module__ == "__main__" or kind.__module__ not in sys.modules:
+                raise Opaque(f"{where}: {kind.__qualname__} is in no file")
+            return [name]
+        module = sys.modules[kind.__module__]
+        self._describer.origins.file(path, module.__package__ or "")
+        bases = [self.number(one, where) for one in kind.__mro__[1:-1]]
+        meta = self.number(type(kind), where) if is_own_class(type(kind)) else type(kind).__qualname__
+        members = [fact for n, member in list(vars(kind).items()) for fact in self._member(n, member, kind, path)]
+        if not path.startswith(torch_folder()):
+            self._replaced(module, path)
+        return [PurePath(path).name if own else "", name, bases, meta, members]
+
+    def _member(self, name: str, member: Any, kind: type, path: str) -> Iterator[Any]:
+        """What a class holds under a name: that code may have been put there after the class was made."""
+        where = f"{PurePath(path).name}: {kind.__qualname__}.{name}"
+        functions = list(functions_of(member))
+        for function in functions:
+            file = function.__code__.co_filename
+            if file.startswith("<") and (name.startswith("__") or not is_own(path)):
+                yield [name, facts(function.__code__).digest]  # written by a decorator of the class, such as dataclass
+                continue
+            if not is_source(file):
+                raise Opaque(f"{where} is in no file")
+            if not is_own(file):
+                made_by_torch = name in MAKING and file.startswith(torch_folder())
+                if path.startswith(torch_folder()) and (made_by_torch or distribution(file) in HELPING):
+                    continue
+                yield [name, _signature(function)]
+            else:
+                yield [name, self._describer.function(function, where)]
+                self.methods.append((kind, name, function))
+        if functions or name in OF_CLASSES:
+            return
+        if isinstance(kind, EnumMeta):
+            if isinstance(member, Enum):
+                yield [name, self._describer.tree(member.value, where)]
+        elif type(member) in PLAIN:
+            if not (name.startswith("__") and not is_own(path)):
+                yield [name, self._describer.tree(member, where)]
+        elif is_own(path) and not isinstance(member, DESCRIPTORS) and type(member).__name__ != "_tuplegetter":
+            yield [name, self._describer.tree(member, where)]
+        elif isinstance(member, BUILT_IN):
+            yield [name, member.__qualname__]
+        elif is_put_there(member):
+            yield [name, self._describer.tree(member, where)]
+
+    def _replaced(self, module: ModuleType, path: str) -> None:
+        """The functions and classes that a module of somebody else has, some of which may have been put there."""
+        if is_own(path) or module.__name__ in self._modules:
+            return
+        described: list[Any] = []
+        self._modules[module.__name__] = described
+        for name, value in list(vars(module).items()):
+            if name.startswith(OF_DYNAMO):
+                continue
+            registered = isinstance(value, Mapping) and not isinstance(value, dict)
+            for key, one in list(value.items()) if registered else [("", value)]:
+                where = f"{module.__name__}.{name}"
+                for function in functions_of(one):
+                    described.append([name, str(key), _signature(function)])
+                    if is_own_function(function):
+                        described.append([name, str(key), self._describer.tree(function, where)])
+                if isinstance(one, type):
+                    known = self.number(one, where) if is_own_class(one) else [one.__module__, one.__qualname__]
+                    described.append([name, str(key), known])
+                elif is_put_there(one):
+                    described.append([name, str(key), self._describer.tree(one, where)])
+                elif type(one) in (bool, int, float) and not name.startswith("__"):
+                    described.append([name, str(key), repr(one)])
+
+
+def _signature(function: FunctionType) -> Any:
+    """Which of an installed distribution's functions it is; of an own one what it does."""
+    if is_own_function(function):
+        return [function.__qualname__, facts(function.__code__).digest]
+    return [function.__module__, function.__qualname__, function.__code__.co_name, function.__code__.co_firstlineno]
+
+
+# --- Any value as plain text, so that equal values read equal in every process; what cannot be told is an error ------
+#
+# Terms
+#   tree       nested lists of numbers, strings, booleans and None: JSON
+#   opaque     a value whose state Python cannot show (an object of a C extension, a code without a file)
+#   found      code that is reached from the model: csc.cache.keys describes what it looks at
+#   escaped    an own module that is a value somewhere: code may look up anything in it
+#
+#     describer = Describer(Origins()); describer.tree(value, "model.act") -> tree         Opaque names the place
+#     describer.model(model) -> tree
+
 
 PLACES = {"name_or_path", "_name_or_path", "_commit_hash"}  # where weights came from
 INERT = {"generation_config", batch.INSTALLED, "_is_hf_initialized"}  # not for training
@@ -55,7 +565,7 @@ OF_MODULES = {"training", "_parameters", "_buffers", "_modules"} | {
     name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called", "_set"))
 }
 NAMED = (torch.dtype, torch.layout, torch.memory_format, OpOverload)
-BUILT_IN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+
 SIMPLE = (complex, bytes, bytearray, range, slice, type(Ellipsis), type(NotImplemented))
 MAPPINGS = (dict, MappingProxyType, OrderedDict, defaultdict, Counter)
 

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from csc.cache.keys import own_sources
-from csc.cache.store import INDUCTOR, Store
-from csc.cache.trust import refused
+from csc.cache.store import INDUCTOR, Store, refused
 from csc.runtime.fusing import host_compiler
 
 log = logging.getLogger("csc")

@@ -1,50 +1,258 @@
-"""What the cache has of one model. Nothing here is an error: what cannot be found or kept is made, and not kept.
-
-kept = ModelEntries(model, store)
-kept.guards(microbatch, known) -> iterator of Guards               those that extend what is known
-kept.program(match, options) -> Packed | None                      kept.keep_program(packed, match, options)
-kept.checked(match, options) -> str                                kept.keep_checked(text, match, options)
-kept.met(pair, microbatch, options) -> bool                        kept.keep_met(pair, microbatch, options)
-kept.trace(match, options) -> TracedProgram | None                 kept.keep_trace(traced, match, options)
-kept.capture(match) -> Captured | None                             kept.keep_capture(captured, match)
-kept.mesh(batch, options) -> text or ""                            kept.keep_mesh(text, batch, options)
-
-A match (csc.capture.guards) is by a capture: its key is what entries are found by.
-"""
+"""What the cache has of one model. Nothing here is an error: what cannot be found or kept is made."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from torch import nn
 
-from csc.cache import stored_guards
+from csc.analysis import batch_limits
+from csc.analysis.batch_limits import Places
 from csc.cache.inductor_folder import machine
 from csc.cache.keys import Opaque, mesh_key, model_key, program_key, trace_key
-from csc.cache.packed import (
-    Captured,
-    Files,
-    Packed,
-    TracedProgram,
-    captured_bytes,
-    captured_from,
-    guards_from,
-    packed_bytes,
-    packed_from,
-    text_of,
-    traced_bytes,
-    traced_from,
-)
 from csc.cache.store import Store
 from csc.capture.batch import NOTHING_TOLD, split_batch
 from csc.capture.guards import Guards, Match
+from csc.capture.trace.traced_model import HoistedCalls
+from csc.capture.values.hoist import Function, Hoisted, HostCall
+from csc.ir import capture_guards, stored
 from csc.ir.capture_guards import Unstorable
-from csc.ir.program import Options
+from csc.ir.program import Options, Program
+from csc.runtime.weights import with_own_memory
+
+# --- What the captures of a model assumed, as text -------------------------------------------------------------------
+
+
+FORMAT = 2
+PLAIN = (bool, int, float, str, type(None))
+
+
+def to_tree(known: Guards, model: nn.Module) -> Any:
+    """Plain JSON. Arguments of host functions that are objects of the model are kept as where the model has them."""
+    return {
+        "format": FORMAT,
+        "calls": [_call_tree(call, model) for call in known.host.calls],
+        "tried": [_place(function) for function in known.host.tried],
+        "deciding": sorted(known.deciding), "captures": list(map(capture_guards.to_tree, known.captures)),
+        "replayed": known.replayed, "moves": known.moves, "decides": known.decides,
+        "written": sorted(map(list, known.written)),
+    }  # fmt: skip
+
+
+def from_tree(tree: Any, model: nn.Module) -> Guards:
+    """The inverse. AttributeError, KeyError, TypeError or ValueError for a tree that is not one of this model."""
+    if tree["format"] != FORMAT:
+        raise ValueError(f"guards of format {tree['format']}")
+    hosted = tuple(_call_from(call, model) for call in tree["calls"])
+    tried = tuple(Function(*function) for function in tree["tried"])
+    captures = tuple(map(capture_guards.from_tree, tree["captures"]))
+    written = {(path, name) for path, name in tree["written"]}
+    return Guards(
+        HoistedCalls(hosted, (), tried), set(tree["deciding"]), captures, tree["replayed"], tree["moves"],
+        tree["decides"], written,
+    )  # fmt: skip
+
+
+def _call_tree(call: HostCall | Hoisted, model: nn.Module) -> Any:
+    if isinstance(call, Hoisted):
+        return [capture_guards.question_to_tree(call.expression), call.prefix]
+    plain = [[name, _argument(value, model)] for name, value in call.plain]
+    return [_place(call.function), [list(pair) for pair in call.arguments], plain, call.prefix]
+
+
+def _call_from(tree: Any, model: nn.Module) -> HostCall | Hoisted:
+    if len(tree) == 2:
+        return Hoisted(capture_guards.question_from_tree(tree[0]), tree[1])
+    function, arguments, plain, prefix = tree
+    return HostCall(
+        Function(*function),
+        tuple((parameter, entry) for parameter, entry in arguments),
+        tuple((name, _value(value, model)) for name, value in plain),
+        prefix,
+    )
+
+
+def _place(function: Function) -> list[Any]:
+    return [function.owner, function.name, function.of_module]
+
+
+def _argument(value: Any, model: nn.Module) -> Any:
+    if type(value) in PLAIN:
+        return ["value", value]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *(_argument(one, model) for one in value)]
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return ["dict", *([key, _argument(one, model)] for key, one in value.items())]
+    for path, module in model.named_modules():
+        if module is value:
+            return ["module", path]
+        for name, held in vars(module).items():
+            if held is value:
+                return ["attribute", path, name]
+            for inner, deeper in getattr(held, "__dict__", {}).items():
+                if deeper is value and not isinstance(held, nn.Module):
+                    return ["attribute", path, name, inner]
+    raise Unstorable(f"a {type(value).__name__} that a function on the host is called with")
+
+
+def _value(tree: Any, model: nn.Module) -> Any:
+    kind, *rest = tree
+    if kind == "value":
+        return rest[0]
+    if kind in ("list", "tuple"):
+        values = [_value(one, model) for one in rest]
+        return values if kind == "list" else tuple(values)
+    if kind == "dict":
+        return {key: _value(one, model) for key, one in rest}
+    path, *names = rest
+    found: Any = model.get_submodule(path)
+    for name in names:
+        found = vars(found)[name]
+    return found
+
+
+# --- What is kept, as named bytes: for the disk, and for other ranks -------------------------------------------------
+#
+# Terms
+#   Packed     a finished program: the files of its directory but for the example, and what a batch is asked before it
+#   Traced     a Program after the passes that trace (csc.passes.runner.TRACING), from which planning starts
+#   Captured   a Program as it was traced, for all sizes that its trace allows; it can be lowered, not shown
+#   guards     all carry what the captures of the model assumed (csc.capture.guards)
+
+
+PREFIX = "program/"
+Files = Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """files: text and tensors by path in the program directory; the example batch is the user's data, not in it.
+
+    bound: why it means something in this process alone; "": it does not.
+    """
+
+    files: Files
+    places: Places
+    guards: Guards
+    bound: str = ""
+
+
+@dataclass(frozen=True)
+class TracedProgram:
+    """history: the Programs after capture and each pass, if it was traced in this process."""
+
+    program: Program
+    places: Places
+    guards: Guards
+    history: tuple[Program, ...] = ()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A capture, and what it and those before it assumed."""
+
+    program: Program
+    guards: Guards
+
+
+def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
+    """Unstorable if something in it has no form in text, or means something in this process alone."""
+    if packed.bound:
+        raise Unstorable(packed.bound)
+    files = {PREFIX + name: content for name, content in packed.files.items()}
+    return files | _common(packed.places, packed.guards, model)
+
+
+def packed_from(files: Files, model: nn.Module) -> Packed:
+    """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
+    own = {name.removeprefix(PREFIX): content for name, content in files.items() if name.startswith(PREFIX)}
+    return Packed(own, *_common_from(files, model))
+
+
+def traced_bytes(traced: TracedProgram, model: nn.Module) -> dict[str, bytes]:
+    """Unstorable if something in it has no form in text. The history is left out."""
+    tree, tensors = stored.to_tree(traced.program)
+    files = {"trace.json": text_of(tree), "trace.safetensors": _saved(tensors)}
+    return files | _common(traced.places, traced.guards, model)
+
+
+def traced_from(files: Files, model: nn.Module) -> TracedProgram:
+    """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
+    program = stored.from_tree(json.loads(files["trace.json"]), load_tensors(files["trace.safetensors"]))
+    history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
+    return TracedProgram(replace(program, history=history), *_common_from(files, model))
+
+
+def captured_bytes(captured: Captured, model: nn.Module) -> dict[str, bytes]:
+    """Unstorable if something in it has no form in text, or means something in this process alone."""
+    if reason := stored.bound(captured.program):
+        raise Unstorable(reason)
+    tree, tensors = stored.to_tree(captured.program, captured=True)
+    return {
+        "capture.json": text_of(tree),
+        "capture.safetensors": _saved(tensors),
+        "guards.json": text_of(to_tree(captured.guards, model)),
+    }
+
+
+def captured_from(files: Files, model: nn.Module) -> Captured:
+    """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
+    program = stored.from_tree(json.loads(files["capture.json"]), load_tensors(files["capture.safetensors"]))
+    history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
+    return Captured(replace(program, history=history), guards_from(files, model))
+
+
+def guards_from(files: Files, model: nn.Module) -> Guards:
+    """An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
+    return from_tree(json.loads(files["guards.json"]), model)
+
+
+def _common(places: Places, guards: Guards, model: nn.Module) -> dict[str, bytes]:
+    tree, constants = batch_limits.to_tree(places)
+    return {
+        "places.json": text_of(tree),
+        "places.safetensors": _saved(constants),
+        "guards.json": text_of(to_tree(guards, model)),
+    }
+
+
+def _common_from(files: Files, model: nn.Module) -> tuple[Places, Guards]:
+    constants = load_tensors(files["places.safetensors"])
+    places = batch_limits.from_tree(json.loads(files["places.json"]), constants)
+    return places, guards_from(files, model)
+
+
+def text_of(tree: Any) -> bytes:
+    """JSON."""
+    return json.dumps(tree, separators=(",", ":")).encode()
+
+
+def _saved(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    return save_tensors({name: with_own_memory(tensor) for name, tensor in tensors.items()})
+
+
+# --- What the cache has of one model. Nothing here is an error: what cannot be found or kept is made, and not ... ----
+#
+# kept = ModelEntries(model, store) kept.guards(microbatch, known) -> iterator of Guards               those that
+# extend what is known kept.program(match, options) -> Packed | None                      kept.keep_program(packed,
+# match, options) kept.checked(match, options) -> str                                kept.keep_checked(text, match,
+# options) kept.met(pair, microbatch, options) -> bool                        kept.keep_met(pair, microbatch, options)
+# kept.trace(match, options) -> TracedProgram | None                 kept.keep_trace(traced, match, options)
+# kept.capture(match) -> Captured | None                             kept.keep_capture(captured, match)
+# kept.mesh(batch, options) -> text or ""                            kept.keep_mesh(text, batch, options)
+#
+# A match (csc.capture.guards) is by a capture: its key is what entries are found by.
+
 
 log = logging.getLogger("csc")
 
@@ -233,7 +441,7 @@ class ModelEntries:
         if model is None or self._store is None:
             return
         try:
-            known = text_of(stored_guards.to_tree(guards, self._model)) if guards is not None else None
+            known = text_of(to_tree(guards, self._model)) if guards is not None else None
             files = content()
         except (Unstorable, RuntimeError, SafetensorError) as reason:
             self._say(f"it holds {reason}")

@@ -1,16 +1,4 @@
-"""The cache's folder: entries that are there whole, or not at all, for any number of processes.
-
-Terms
-  entry      a folder KIND-KEY (a hash, in hexadecimal digits) with files and entry.json, which lists their sizes and
-             hashes. It is built under another name and renamed; a reader checks every file against its hash.
-  damaged    an entry that is not what its entry.json says: it is moved away and counts as missing
-  refused    an entry, or a folder, that somebody else owns or may write to: it is not used, and left as it is
-  used       when it was last read: the time stamp of its entry.json; `hits`: how often, one byte each
-
-    store() -> Store | None                    as the environment says; None: switched off
-    store.read("program", key) -> {name: bytes} | None          store.write("program", key, files, about)
-    store.entries() -> [Entry], latest used first               store.clear(prefix) -> number of entries removed
-"""
+"""The cache's folder: entries that are there whole, or not at all, for any number of processes."""
 
 from __future__ import annotations
 
@@ -21,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
@@ -29,9 +18,68 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from csc.cache.trust import refused, refused_within
 from csc.errors import InputError
 from csc.runtime.loaded_program import checked_file, read_json, within
+
+# --- Whether what lies in the cache is the user's own: the emitted Python files of an entry are run ------------------
+
+
+OPEN = stat.S_IWGRP | stat.S_IWOTH
+
+
+def refused(folder: Path) -> str:
+    """Of the cache's folder, which may be reached by links of the user's own; "" if it is his, or not there."""
+    try:
+        found = os.stat(folder)
+        link = os.lstat(folder)
+    except OSError:
+        return ""
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is no folder"
+    return _owner(link, str(folder)) or _why(found, str(folder))
+
+
+def refused_within(entry: Path) -> str:
+    """Of an entry: of all that is in it, links to other places and what is no plain file included."""
+    for path in _all(entry):
+        try:
+            found = os.lstat(path)
+        except OSError:  # it has just been removed
+            continue
+        name = os.path.relpath(path, entry.parent)
+        if not stat.S_ISDIR(found.st_mode) and (path == str(entry) or not stat.S_ISREG(found.st_mode)):
+            return f"{name} is {'a symbolic link' if stat.S_ISLNK(found.st_mode) else 'no plain file'}"
+        if why := _why(found, name):
+            return why
+    return ""
+
+
+def _all(entry: Path) -> Iterator[str]:
+    yield str(entry)
+    for folder, folders, files in os.walk(entry):
+        for name in (*folders, *files):
+            yield os.path.join(folder, name)
+
+
+def _why(found: os.stat_result, name: str) -> str:
+    if found.st_mode & OPEN:
+        return f"others may write to {name} (chmod -R go-w)"
+    return _owner(found, name)
+
+
+def _owner(found: os.stat_result, name: str) -> str:
+    return f"{name} belongs to another user" if found.st_uid != os.geteuid() else ""
+
+
+# --- The cache's folder: entries that are there whole, or not at all, for any number of processes --------------------
+#
+# Terms
+#   entry      a folder KIND-KEY (a hash, in hexadecimal digits) with files and entry.json, which lists their sizes and
+#              hashes. It is built under another name and renamed; a reader checks every file against its hash.
+#   damaged    an entry that is not what its entry.json says: it is moved away and counts as missing
+#   refused    an entry, or a folder, that somebody else owns or may write to: it is not used, and left as it is
+#   used       when it was last read: the time stamp of its entry.json; `hits`: how often, one byte each
+
 
 log = logging.getLogger("csc")
 

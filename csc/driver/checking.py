@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from csc import devices
-from csc.cache.packed import Packed
+from csc.cache.model_entries import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
 from csc.capture.trace.export import caching

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from csc.cache.packed import Packed
+from csc.cache.model_entries import Packed
 from csc.capture.guards import Match
 from csc.codegen.write import MANIFEST, contents
 from csc.driver.compiler import Compiler, Progress, uncollected

@@ -22,8 +22,7 @@ from torch import fx, nn
 from csc.analysis.batch_limits import places_for_features
 from csc.analysis.samples.combining import combination
 from csc.analysis.symbolic import sized
-from csc.cache.model_entries import ModelEntries
-from csc.cache.packed import Captured, TracedProgram
+from csc.cache.model_entries import Captured, ModelEntries, TracedProgram
 from csc.cache.store import Store
 from csc.capture.batch import doubtful, split_batch
 from csc.capture.capture import capture, name_of, with_sizes_of

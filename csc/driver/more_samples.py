@@ -20,7 +20,7 @@ from torch import fx
 
 from csc.analysis.samples.combining import assumed, combination, named_alike, proven, unlike
 from csc.analysis.samples.propagation import OF_OTHERS
-from csc.cache.packed import TracedProgram
+from csc.cache.model_entries import TracedProgram
 from csc.capture.batch import repeated
 from csc.capture.capture import name_of
 from csc.errors import CscError, InputError

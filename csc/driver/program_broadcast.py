@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from csc.cache.packed import Files, Packed, packed_bytes, packed_from
+from csc.cache.model_entries import Files, Packed, packed_bytes, packed_from
 from csc.codegen.write import install, of_ranks
 from csc.driver.compiled_programs import MADE, CompiledPrograms
 from csc.driver.compiler import Compiler, Progress

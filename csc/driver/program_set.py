@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from csc.analysis.batch_limits import Places
 from csc.analysis.tokens import chooses
-from csc.cache.packed import Packed
-from csc.cache.switches import tracing_switches
+from csc.cache.keys import tracing_switches
+from csc.cache.model_entries import Packed
 from csc.capture.batch import device_of, split_batch
 from csc.capture.guards import Guards, Match
 from csc.capture.model_guards import ModelGuards

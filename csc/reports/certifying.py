@@ -17,7 +17,7 @@ from dataclasses import fields
 from typing import Any
 
 from csc import __version__, devices
-from csc.cache.switches import switches
+from csc.cache.keys import switches
 from csc.capture.batch import device_of
 from csc.capture.trace.meta_init import with_weights
 from csc.check.certificate import (

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from csc.cache import keys, origins
+from csc.cache import describe, keys
 from csc.cache.keys import Opaque, model_key, program_key, trace_key
 from csc.capture.guards import Guards
 from csc.ir.capture_guards import capture_guards, exactly
@@ -336,7 +336,7 @@ print(model_key(model, {}))
 def test_what_distributions_are_is_what_python_says() -> None:
     """Read in a third of the time; anew, as another test may have imported what puts folders into Python's path."""
     found = importlib.metadata.packages_distributions()
-    told = origins._distributions.__wrapped__()
+    told = describe._distributions.__wrapped__()
     assert {top: told[top] for top in found if top != "__pycache__"} == {
         top: sorted(names)[0] for top, names in found.items() if top != "__pycache__"
     }
