@@ -13,9 +13,8 @@ import numpy as np
 from benchmarks.balance.lengths import SETS
 from benchmarks.balance.models import TILE
 from benchmarks.balance.simulated import Cell, prepared
-from csc.balance.decision import Decider
-from csc.balance.lengths import Lengths
-from csc.balance.sample_costs import Costs
+from csc.balance.loader import Decider
+from csc.balance.sample_costs import Costs, Lengths
 from csc.simulation.pipeline import FIGURES, Loads, StageWork
 
 EARLY, STEPS, SEED = 10, 20, 5

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import csc
 from benchmarks.balance.real_model import MULTIPLE, STEP, Samples, collate, compiled, together
 from benchmarks.pipeline.real import makespan
-from csc.balance.decision import Decider
+from csc.balance.loader import Decider
 from csc.planning.assign.step import Floats, Groups, SampleCosts
 from csc.simulation.timeline import Timeline
 

@@ -16,13 +16,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from csc.balance import sample_costs
-from csc.balance.collation import Collation, Counted, counted_entries
-from csc.balance.decision import Decider
-from csc.balance.delivery import Delivery
-from csc.balance.lengths import Lengths, read
-from csc.balance.loader import BalancedLoader
-from csc.balance.order import EpochOrder
-from csc.balance.sample_costs import Costs
+from csc.balance.loader import BalancedLoader, Collation, Counted, Decider, Delivery, EpochOrder, counted_entries
+from csc.balance.sample_costs import Costs, Lengths, read
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.planning.assign.portfolio import Shape

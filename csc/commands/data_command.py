@@ -28,7 +28,7 @@ def data(
     debug: DebugOption = False,
 ) -> None:
     """How long samples are, what dividing them by their costs gains (csc.balanced), and which sizes are compiled."""
-    from csc.balance.lengths import of_file
+    from csc.balance.sample_costs import of_file
     from csc.reports.data import of_lengths
     from csc.reports.data_page import page as page_of
 

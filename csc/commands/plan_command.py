@@ -111,7 +111,7 @@ def _refuse_both(ranks: int | None) -> None:
 
 def _for_lengths(compiled: Any, file: Path, *asked: Any) -> Any:
     """The plan for the lengths in a file."""
-    from csc.balance.lengths import of_file
+    from csc.balance.sample_costs import of_file
     from csc.reports.lengths_plan import LengthsRequest, plan_for_lengths
 
     return plan_for_lengths(compiled, of_file(file), LengthsRequest(*asked), compiled.inspected.progress)

@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from csc.balance.collation import shape_of
-from csc.balance.decision import Decider
-from csc.balance.lengths import Lengths
-from csc.balance.sample_costs import Costs, of_problems
+from csc.balance.loader import Decider, shape_of
+from csc.balance.sample_costs import Costs, Lengths, of_problems
 from csc.capture.batch import split_batch
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError

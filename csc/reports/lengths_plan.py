@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from csc.balance.decision import Decider
-from csc.balance.lengths import Lengths
-from csc.balance.sample_costs import Costs, of_stages, rates_of
+from csc.balance.loader import Decider
+from csc.balance.sample_costs import Costs, Lengths, of_stages, rates_of
 from csc.driver.compiled import CompiledModel
 from csc.errors import CscError, InputError
 from csc.ir.program import Options, Program

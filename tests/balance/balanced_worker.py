@@ -12,8 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import csc
-from csc.balance.loader import BalancedLoader
-from csc.balance.order import EpochOrder
+from csc.balance.loader import BalancedLoader, EpochOrder
 from csc.errors import CscError
 from tests.balance.captions import Captions, Sample, collate
 from tests.launching import PATIENCE

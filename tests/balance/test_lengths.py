@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from csc.balance.lengths import of_file, read
+from csc.balance.sample_costs import of_file, read
 from csc.errors import InputError
 
 

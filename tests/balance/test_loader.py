@@ -17,12 +17,8 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from csc.balance.balanced import _check_last, _check_numbers, _samples_of
-from csc.balance.collation import Collation, Counted
-from csc.balance.decision import Decider
-from csc.balance.delivery import Delivery
-from csc.balance.lengths import read
-from csc.balance.loader import BalancedLoader
-from csc.balance.order import EpochOrder
+from csc.balance.loader import BalancedLoader, Collation, Counted, Decider, Delivery, EpochOrder
+from csc.balance.sample_costs import read
 from csc.errors import InputError
 from tests.balance.captions import Captions, Sample, collate
 from tests.balance.costs import costs

@@ -13,9 +13,8 @@ from csc.passes.step_end import step_ends
 from typer.testing import CliRunner
 
 import csc
-from csc.balance.decision import Decider
-from csc.balance.lengths import Lengths
-from csc.balance.sample_costs import of_problems
+from csc.balance.loader import Decider
+from csc.balance.sample_costs import Lengths, of_problems
 from csc.commands.main import app
 from csc.reports.data import probes
 from csc.reports.lengths_plan import LengthsPlan, LengthsRequest, plan_for_lengths

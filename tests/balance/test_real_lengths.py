@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.balance.lengths import SETS
-from csc.balance.decision import Decider
-from csc.balance.lengths import Lengths
+from csc.balance.loader import Decider
+from csc.balance.sample_costs import Lengths
 from csc.commands.main import app
 from tests.balance.costs import costs
 
