@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from csc.check.differences import NOISE
+from csc.check.judge import NOISE
 from csc.errors import InputError
 from csc.runtime.weights import bytes_of, published
 
@@ -338,7 +338,7 @@ def compare(there: Certificate, here: Certificate, tolerance: float | None = Non
 
     Returns:
         What differs. A gradient that is small beside its module's is measured against the module's
-        (csc.check.differences).
+        (csc.check.judge).
     """
     modules: dict[str, float] = {}
     for name, gradient in there.gradients.items():

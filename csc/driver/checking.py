@@ -34,12 +34,9 @@ from csc.cache.model_entries import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
 from csc.capture.trace.export import caching
-from csc.check.eager import EagerStep
-from csc.check.first import Checked, check, too_much
+from csc.check.eager import EagerStep, SameMasks, undisturbed
+from csc.check.first import Checked, ComparedStep, check, compared_step, step_of, too_much
 from csc.check.one_of_each import check_by_layer
-from csc.check.one_step import ComparedStep, compared_step, step_of
-from csc.check.same_masks import SameMasks
-from csc.check.undisturbed import undisturbed
 from csc.codegen.write import install
 from csc.driver.compiler import Compiler, Progress
 from csc.driver.second_rank import SECOND, can_share, received_step, send_step

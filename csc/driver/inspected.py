@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from csc.check.eager import EagerStep
-from csc.check.one_step import step_of
+from csc.check.first import step_of
 from csc.codegen.write import checked_ranks
 from csc.driver.compiler import Progress
 from csc.driver.entries import fullest

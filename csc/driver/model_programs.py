@@ -18,7 +18,7 @@ from torch import nn
 
 from csc.cache.store import store
 from csc.capture.model_guards import Changed, ModelGuards
-from csc.check.when import checks
+from csc.check.compiling import checks
 from csc.driver.compiler import Compiler, Progress, quiet
 from csc.driver.program_set import MadeFeatures, ProgramSet
 from csc.driver.wrapped import refuse_wrapped

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from csc.cache.feature_entries import FeatureCache
-from csc.check.when import checks
+from csc.check.compiling import checks
 from csc.driver.chosen_mesh import with_chosen_mesh
 from csc.driver.compiled import CompiledModel
 from csc.driver.compiler import Compiler

@@ -24,8 +24,7 @@ import torch
 
 from csc.capture.batch import split_batch
 from csc.capture.guards import Match
-from csc.check.first import Checked
-from csc.check.one_step import ComparedStep
+from csc.check.first import Checked, ComparedStep
 from csc.driver import modes
 from csc.driver.checking import meeting_in
 from csc.driver.entries import fullest

@@ -31,12 +31,9 @@ import torch
 from torch import nn
 
 from csc.capture.batch import split_batch
-from csc.check.eager import EagerStep
+from csc.check.eager import IN_HALF, EagerStep
 from csc.check.first import EXACT, too_much
-from csc.check.judge import judge
-from csc.check.numbers import IN_HALF
-from csc.check.reference import Reference
-from csc.check.rounding import LOSS
+from csc.check.judge import LOSS, Reference, judge
 from csc.driver.belonging import kind_of, token_ids
 from csc.driver.options import shown
 from csc.errors import InputError

@@ -29,8 +29,7 @@ from csc.check.certificate import (
     model_digests,
     unlike,
 )
-from csc.check.judge import ROUNDING
-from csc.check.rounding import LOSS
+from csc.check.judge import LOSS, ROUNDING
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
 from csc.ir.program import Options

@@ -13,13 +13,10 @@ import torch
 from csc.analysis.operators.execution import draws
 from csc.capture.trace.meta_init import with_weights
 from csc.check.certificate import Fingerprint, fingerprint
-from csc.check.differences import relative
 from csc.check.eager import eager_step
-from csc.check.judge import ROUNDING
-from csc.check.locate import locate
-from csc.check.rounding import LOSS
-from csc.check.rounding import moved as moved_by_rounding
-from csc.check.training import trained_by_eager, trained_by_program
+from csc.check.first import locate, trained_by_eager, trained_by_program
+from csc.check.judge import LOSS, ROUNDING, relative
+from csc.check.judge import moved as moved_by_rounding
 from csc.driver.compiled import CompiledModel
 from csc.ir import graph as g
 from csc.ir.groups import Group
@@ -33,7 +30,7 @@ AS_EXACT = 2.0
 @dataclass(frozen=True)
 class Verification:
     """loss_rel: relative difference of the loss. grad_rel: per parameter, |g - eager|_2 / |eager|_2, small ones by
-    their module's (csc.check.differences). missing: parameters that eager gives a gradient and the program does not;
+    their module's (csc.check.judge). missing: parameters that eager gives a gradient and the program does not;
     unexpected: the reverse. random_ops: calls that draw random numbers, which were the same constants for both;
     unknown: what draws others. from_float64: if asked for, how far eager's and the
     program's gradient are from eager PyTorch's in float64, in the same measure. trained_rel: if asked for, how far

@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 
 import csc
-from csc.check.eager import eager_step
-from csc.check.numbers import WithoutChance
-from csc.check.same_masks import SameMasks
+from csc.check.eager import SameMasks, WithoutChance, eager_step
 from csc.driver import checking
 from csc.driver.compiler import Compiler
 from csc.errors import CscError

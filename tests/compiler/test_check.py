@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.check.eager import eager_step
-from csc.check.numbers import WithoutChance
-from csc.check.rounding import moved
+from csc.check.eager import WithoutChance, eager_step
+from csc.check.judge import moved
 from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError, InputError
 from csc.reports.verification import parting, verify

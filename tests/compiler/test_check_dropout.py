@@ -13,10 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import csc
-from csc.check.differences import relative
-from csc.check.eager import eager_step
-from csc.check.numbers import WithoutChance
-from csc.check.same_masks import SameMasks
+from csc.check.eager import SameMasks, WithoutChance, eager_step
+from csc.check.judge import relative
 from csc.driver.compiler import Compiler
 from csc.errors import DifferenceError
 from csc.runtime.trainer import Trainer

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import csc
-from csc.check.one_step import ComparedStep, compared_step
+from csc.check.first import ComparedStep, compared_step
 from csc.reports.verification import verify
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import csc
-from csc.check.differences import NOISE
 from csc.check.eager import eager_step
+from csc.check.judge import NOISE
 from csc.driver.compiled import CompiledModel
 from csc.driver.new_model import compiled_model
 from csc.errors import InputError

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from csc.check.rounding import LOSS
+from csc.check.judge import LOSS
 from csc.reports.verification import compared
 
 LAYER = "model.layers.3."

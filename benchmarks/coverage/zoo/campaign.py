@@ -27,7 +27,7 @@ from benchmarks.coverage.zoo.try_one import WAYS, quiet, row
 
 # what takes long to import, and every architecture would
 PRELOADED = ("transformers.models.mixtral.modeling_mixtral", "transformers.models.llava.modeling_llava",
-             "transformers.models.whisper.modeling_whisper", "csc.api", "csc.check.first", "csc.check.locate",
+             "transformers.models.whisper.modeling_whisper", "csc.api", "csc.check.first", "csc.check.first",
              "csc.runtime.trainer", "torch.export._trace", "networkx", "torch._inductor.codecache")  # fmt: skip
 WAITING = 20  # times its processor time is what a process may take: others run beside it
 KINDS = ("right", "refused", "caught", "crash", "slow", "wrong")  # caught: wrong, and csc's own check said so
