@@ -19,10 +19,9 @@ from typing import Any
 from torch import nn
 
 from csc.cache.feature_entries import FeatureCache
+from csc.driver.batches import Divide
 from csc.driver.compiled import CompiledModel
-from csc.driver.dividing import Divide
-from csc.driver.given_batches import Example
-from csc.driver.model_programs import Factory
+from csc.driver.model_programs import Example, Factory
 from csc.driver.new_model import compiled_model, made_features
 from csc.driver.options import changed
 from csc.ir.mesh import Mesh

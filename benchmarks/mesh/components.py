@@ -32,7 +32,7 @@ from typing import Any
 from csc.passes.step_end import seconds_behind
 
 from benchmarks.mesh.uniform import MeshRival, Settings, contiguous_split
-from csc.driver.mesh_plans import EFFORT, LIMIT
+from csc.driver.mesh_search import EFFORT, LIMIT
 from csc.errors import CscError
 from csc.ir.mesh import Mesh
 from csc.planning.meshes import MeshLayout

@@ -22,8 +22,8 @@ from benchmarks.mllm.meta_init import meta_init
 from benchmarks.mllm.models import batch, build
 from benchmarks.mllm.trace import FROZEN
 from csc.capture.capture import capture
-from csc.driver.mesh_rows import DividedModel
-from csc.driver.shared_traces import SharedTraces, undivided
+from csc.driver.compiler import SharedTraces, undivided
+from csc.driver.mesh_candidates import DividedModel
 from csc.errors import CscError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program

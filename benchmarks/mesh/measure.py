@@ -19,9 +19,8 @@ from benchmarks.mesh.uniform import MeshRival, Settings, best_uniform, cornstarc
 from benchmarks.mllm.configurations import CONFIGURATIONS
 from benchmarks.pipeline.cases import Case
 from csc.analysis.hardware import hardware
-from csc.driver.mesh_rows import NOTHING_FIXED, DividedModel, MeshChoice
-from csc.driver.mesh_search import MeshSearch
-from csc.driver.search_workers import workers_here
+from csc.driver.mesh_candidates import NOTHING_FIXED, DividedModel, MeshChoice
+from csc.driver.mesh_search import MeshSearch, workers_here
 from csc.planning.meshes import layouts
 
 UNIFORM, OWN = "best uniform", "csc"

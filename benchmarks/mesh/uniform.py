@@ -27,7 +27,7 @@ from csc.passes.pipeline_problem import problem
 from csc.passes.step_end import least_behind, seconds_behind
 
 from benchmarks.pipeline.baselines import Split, balanced, equal_layers, templates
-from csc.driver.mesh_rows import DividedModel
+from csc.driver.mesh_candidates import DividedModel
 from csc.driver.options import changed
 from csc.errors import CscError
 from csc.ir.groups import Group

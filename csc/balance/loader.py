@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from csc.balance.sample_costs import Costs, Lengths
+from csc.driver.batches import ReplicaShare
 from csc.driver.compiled import CompiledModel
-from csc.driver.share import ReplicaShare
 from csc.errors import CscError, InputError, user_line
 from csc.planning.assign.portfolio import CHEAP, EVERY, ROUNDS, Effort, Shape, assign, even, learned, with_known_sizes
 from csc.planning.assign.step import BatchLayout, Kind, SampleCosts, Size, widths_of

@@ -182,7 +182,7 @@ def convert(
     debug: DebugOption = False,
 ) -> None:
     """Make Hugging Face's or torch's directory of a checkpoint (--to), or a checkpoint of one of these."""
-    from csc.driver import checkpoint_conversion as conversion
+    from csc.driver import checkpoint as conversion
 
     kind = conversion.kind(source)
     wanted = to.value if to is not None else (conversion.HF if kind == conversion.CSC else conversion.CSC)

@@ -14,7 +14,7 @@ from csc.commands.rows import Column
 from csc.simulation.page import bytes_text, seconds_text
 
 if TYPE_CHECKING:
-    from csc.driver.mesh_rows import MeshChoice
+    from csc.driver.mesh_candidates import MeshChoice
 
 MOST = 12  # rows
 

@@ -19,7 +19,7 @@ from csc.commands.model_options import Opening, PipelineOption, on_target, over
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.commands.rows import Column, Rows
 from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
-from csc.driver.search_clock import SECONDS
+from csc.driver.mesh_candidates import SECONDS
 from csc.errors import InputError
 from csc.simulation.page import bytes_text, seconds_text
 

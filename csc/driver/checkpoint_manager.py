@@ -1,28 +1,211 @@
-"""Checkpoints of a training run: saved at one mesh and frozen set, taken up at any other.
-
-checkpoints = CheckpointManager("run", compiled, optimizer=optimizer, scheduler=scheduler, keep=3)
-restored = checkpoints.load()                    None at the first start
-checkpoints.save(step)      checkpoints.wait()
-"""
+"""Checkpoints of a training run: saved at one mesh and frozen set, taken up at any other."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from csc.checkpoints import files
-from csc.driver import loader_state
-from csc.driver.background import BackgroundSave
-from csc.driver.checkpoint_folder import chosen, save_state
+from csc.checkpoints import files, writing
+from csc.checkpoints.writing import CONFIGS, ProcessState, Save
+from csc.driver import training_state
+from csc.driver.checkpoint import is_pretrained, note_adapters, write_config
 from csc.driver.compiled import CompiledModel
 from csc.driver.notices import NAMED, notice
-from csc.driver.other_config import differences
-from csc.driver.training_state import ALL, LOADER, OPTIMIZER, SCHEDULER, WEIGHTS, Restored, State, take_up
-from csc.errors import InputError
-from csc.runtime.meeting import LONGEST_MAKING, Meeting
+from csc.driver.training_state import (
+    ALL,
+    LOADER,
+    OPTIMIZER,
+    SCHEDULER,
+    WEIGHTS,
+    Restored,
+    State,
+    about,
+    expected,
+    take_up,
+    taken,
+)
+from csc.errors import CscError, InputError, RankLost
+from csc.runtime.meeting import LONGEST_MAKING, NOTHING, Meeting, Said
+
+# --- What a model's configuration says otherwise than the one beside a checkpoint: shapes may agree all the same -----
+
+
+OF_NO_MODEL = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")  # what it is run with
+
+
+def differences(model: nn.Module, folder: Path) -> list[str]:
+    """None for a model that is not of transformers, and where no configuration can be read."""
+    file = folder / CONFIGS[0]
+    if not is_pretrained(model) or not file.is_file():
+        return []
+    config: Any = model.config
+    try:
+        then, now = json.loads(file.read_text()), json.loads(config.to_json_string())
+    except (OSError, ValueError):
+        return []
+    return list(_of(then, now, "")) if isinstance(then, dict) else []
+
+
+def _of(then: Mapping[str, Any], now: Mapping[str, Any], within: str) -> Iterator[str]:
+    for name in dict.fromkeys([*then, *now]):
+        if name in OF_NO_MODEL or name.startswith("_"):
+            continue
+        one, other = then.get(name), now.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _of(one, other, f"{within}{name}.")
+        elif one != other:
+            yield f"{within}{name} is {_told(one)} there, and {_told(other)} in the model"
+
+
+def _told(value: Any) -> str:
+    return "its default" if value is None else str(value)
+
+
+# --- A checkpoint that is written while training goes on -------------------------------------------------------------
+#
+# saving = Saving(folder, write)                  write: what is left to do once values were copied
+# saving.begin(background)                        now, or in a thread saving.wait() -> folder     saving.done
+
+
+log = logging.getLogger("csc")
+
+
+class BackgroundSave:
+    """Of one checkpoint.
+
+    Attributes:
+        folder: Where it will be.
+        copied: Bytes that this process has copied before training went on; 0 where it waited.
+        seconds: What that took.
+    """
+
+    def __init__(self, folder: Path, write: Callable[[], object], copied: int = 0, seconds: float = 0.0) -> None:
+        self.folder, self.copied, self.seconds = folder, copied, seconds
+        self._write = write
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, background: bool) -> None:
+        """Write it; in the background, errors are kept for `wait`."""
+        if not background:
+            self._write()
+            return
+        # No daemon: a script that ends has its last checkpoint written, unless it has left the process group.
+        self._thread = threading.Thread(target=self._run, name=f"csc-{self.folder.name}")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+            log.error("the checkpoint %s was not saved: %s", self.folder, error)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is on the disk, or failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Until it is on the disk, on all ranks.
+
+        Returns:
+            The folder.
+
+        Raises:
+            InputError: It could not be written here; StepFailed: on another rank. What was saved before is as it was.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.folder
+
+
+# --- The state of a run, saved to a folder and taken up from one by all ranks ----------------------------------------
+
+
+def save_state(
+    state: State, folder: Path, step: int, keep: int | None = None, beside: Meeting | None = None
+) -> BackgroundSave:
+    """Write it, or begin to. All ranks call it. keep: see csc.checkpoints.writing. beside: where threads of all ranks
+    meet; then copies are taken, and it returns before they are written. InputError, on every rank, if one cannot.
+    """
+    start = time.perf_counter()
+    trainer = state.saved.trainer
+    meeting, first = trainer.transport.meeting, 0 in trainer.transport.ranks
+
+    def take() -> tuple[Said, ProcessState]:
+        own = taken(state, beside is not None)
+        if first and WEIGHTS in state.has:
+            write_config(state.saved.model, folder)
+            note_adapters(state.saved.model, folder)
+        return Said(value=float(secrets.randbits(32)) if first else 0.0), own
+
+    own, heard = meeting.heard("save a checkpoint", take)
+    number = f"{int(sum(one.value for one in heard)):08x}"
+    names = expected(state) if WEIGHTS in state.has else {}
+    save = Save(folder, number, state.process, about(state, step), names, keep)
+    if beside is None:
+        saving = BackgroundSave(folder, lambda: writing.write(own, save, meeting))
+    else:
+        copied, seconds = sum(one.tensor.nbytes for one in own.pieces), time.perf_counter() - start
+        saving = BackgroundSave(folder, lambda: _written(own, save, beside), copied, seconds)
+        log.info("checkpoint of step %d: %.1f MB copied in %.2f s", step, copied / 1e6, seconds)
+    saving.begin(beside is not None)
+    return saving
+
+
+def _written(own: ProcessState, save: Save, beside: Meeting) -> None:
+    """In a thread, which does not see what else the process does with its groups."""
+    several = beside.group is not None
+    try:
+        writing.write(own, save, beside)
+    except Exception as error:
+        if isinstance(error, CscError) and not isinstance(error, RankLost):
+            raise
+        if several and not dist.is_initialized():
+            raise RankLost(
+                "the process group was destroyed before all ranks had written it", str(save.folder),
+                "call wait() of the CheckpointManager before destroy_process_group()",
+            ) from error  # fmt: skip
+        raise
+
+
+def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> files.StepIndex | None:
+    """What is in the folder that `choose` gives. InputError if ranks see other ones."""
+
+    def read() -> tuple[Said, tuple[files.StepIndex | None, str]]:
+        folder = choose()
+        if folder is None:
+            return NOTHING, (None, "no checkpoint")
+        return NOTHING, (files.read(folder), f"{folder.name} ({files.digest_of(folder)[:12]})")
+
+    found, told = meeting.hold("load a checkpoint", read)
+    others = meeting.texts("load a checkpoint", told)
+    if len(set(others)) > 1:
+        rank = next(rank for rank, one in enumerate(others) if one != others[0])
+        raise InputError(
+            f"rank 0 has found {others[0]} there, and rank {rank} {others[rank]}", str(where),
+            "give all ranks a directory that they share, or the number of a step that all have",
+        )  # fmt: skip
+    return found
+
+
+# --- Checkpoints of a training run: saved at one mesh and frozen set, taken up at any other --------------------------
+#
+# checkpoints = CheckpointManager("run", compiled, optimizer=optimizer, scheduler=scheduler, keep=3) restored =
+# checkpoints.load()                    None at the first start checkpoints.save(step)      checkpoints.wait()
 
 
 class CheckpointManager:
@@ -60,7 +243,7 @@ class CheckpointManager:
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise InputError(f"keep is {keep!r}", "CheckpointManager", "pass a whole number of at least 1, or None")
         if loader is not None:
-            loader_state.check(loader)
+            training_state.check(loader)
         if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
             raise InputError(
                 f"a {type(scheduler).__name__} has no state_dict() and load_state_dict()", "CheckpointManager",

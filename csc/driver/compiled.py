@@ -1,33 +1,32 @@
-"""A compiled model: the programs for its batches, and the training loop's half of csc.
-
-    loss = compiled.train_step(batch)      .parameters()      .clip_grad_norm_(1.0)      .save(directory)
-    phase2 = compiled.with_options(freeze=["vision_tower"])
-
-How steps are made is in csc.driver.steps, what is compiled for them in csc.driver.model_programs.
-"""
+"""A compiled model: the programs for its batches, the training loop's half of csc, and what commands and reports read of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from csc.driver import persistence
-from csc.driver.compiler import Compiler
-from csc.driver.given_batches import Example, GivenBatches
-from csc.driver.inspected import Inspected
-from csc.driver.instead import COPIES, INSTEAD, instead
-from csc.driver.model_programs import ModelPrograms
+from csc import devices
+from csc.check.eager import EagerStep
+from csc.check.first import step_of
+from csc.codegen.write import checked_ranks
+from csc.driver import training_state
+from csc.driver.batches import fullest, place
+from csc.driver.compiler import Compiler, Progress
+from csc.driver.model_programs import Example, GivenBatches, ModelPrograms
 from csc.driver.options import changed, closed
-from csc.driver.persistence import Saved
-from csc.driver.program_set import ProgramSet
-from csc.driver.share import place
+from csc.driver.programs import ProgramSet
 from csc.driver.steps import Steps
+from csc.driver.training_state import Saved
 from csc.errors import InputError
 from csc.ir.program import Options, Program
+from csc.passes.recompute import AUTO, saves_of
+from csc.planning.problem import Problem
 from csc.runtime.launch import several_processes
 from csc.runtime.loss import StepLoss
 from csc.runtime.meeting import COMPILATION
@@ -35,13 +34,171 @@ from csc.runtime.optimizer import make_optimizer
 from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import Timeline
 
+# --- What users of an nn.Module look for on a compiled model, and what there is instead: sentences -------------------
+
+
+WHOLE = "`compiled.gather()` gives the eager model with what all ranks have trained: "
+INSTEAD = {
+    "generate": f"{WHOLE}compiled.gather().generate(...)",
+    "forward": f"compiled.train_step(batch) runs forward and backward; {WHOLE}compiled.gather()(**batch)",
+    "to": "put the model on its device, in its dtype, before csc.compile; precision='bf16' computes in bfloat16",
+    "modules": f"{WHOLE}its modules are those of compiled.model",
+    "named_modules": f"{WHOLE}its modules are those of compiled.model",
+    "requires_grad_": "freeze=[...] says what is frozen: compiled.with_options(freeze=[...]) compiles without a trace",
+    "save_pretrained": f"compiled.save(directory) writes the weights; {WHOLE}compiled.gather().save_pretrained(...)",
+    "compile": "it is compiled already; compiled.with_options(...) changes how",
+    "load_state_dict": "compiled.load(directory) reads what compiled.save or save_pretrained wrote; a dict of tensors "
+    "goes to compiled.model.load_state_dict(...), on every rank",
+    "backward": "compiled.train_step(batch) runs forward and backward",
+    "step": "compiled.train_step(batch) makes the gradients, the optimizer steps",
+    "no_sync": "compiled.train_step(batch) adds to the gradients that are there, summed once for all its microbatches",
+    "gradient_checkpointing_enable": "recompute='selective' or 'full', of csc.compile or compiled.with_options(...)",
+}
+MOVES = ("half", "float", "double", "bfloat16", "type", "to_empty", "xpu", "ipu", "mtia")
+INSTEAD |= dict.fromkeys((*devices.TYPES, *MOVES), INSTEAD["to"])
+COPIES = (
+    "a compiled model is not copied or pickled: copy.deepcopy(compiled.gather()) copies the eager model (for averaged "
+    "weights), compiled.save(directory) writes it, compiled.with_options(...) makes another program of the same weights"
+)
+
+
+def instead(name: str, there: list[str], model: nn.Module | None) -> AttributeError:
+    """The error for an attribute that a compiled model has not. there: those that it has; model: what it compiles."""
+    if name in INSTEAD:
+        return AttributeError(f"a compiled model has no {name!r}: {INSTEAD[name]}")
+    if name in dir(model):  # without running the model's code
+        return AttributeError(f"a compiled model has no {name!r}; its eager model has: compiled.model.{name}")
+    close = difflib.get_close_matches(name, [one for one in there if not one.startswith("_")], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return AttributeError(f"a compiled model has no {name!r}{hint}")
+
+
+# --- What commands, reports and planners read of a compiled model, which takes no step for it ------------------------
+#
+# inspected.history(batch) -> [Program]         .program           of the example      .write(directory, ...)
+# inspected.problem(microbatch) -> Problem      .divided(microbatch) -> Program         traced, not compiled
+# inspected.microbatch, .microbatches(batch)    as steps divide batches                 .complete(batch)
+# inspected.step_without_chance(batch) -> EagerStep  .options_text      in a few words      .progress, while it
+# compiles
+
+
+class Inspected:
+    """Of what makes these steps."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._programs, self._given, self._steps, self._options = steps.programs, steps.given, steps, steps.options()
+
+    @property
+    def microbatch(self) -> dict[str, Any]:
+        """The example's first microbatch of those with the most entries; all of the example if none has all entries."""
+        return self._given.microbatch(self._options)
+
+    def microbatches(self, batch: Any) -> list[dict[str, Any]]:
+        """What a step divides a batch into, replica after replica."""
+        return self._given.padded(self._given.ready(batch, self._options))
+
+    def complete(self, batch: Any) -> list[dict[str, Any]]:
+        """The microbatches of a batch as the runtime takes them. InputError: one does not fit its program."""
+        trainer = self._steps.trainer(batch, check=False)
+        return self._steps.complete(self._programs.set.match(self.microbatches(batch)), trainer)
+
+    @property
+    def progress(self) -> Progress:
+        """Called with the name of each step of a compilation."""
+        return self._programs.progress
+
+    @progress.setter
+    def progress(self, tell: Progress) -> None:
+        self._programs.progress = tell
+
+    @property
+    def options_text(self) -> str:
+        """The mesh, the microbatches and what is frozen."""
+        options = self._options
+        many = "microbatch" if options.microbatches == 1 else "microbatches"
+        frozen = f", frozen: {', '.join(options.freeze)}" if options.freeze else ""
+        return f"{options.mesh}, {options.microbatches} {many}{frozen}"
+
+    @property
+    def mesh_text(self) -> str:
+        """How csc chose the mesh; "" if it did not."""
+        chosen = self._programs.chosen
+        return chosen[1] if chosen is not None and chosen[0] == self._options.mesh else ""
+
+    def prepare(self) -> None:
+        """Compile for the example batch, unless the cache has the program."""
+        self._programs.current().compiled.prepare(self.microbatch, self._options, self._programs.progress)
+
+    @property
+    def program(self) -> Program:
+        """The finished Program for the example batch."""
+        return self._programs.current().compiled.finished(self.microbatch, self._options, self._programs.progress)
+
+    def history(self, batch: Any, microbatches: int | None) -> list[Program]:
+        """The Program after capture and each pass, for a batch's fullest microbatch; None: the example's."""
+        options = self._steps.options(microbatches)
+        ready = self._given.ready(self._given.example if batch is None else batch, options)
+        return self._programs.current().compiled.history(fullest(ready), options, self._programs.progress)
+
+    def problem(self, microbatch: Mapping[str, Any]) -> Problem:
+        """What this microbatch takes of every region: seconds and bytes for planners. It is traced, not compiled.
+
+        Regions for which `recompute="auto"` decided keep what it decided for the example.
+        """
+        options = self._options
+        if any(choice == AUTO for _, choice in options.recompute):
+            options = replace(options, recompute=saves_of(self.program))
+        return self._programs.current().compiled.problem(microbatch, options, self._programs.progress)
+
+    def divided(self, microbatch: Mapping[str, Any]) -> Program:
+        """The Program of a microbatch after pass `split`: F, B and W of every region, which is what is costed."""
+        return self._programs.current().compiled.divided(microbatch, self._options, self._programs.progress)[1]
+
+    def step_without_chance(self, batch: Any) -> EagerStep:
+        """Loss and gradients of one step in which random numbers are constants, unchecked; `.grad` stays as it is. For
+        comparisons, in one process.
+        """
+        self._given.check(batch)
+        return step_of(self._steps.trainer(batch, check=False), self.complete(batch))
+
+    def of_first(self, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+        """What `make` returns on the first rank, on every rank. All ranks call it; errors are raised on all."""
+        return self._programs.set.of_first(make, self._options)
+
+    def write(self, directory: str | Path, with_weights: bool, ranks: Iterable[int] | None) -> Path:
+        """Write the program directory of the example. InputError if a directory cannot be one for it."""
+        wanted = None if ranks is None else checked_ranks(self._options.mesh, ranks)
+        if self._programs.settings.features is not None:
+            raise InputError(
+                "its steps take the features of a frozen encoder, which csc.run does not make",
+                str(directory),
+                "compile without cache_features and encode_ahead to write a directory",
+            )
+        compiled, progress = self._programs.current().compiled, self._programs.progress
+        guards = compiled.finished(self.microbatch, self._options, progress).guards
+        if guards is not None and guards.decisions:
+            raise InputError(
+                f"the model decides by its batch, and a directory is for one answer: {'; '.join(guards.answers)}",
+                str(directory),
+                "train with compiled.train_step, which asks every batch; or pass the answer in as a plain value",
+            )
+        return compiled.write(self.microbatch, self._options, Path(directory), progress, with_weights, wanted)
+
+
+# --- A compiled model: the programs for its batches, and the training loop's half of csc -----------------------------
+#
+#     loss = compiled.train_step(batch)      .parameters()      .clip_grad_norm_(1.0)      .save(directory)
+#     phase2 = compiled.with_options(freeze=["vision_tower"])
+#
+# How steps are made is in csc.driver.steps, what is compiled for them in csc.driver.model_programs.
+
 
 class CompiledModel:
     """A model as per-rank programs. Holds one program for all batches of a kind; all of them share the parameters.
 
     Attributes:
         options: What it was compiled with: mesh, frozen patterns, schedule, and so on.
-        inspected: What commands and reports read of it: csc.driver.inspected.
+        inspected: What commands and reports read of it: csc.driver.compiled.
     """
 
     def __init__(self, programs: ModelPrograms, given: GivenBatches, options: Options) -> None:
@@ -370,7 +527,7 @@ class CompiledModel:
             InputError: A tensor is missing, of another shape or dtype, or damaged; or the optimizer's state is of
                 another optimizer or of other weights, which are loaded then.
         """
-        persistence.load(path, self.saved(loader, optimizer))
+        training_state.load(path, self.saved(loader, optimizer))
 
     def save(self, directory: str | Path, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write the weights as safetensors; each rank writes what it owns. All ranks call it.
@@ -388,10 +545,10 @@ class CompiledModel:
         Raises:
             InputError: A file is where a directory is to be made, or it cannot be written.
         """
-        persistence.save(directory, self.saved(loader, optimizer))
+        training_state.save(directory, self.saved(loader, optimizer))
 
     def saved(self, loader: Any, optimizer: torch.optim.Optimizer | None) -> Saved:
-        """What there is of it to be saved and loaded: for csc.driver.persistence and checkpoints."""
+        """What there is of it to be saved and loaded: for csc.driver.training_state and checkpoints."""
         loader = self._steps.behind(loader)
         return Saved.of(self.model, self._steps.current, self._programs, self.options.mesh, loader, optimizer)
 
@@ -401,4 +558,4 @@ class CompiledModel:
         `PeftModel.from_pretrained(base_model, directory)` reads them. All ranks call it, the first one writes.
         InputError if the model is not PEFT's.
         """
-        persistence.save_adapter(self.model, self.gather, directory)
+        training_state.save_adapter(self.model, self.gather, directory)

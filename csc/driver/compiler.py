@@ -1,18 +1,13 @@
-"""The way through, for one model: capture, passes, emission; what was done once is not done again.
-
-Terms
-  match       of a microbatch: the capture that is for it, and its key (csc.capture.guards)
-  capture     the traced model; serves every sequence length
-  traced      a Program after the passes that trace; any frozen set, mesh and schedule is planned from it
-"""
+"""The way through, for one model: capture, passes, emission; what was done once is not done again."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +15,235 @@ import torch
 from torch import fx, nn
 
 from csc.analysis.batch_limits import places_for_features
-from csc.analysis.samples.combining import combination
+from csc.analysis.samples.combining import assumed, combination, named_alike, proven, unlike
+from csc.analysis.samples.propagation import OF_OTHERS
 from csc.analysis.symbolic import sized
+from csc.cache.inductor_folder import inductor_folder
 from csc.cache.model_entries import Captured, ModelEntries, TracedProgram
 from csc.cache.store import Store
-from csc.capture.batch import doubtful, split_batch
+from csc.capture.batch import device_of, doubtful, repeated, split_batch
 from csc.capture.capture import capture, name_of, with_sizes_of
 from csc.capture.guards import Guards, Match
 from csc.capture.trace.autograd import refuse_hooks
 from csc.capture.trace.traced_model import refuse_tensors
 from csc.codegen.write import write
-from csc.driver.more_samples import MoreSamples
-from csc.driver.shared_traces import SharedTraces, undivided
 from csc.errors import CscError, InputError
+from csc.ir.capture_guards import Joints
+from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
-from csc.passes.loss import check_combination
+from csc.passes.loss import ONE_SAMPLE, check_combination, loss
+from csc.passes.regions import regions
 from csc.passes.runner import CAPTURE, DIVIDING, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
+from csc.runtime.compile_pool import FunctionFolder, worker_count
+from csc.runtime.fusing import lacks
+
+# --- The passes that trace, run for many divisions of one model: what two of them have in common is made once --------
+#
+# Terms
+#   begun       the Programs of the passes up to `loss`: the same whatever tp is, unless a component has a tp of its
+#     own
+#   cut         what pass `regions` made of a graph: it looks at nothing else
+#   joints      joint graphs of layers by pass `differentiate`, by the capture that they are of
+
+
+Progress = Callable[[str], None]
+BEGUN = 1 + TRACING.index(loss)
+CUT = TRACING.index(regions)
+
+
+@dataclass
+class SharedTraces:
+    """Of one model; what it keeps serves every division that is asked for later."""
+
+    begun: dict[Hashable, tuple[Program, ...]] = field(default_factory=dict)
+    cut: dict[fx.Graph, Program] = field(default_factory=dict)  # by the graph that was cut
+    joints: dict[str, Joints | None] = field(default_factory=dict)  # by the name of the capture
+
+    def history(self, key: Hashable, captured: Program, options: Options, progress: Progress) -> list[Program]:
+        """The Program after the capture and after each of TRACING.
+
+        key: of what the passes up to `loss` look at, for options `undivided` by tp. captured: with the sizes of its
+        microbatch. options: of one microbatch and one replica.
+        """
+        history = self._cut(self._begun(key, captured, options, progress), options, progress)
+        history = run(history, TRACING[len(history) - 1 :], options, progress)
+        self.joints[name_of(captured)] = history[-1].joints
+        return history
+
+    def _begun(self, key: Hashable, captured: Program, options: Options, progress: Progress) -> list[Program]:
+        *before, last = self.begun.get(key) or (captured,)
+        with_joints = replace(last, joints=self.joints.get(name_of(captured)))
+        history = run([*before, with_joints], TRACING[len(before) : CUT], options, progress)
+        self.begun.setdefault(key, tuple(history[: BEGUN + 1]))
+        return history
+
+    def _cut(self, history: list[Program], options: Options, progress: Progress) -> list[Program]:
+        whole = history[-1]
+        cut = self.cut.get(whole.graph)
+        if cut is None:
+            history = run(history, [regions], options, progress)
+            self.cut[whole.graph] = history[-1]
+            return history
+        return [*history, replace(
+            whole, regions=cut.regions, templates=cut.templates, shared=cut.shared, loss_tokens=cut.loss_tokens,
+            history=(*whole.history, cut.history[-1]),
+        )]  # fmt: skip
+
+
+def undivided(options: Options) -> Options:
+    """Without what the passes up to `loss` do not look at: how tp divides layers, whether logits are whole."""
+    mesh: Mesh = options.mesh if options.mesh.components else replace(options.mesh, tp=1)
+    return replace(options, mesh=mesh, sequence_parallel=False, loss_chunk=None, fuse=False, replicate=())
+
+
+# --- What a batch of more samples than a microbatch shows of the model: whether each sample is dealt with as ... -----
+#
+#     shown = MoreSamples(model, captured)
+#     shown.prove(microbatch, one, joints) -> Joints | None                     how losses combine, of two samples
+#     shown.checked(microbatch, key, traced, options, compared) -> TracedProgram      InputError if it is not
+#
+# Terms
+#   captured    of a batch: the Program that its capture gives, in its sizes, and that graph with plain numbers
+
 
 log = logging.getLogger("csc")
 
-Progress = Callable[[str], None]
+TRIED = (2, 3)  # samples
+COMPARED = "leave check=False away: the first step is then compared with eager PyTorch, whole batch and all; or, "
+
+InItsSizes = tuple[Program, fx.Graph]
+
+
+@dataclass
+class MoreSamples:
+    """Of one model."""
+
+    captured: Callable[[Mapping[str, Any]], InItsSizes]
+    axes: Mapping[str, int] = field(default_factory=dict)  # see csc.capture.batch.sample_axis
+    known: dict[Hashable, str] = field(default_factory=dict)  # what is wrong, by traced graphs and number of parts
+
+    def checked(
+        self, microbatch: Mapping[str, Any], key: Hashable, traced: TracedProgram, options: Options, compared: bool
+    ) -> TracedProgram:
+        """The traced graphs, without the note that nothing is proven if two samples prove it.
+
+        key: of the traced graphs. compared: the program's first step is compared with eager PyTorch, whole batch and
+        all. InputError if the model does something else with a batch of all microbatches than with one of them, and how
+        their losses combine rests on the trace of one; or if nothing proves that and nothing compares it.
+        """
+        parts = options.microbatches * options.mesh.dp
+        if parts == 1 or options.loss_weight != "auto" or traced.program.combination.problem:
+            return traced
+        if ONE_SAMPLE in traced.program.notes:
+            return self._of_two(microbatch, key, traced, compared)
+        whole = traced.program.combination.whole
+        more = partial(repeated, microbatch, parts, whole, self.axes)
+        found = self._once((key, parts), lambda: self._unlike(microbatch, *more()), "")
+        if found:
+            raise InputError(
+                "the model computes with the number of samples in Python, and of a batch with more of them "
+                f"{found}", "model",
+                "use one microbatch and dp=1, with which the step is the model's own; or compute with x.shape[0] in "
+                "tensor operations; or say how the losses combine: loss_weight='mean' (by the number of samples) or "
+                "'sum'",
+            )  # fmt: skip
+        return traced
+
+    def _of_two(
+        self, microbatch: Mapping[str, Any], key: Hashable, traced: TracedProgram, compared: bool
+    ) -> TracedProgram:
+        """Of microbatches of one sample whose loss is a mean over labels. InputError if several do not prove how they
+        combine, and nothing compares it.
+        """
+        found = self._once((key, TRIED), lambda: self._unproven(microbatch), "a batch of two samples cannot be traced")
+        if not found:
+            return _without_note(traced)
+        if not compared or OF_OTHERS in found:  # which rows these are is a matter of values: one step does not tell
+            raise InputError(
+                f"csc cannot prove that the losses of microbatches of one sample make the loss of the batch: {found}",
+                "model",
+                ("" if compared else COMPARED) + "if samples do not depend on each other, say loss_weight='tokens' (by "
+                "labels), 'mean' or 'sum'; or use one microbatch and dp=1",
+            )
+        log.warning(
+            "how the losses of microbatches of one sample combine is taken to be by labels, and not proven: %s; the "
+            "first step is compared with eager PyTorch; loss_weight='tokens' says that it is so",
+            found,
+        )
+        return traced
+
+    def _once(self, key: Hashable, ask: Callable[[], str], unknown: str) -> str:
+        """unknown: the answer for a batch that the model refuses."""
+        if key not in self.known:
+            try:
+                self.known[key] = ask()
+            except CscError:
+                self.known[key] = unknown
+        return self.known[key]
+
+    def _unproven(self, microbatch: Mapping[str, Any]) -> str:
+        """Why several samples do not prove that the loss is a mean over the labels of all, as a phrase; "" if they do.
+        Where two do not, three may: a number of the model's own may happen to be that of the samples.
+        """
+        found = ""
+        for number in TRIED:
+            batch, times = repeated(microbatch, number, (), self.axes)
+            differs = self._unlike(microbatch, batch, times)
+            if differs:
+                return f"of a batch of {times} {differs}"
+            several, _ = self.captured(batch)
+            shown = combination(several, several.graph)
+            if not shown.problem:
+                return ""
+            found = found or f"{shown.problem} ({shown.where})"
+        return found
+
+    def prove(self, microbatch: Mapping[str, Any], one: Program, joints: Joints | None) -> Joints | None:
+        """joints with how losses combine, where a capture that is for one sample alone, which tells nothing of that, is
+        that of two in all but sizes, and those prove it for all; None elsewhere.
+        """
+        if joints is None or not any(entry.shape[entry.samples : entry.samples + 1] == (1,) for entry in one.inputs):
+            return None
+        batch, times = repeated(microbatch, 2, (), self.axes)
+        try:
+            if self._unlike(microbatch, batch, times):
+                return None
+            two, graph = self.captured(batch)
+        except CscError:
+            return None
+        found, always = proven(two, two.graph)
+        if found.problem or not always:
+            return None
+        names = named_alike(self.captured(microbatch)[1], graph)
+        return replace(joints, combinations={**joints.combinations, assumed(one): found.renamed(names)})
+
+    def _unlike(self, microbatch: Mapping[str, Any], batch: Mapping[str, Any], times: int) -> str:
+        """What is not the same in the captures of two batches, as a phrase; "" where one capture is for both."""
+        mine, other = map(self.captured, (microbatch, batch))
+        if name_of(mine[0]) == name_of(other[0]):
+            return ""
+        values = mine[0].constants.__getitem__, other[0].constants.__getitem__
+        return unlike(mine[1], other[1], times, values)
+
+
+def _without_note(traced: TracedProgram) -> TracedProgram:
+    program, *history = (
+        replace(one, notes=tuple(note for note in one.notes if note != ONE_SAMPLE))
+        for one in (traced.program, *traced.history)
+    )
+    return replace(traced, program=program, history=tuple(history))
+
+
+# --- The way through, for one model: capture, passes, emission; what was done once is not done again -----------------
+#
+# Terms
+#   match       of a microbatch: the capture that is for it, and its key (csc.capture.guards)
+#   capture     the traced model; serves every sequence length
+#   traced      a Program after the passes that trace; any frozen set, mesh and schedule is planned from it
+
+
 CACHED = "traced graphs, from the cache"
 CACHED_CAPTURE = "capture, from the cache"
 
@@ -128,7 +330,7 @@ class Compiler:
     def checked(
         self, microbatch: Mapping[str, Any], traced: TracedProgram, options: Options, compared: bool = True
     ) -> TracedProgram:
-        """As csc.driver.more_samples has it."""
+        """As csc.driver.compiler has it."""
         return self.more.checked(microbatch, _key(self.match(microbatch), options), traced, options, compared)
 
     def _in_size(self, batch: Mapping[str, Any]) -> tuple[Program, fx.Graph]:
@@ -270,3 +472,27 @@ def uncollected() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
+
+
+# --- Where the functions of a model's programs are compiled, and what is begun for that before there are any ---------
+#
+# ahead = FusingAhead(compiler) ahead.begin(options)         when a program is not in the cache: the model is going to
+# be traced ahead.folder                 for the programs' trainers
+
+
+class FusingAhead:
+    """Of one model."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+
+    @cached_property
+    def folder(self) -> FunctionFolder:
+        """It is there then."""
+        return FunctionFolder.of(inductor_folder(self._compiler.store))
+
+    def begin(self, options: Options) -> None:
+        """Start the workers that `fuse` will need on a CPU."""
+        device = device_of(self._compiler.model)
+        if options.fuse and device.type == "cpu" and not lacks(device):
+            self.folder.workers.start(worker_count(), self.folder.path)

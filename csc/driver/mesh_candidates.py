@@ -1,36 +1,309 @@
-"""What a search for a mesh knows of a layout before it is planned: its program, problem and bounds.
-
-Terms: see csc.driver.mesh_search.
-
-    DividedProblems(model)
-    problems.first() -> Program                  of the fewest samples that csc can divide, on one device
-    problems.whole(program) -> Problem           of such a program
-    problems.options(layout, zero, recompute)    problems.program(layout, options)
-    problems.problem(candidate) -> Problem       with memory
-    problems.bounded(listed, ways, before)       -> candidates of layouts of one division, bounded without memory
-    are_several(layout) -> bool                  whether several ranks hold the same parameters
-    problems.ideal(layout) -> seconds            that no form of its division takes less than; nothing of it is traced
-    problems.spare(candidate, component)         -> part of its work that a better form may save at most
-    problems.extras                              of divisions, see csc.driver.mesh_divisions
-"""
+"""What a search for a mesh knows: layouts, their programs, problems and bounds, and the best so far."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from csc.driver.mesh_rows import DividedModel
 from csc.driver.options import changed
 from csc.errors import CscError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import chosen_hardware, problem
-from csc.passes.recompute import AUTO, NONE, default_choice
+from csc.passes.recompute import AUTO, NONE, SELECTIVE, default_choice
 from csc.passes.step_end import least_behind
-from csc.planning.meshes import MeshDivision, MeshLayout, least_seconds
+from csc.passes.tensor import Indivisible, OddAxis
+from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, least_seconds
 from csc.planning.problem import Problem, in_parts
+
+# --- How much of its time a search for a mesh has spent, and whether what comes next would end within it -------------
+#
+# SECONDS                                 that a search takes unless said otherwise, the capture of the model among
+# them clock = SearchClock(seconds, read)      from now on; read: gives seconds, time.monotonic by default clock.left
+# seconds; less than nothing when they are over with clock.of(PLAN): ...                work of a kind, from which is
+# told what the next of that kind takes clock.ends(PLAN) -> bool                whether the next of that kind would end
+# in time clock.over(part) -> bool                whether that part of the time is over clock.of_fork() -> SearchClock
+# of a process that was just forked, whose `read` may begin anew
+
+
+SECONDS = 45.0
+TRACE, DRAFT, PLAN = "trace", "draft", "plan"
+Kind = str
+
+
+class SearchClock:
+    """See the module."""
+
+    def __init__(self, seconds: float, read: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._read, self._start = seconds, read, read()
+        self._took = dict[Kind, float]()
+        self._spent = 0.0
+
+    @property
+    def left(self) -> float:
+        """See the module."""
+        self._spent = self._read() - self._start
+        return self.seconds - self._spent
+
+    @contextmanager
+    def of(self, kind: Kind) -> Iterator[None]:
+        """See the module. Some take much longer than others: what took long is forgotten by and by."""
+        before = self.left
+        try:
+            yield
+        finally:
+            self._took[kind] = max(before - self.left, self._took.get(kind, 0.0) / 2)
+
+    def ends(self, kind: Kind, times: float = 1.0) -> bool:
+        """times: that of so many times the seconds."""
+        return self.left + (times - 1) * self.seconds >= self._took.get(kind, 0.0)
+
+    def of_fork(self) -> SearchClock:
+        """It goes on where this one was read last."""
+        found = SearchClock(self.seconds, self._read)
+        found._start -= self._spent
+        found._took = dict(self._took)
+        return found
+
+    def over(self, part: float) -> bool:
+        """See the module."""
+        return self.seconds - self.left > part * self.seconds
+
+
+# --- What a search for a mesh is asked, and what it finds. Terms: see csc.driver.mesh_search -------------------------
+
+
+WAYS = ((1, "none"), (1, "full"), (3, "none"), (3, "full"))  # zero, recompute
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """A model that csc divides. sizes: samples that a microbatch may have, ascending. divided(options, samples): the
+    Program after pass `split`, of microbatches of so many; CscError where csc cannot divide it so.
+    """
+
+    options: Options
+    sizes: tuple[int, ...]
+    divided: Callable[[Options, int], Program]
+
+
+@dataclass(frozen=True)
+class MeshRow:
+    """seconds: of a step, its end included. peak_memory: of the fullest rank. fits: within the limit. context: ranks
+    that share out the tokens of components, as the option has it.
+    """
+
+    mesh: str
+    microbatches: int
+    samples: int
+    zero: int
+    recompute: str
+    seconds: float
+    idle: float
+    peak_memory: float
+    fits: bool
+    sequence_parallel: bool = False
+    context: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def how(self) -> str:
+        return _how(self)
+
+
+@dataclass(frozen=True)
+class MeshIfRoom:
+    """What memory keeps from being chosen. seconds: that it takes at least; peak_memory: that it needs at least."""
+
+    mesh: str
+    microbatches: int
+    zero: int
+    recompute: str
+    seconds: float
+    peak_memory: float
+    sequence_parallel: bool = False
+    context: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def how(self) -> str:
+        return _how(self)
+
+
+def _how(one: MeshRow | MeshIfRoom) -> str:
+    """What it takes besides the mesh, in words."""
+    extras = [f"{one.microbatches} microbatches", f"zero={one.zero}", f"recompute={one.recompute}"]
+    if one.context:
+        extras.append(f"context={dict(one.context)}")
+    return ", ".join([*extras, "sequence_parallel=True"] if one.sequence_parallel else extras)
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """rows: the fastest first, those that do not fit behind all others. slower: layouts that were left out, as nothing
+    on them can be faster than the best. large: those on which no plan was found that fits. refused: why there is none,
+    by division. left: layouts there was no time for, all of which take at least so many seconds. room: faster ones with
+    more memory, the least of that first. far: layouts left out as they were expected, not shown, to be far behind.
+    """
+
+    devices: int
+    step: int
+    memory: float | None
+    rows: tuple[MeshRow, ...]
+    slower: int
+    large: int
+    refused: Mapping[str, str]
+    left: int
+    room: tuple[MeshIfRoom, ...] = ()
+    left_seconds: float = math.inf
+    far: int = 0
+
+    @property
+    def gap(self) -> float:
+        """How much faster, as a part of the best, what was left can be at most; 0: it cannot."""
+        return max(0.0, 1 - self.left_seconds / self.rows[0].seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it, which knows no infinity."""
+        return {**asdict(self), "left_seconds": self.left_seconds if self.left else None, "gap": self.gap}
+
+
+@dataclass(frozen=True)
+class FixedChoices:
+    """What is not chosen, but given. None: it is chosen."""
+
+    microbatches: int | None = None
+    zero: int | None = None
+    recompute: Any = None
+
+    def ways(self) -> list[tuple[int, Any]]:
+        """(zero, recompute), in the order in which they are tried."""
+        found = [
+            (zero if self.zero is None else self.zero, recompute if self.recompute is None else self.recompute)
+            for zero, recompute in WAYS
+        ]
+        return [way for number, way in enumerate(found) if way not in found[:number]]
+
+
+NOTHING_FIXED = FixedChoices()
+
+
+# --- Numbers of ranks that are known not to divide the layers of a component -----------------------------------------
+#
+# Which of its dimensions divide depends on a component and its number of ranks alone, not on the form, nor on samples:
+# where a language model has 14,336 hidden features and 8 heads, none of six forms of tp=3, nor of tp=6, has to be
+# traced.
+
+
+class UndividedAxes:
+    """See the module."""
+
+    def __init__(self, context: Collection[str]) -> None:
+        self._context = context
+        self._axes: dict[str, list[OddAxis]] = {}
+
+    def note(self, error: CscError) -> None:
+        if not isinstance(error, Indivisible):
+            return
+        for component, axes in error.axes.items():
+            own = self._axes.setdefault(component, [])
+            own += [axis for axis in axes if not axis.why and axis not in own]
+
+    def why(self, division: MeshDivision) -> str | None:
+        for component, axes in self._axes.items():
+            tp = dict(division.form.own).get(component, division.tp)
+            odd = next((axis for axis in axes if not axis.divides(tp)), None)
+            if odd is not None and component not in (*division.form.spread, *self._context):
+                return f"{odd.size} {odd.what} of {odd.parameter} ({component}) cannot be divided by tp={tp}"
+        return None
+
+
+# --- The forms in which ranks may divide a model, and stages that its encoders may have of their own -----------------
+#
+# Terms: see csc.planning.meshes. The *encoders* are the components that have layers, but for the one whose layers run
+# last, from which the loss comes.
+#
+# Shared-out tokens come first: they take the bytes of one sum in two exchanges, or less, and divide norms and
+# additions too, in seconds and in bytes. Ranks of cp that share out an encoder's samples do a part of what each does
+# else. Samples that do not divide (one image, six tiles among four ranks) let ranks compute the same: there fewer
+# groups of ranks, each of which divides layers too, or tokens in place of samples, may take less.
+
+
+OwnStages = tuple[tuple[str, int], ...]
+
+
+def encoders(program: Program) -> tuple[str, ...]:
+    """In order of execution."""
+    names = list(dict.fromkeys(region.component for region in program.regions if region.kind == "layer"))
+    last = next((region.component for region in reversed(program.regions) if region.kind == "layer"), "")
+    return tuple(name for name in names if name != last)
+
+
+def forms(names: Sequence[str], options: Options, division: MeshDivision) -> list[MeshForm]:
+    """What a division, whatever its form, is first looked at in, until csc can divide so. A component whose tokens the
+    options spread has no tp or cp of its own; options that share out tokens stay so.
+    """
+    free = tuple(name for name in names if name not in dict(options.context))
+    groups = [(), free, *((name,) for name in free if len(free) > 1)] if free else [()]
+    sequences = (True, *(() if options.sequence_parallel else (False,)))
+    found = [PLAIN]
+    if division.tp > 1:
+        owns = [tuple((name, 1) for name in sorted(apart)) for apart in groups]
+        found = [MeshForm(own, sequence) for sequence in sequences for own in owns]
+    whole = tuple(sorted(free)) if division.cp > 1 else ()
+    return [*(replace(form, whole=whole) for form in found), *found] if whole else found
+
+
+def forms_of(name: str, division: MeshDivision, form: MeshForm) -> list[MeshForm]:
+    """The form with other numbers of ranks that divide the layers of an encoder, or share out its tokens over cp. Those
+    between 1 and all of tp are the same for all components: the time that more would take is better given to other
+    meshes (VALM-L of benchmarks.mesh on 64 H100: 14.6 s a step in place of 14.0).
+    """
+    others = tuple(one for one in form.own if one[0] != name)
+    between = {tp for _, tp in others if tp > 1}
+    sizes = [tp for tp in range(1, division.tp + 1) if division.tp % tp == 0]
+    fitting = [tp for tp in sizes if tp in (1, division.tp) or not between or tp in between]
+    if name in form.spread:
+        return []
+    found = [replace(form, own=tuple(sorted((*others, (name, tp)))) if tp < division.tp else others) for tp in fitting]
+    if division.cp > 1:
+        whole = tuple(one for one in form.whole if one != name)
+        found.append(replace(form, own=others, whole=whole, spread=tuple(sorted((*form.spread, name)))))
+    return [one for one in found if one != form]
+
+
+def own_stages(names: Sequence[str], numbers: Problem) -> list[OwnStages]:
+    """Of a pipeline with more ranks than encoders, so many that the rest has at least one."""
+    whole = sum(unit.work for unit in numbers.units)
+    shares = {name: sum(unit.work for unit in numbers.units if unit.component == name) / whole for name in names}
+    found = [
+        tuple((name, max(1, rounded(numbers.ranks * share))) for name, share in shares.items())
+        for rounded in (math.floor, math.ceil)
+    ]
+    fitting = [one for one in found if one and sum(stages for _, stages in one) < numbers.ranks]
+    return list(dict.fromkeys(fitting))
+
+
+# --- What a search for a mesh knows of a layout before it is planned: its program, problem and bounds ----------------
+#
+# Terms: see csc.driver.mesh_search.
+#
+#     DividedProblems(model)
+#     problems.first() -> Program                  of the fewest samples that csc can divide, on one device
+#     problems.whole(program) -> Problem           of such a program
+#     problems.options(layout, zero, recompute)    problems.program(layout, options)
+#     problems.problem(candidate) -> Problem       with memory
+#     problems.bounded(listed, ways, before)       -> candidates of layouts of one division, bounded without memory
+#     are_several(layout) -> bool                  whether several ranks hold the same parameters
+#     problems.ideal(layout) -> seconds            that no form of its division takes less than; nothing of it is
+#       traced
+#     problems.spare(candidate, component)         -> part of its work that a better form may save at most
+#     problems.extras                              of divisions, see csc.driver.mesh_candidates
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,3 +456,316 @@ def _decided(options: Options) -> Options:
     """The options with the least recomputation where memory would decide on it: what a plan takes at least."""
     kept = tuple((name, default_choice(options) if choice == AUTO else choice) for name, choice in options.recompute)
     return replace(options, recompute=kept)
+
+
+# --- Divisions that no graph was traced for yet, the most promising first --------------------------------------------
+#
+# Terms: see csc.driver.mesh_search. The *extra* of a division is what its ranks take together more than one device
+# alone would, as a part of that: exchanges, and what is not divided.
+#
+# A rank that shares the work of a layer with more others exchanges no less, so the extra of an axis grows with its
+# ranks at least in proportion; and the extras of tp and of cp add up. So a few divisions tell of the others, and of
+# most it is known without a graph that they are far behind. Nothing is told from microbatches of other sizes, whose
+# messages may take longer than their latency.
+
+
+Part = tuple[list[MeshCandidate], "UntracedDivisions"]
+
+
+class UntracedDivisions:
+    """In the plain form, in which layouts are made."""
+
+    def __init__(self, problems: DividedProblems, layouts: Sequence[MeshLayout]) -> None:
+        self._problems, self._begun = problems, False
+        self._layouts: dict[MeshDivision, list[MeshLayout]] = {}
+        for layout in sorted(layouts, key=_simple):
+            self._layouts.setdefault(layout.division, []).append(layout)
+
+    def next(self) -> tuple[float, MeshDivision] | None:
+        """The division that may take the least, and the seconds that are expected of its best layout; the simplest one
+        before all others, with which the graph of one device has been traced.
+        """
+        if not self._layouts:
+            return None
+        if not self._begun:
+            simplest = next(iter(self._layouts))
+            return self._seconds(simplest), simplest
+        return min(((self._seconds(each), each) for each in self._layouts), key=lambda one: one[0])
+
+    def take(self, division: MeshDivision) -> list[MeshLayout]:
+        self._begun = True
+        return self._layouts.pop(division)
+
+    def parts(self, traced: Sequence[MeshCandidate], count: int) -> list[Part]:
+        """All candidates of a division are of one part, as is a division without a trace, but for layouts of whole
+        layers, which have no other forms to trace. The best are in turn.
+        """
+        least: dict[MeshDivision | MeshLayout, float] = {}
+        for one in traced:
+            least[_of_one_part(one)] = min(one.seconds, least.get(_of_one_part(one), math.inf))
+        every = least | {division: self._seconds(division) for division in self._layouts}
+        turn = {division: i % count for i, division in enumerate(sorted(every, key=lambda each: every[each]))}
+        found: list[Part] = []
+        for number in range(count):
+            own = UntracedDivisions(self._problems, ())
+            own._begun = self._begun
+            own._layouts = {one: layouts for one, layouts in self._layouts.items() if turn[one] == number}
+            found.append(([one for one in traced if turn[_of_one_part(one)] == number], own))
+        return found
+
+    def _seconds(self, division: MeshDivision) -> float:
+        """Those of the shortest pipeline, which has the least to wait for."""
+        shortest = min(self._layouts[division], key=lambda layout: layout.mesh.pp)
+        return self._problems.ideal(shortest) * (1 + self._extra(division))
+
+    def _extra(self, division: MeshDivision) -> float:
+        """At least, by what was traced in any form."""
+        known = [(one, extra) for one, extra in self._problems.extras.items() if one.samples == division.samples]
+        of_tp = _least((one.tp, extra) for one, extra in known if one.cp == 1 and one.tp <= division.tp)
+        of_cp = _least((one.cp, extra) for one, extra in known if one.tp == 1 and one.cp <= division.cp)
+        return _grown(of_tp, division.tp) + _grown(of_cp, division.cp)
+
+
+def _of_one_part(one: MeshCandidate) -> MeshDivision | MeshLayout:
+    """What a worker has all of."""
+    layout = one.layout.in_form(PLAIN)
+    return layout if layout.mesh.tp * layout.mesh.cp == 1 else layout.division
+
+
+def _simple(layout: MeshLayout) -> tuple[int, int, int]:
+    """Whole layers and few samples first."""
+    division = layout.division
+    return division.tp * division.cp * division.samples, division.cp, division.tp
+
+
+def _least(extras: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """By ranks, of the form that takes the least."""
+    found: dict[int, float] = {}
+    for ranks, extra in extras:
+        found[ranks] = min(extra, found.get(ranks, extra))
+    return found
+
+
+def _grown(extras: dict[int, float], ranks: int) -> float:
+    return max([0.0, *(extra * ranks / fewer for fewer, extra in extras.items() if fewer > 1)])
+
+
+# --- What a search for a mesh has found so far -----------------------------------------------------------------------
+#
+# Terms: see csc.driver.mesh_search.
+#
+#     found.add(candidate, row)        found.best -> seconds of the fastest row that fits
+#     found.fastest() -> {layout: seconds}
+#     found.hear() -> best                     of all workers, where there are several
+#     found.told() -> FoundMeshes              what a worker says to another, who merges it: found.merge(told)
+#     found.answer(devices, step, memory, told) -> MeshChoice
+#     fitting_first(row) -> key        of rows: what fits, then the fastest
+
+
+GAIN = 1e-3  # what another order of ranks, form, stages of their own, or more memory have to save
+NEAR = 1.15  # times the best: layouts of which other forms are looked at
+ROOM = 1.02  # times its bound: a plan this near gains nothing from ZeRO-3, which makes room
+
+
+class BestOfWorkers:
+    """The seconds of the best that any of several processes has found, which were forked from the first."""
+
+    def __init__(self) -> None:
+        self._seconds = multiprocessing.get_context("fork").RawValue("d", math.inf)
+
+    def least(self, seconds: float) -> float:
+        """Without a lock: what one process overwrites, the other says again the next time."""
+        found = min(seconds, self._seconds.value)
+        self._seconds.value = found
+        return float(found)
+
+
+@dataclass
+class FoundMeshes:
+    """best: seconds of the fastest row that fits; rows: by candidate; bytes: that those need at least which do not fit;
+    slow: layouts on which nothing can be faster; far: those that are expected to be far behind; settled: layouts with a
+    recomputation for which more room brings nothing; refused: why csc cannot divide so; expected: of each layout that
+    was bounded with its memory the candidate that may take the least; left: seconds that layouts take at least for
+    which there was no time.
+    """
+
+    best: float = math.inf
+    rows: dict[MeshCandidate, MeshRow] = field(default_factory=dict)
+    bytes: dict[MeshCandidate, float] = field(default_factory=dict)
+    slow: set[MeshLayout] = field(default_factory=set)
+    far: set[MeshLayout] = field(default_factory=set)
+    settled: set[tuple[MeshLayout, str]] = field(default_factory=set)
+    refused: dict[MeshDivision, str] = field(default_factory=dict)
+    expected: dict[MeshLayout, MeshCandidate] = field(default_factory=dict)
+    left: dict[MeshLayout, float] = field(default_factory=dict)
+    heard: BestOfWorkers | None = None
+
+    def add(self, one: MeshCandidate, row: MeshRow) -> None:
+        self.rows[one] = row
+        self.best = min(self.best, row.seconds)
+        if row.seconds <= ROOM * one.seconds:
+            self.settled.add((one.layout, row.recompute))
+
+    def hear(self) -> float:
+        if self.heard is not None:
+            self.best = self.heard.least(self.best)
+        return self.best
+
+    def told(self) -> FoundMeshes:
+        return replace(self, expected={}, heard=None)
+
+    def merge(self, other: FoundMeshes) -> None:
+        self.best = min(self.best, other.best)
+        for own, others in ((self.rows, other.rows), (self.bytes, other.bytes), (self.refused, other.refused)):
+            own |= others  # type: ignore[operator]
+        self.slow |= other.slow
+        self.far |= other.far
+        for layout, seconds in other.left.items():
+            self.left[layout] = min(seconds, self.left.get(layout, math.inf))
+
+    def expect(self, one: MeshCandidate) -> None:
+        known = self.expected.get(one.layout)
+        if known is None or one.expected < known.expected:
+            self.expected[one.layout] = one
+
+    def fastest(self) -> dict[MeshLayout, float]:
+        """Seconds of each layout on which something fits."""
+        seconds: dict[MeshLayout, float] = {}
+        for one, row in self.rows.items():
+            if row.fits:
+                seconds[one.layout] = min(row.seconds, seconds.get(one.layout, math.inf))
+        return seconds
+
+    def answer(self, devices: int, step: int, memory: float | None, told: Mapping[str, str]) -> MeshChoice:
+        """told: why there is none, by division."""
+        by_layout: dict[MeshLayout, MeshRow] = {}
+        for one, row in self.rows.items():
+            before = by_layout.get(one.layout, row)
+            by_layout[one.layout] = min(before, row, key=fitting_first)
+        rows = tuple(sorted(by_layout.values(), key=fitting_first))
+        left = {layout: least for layout, least in self.left.items() if layout not in by_layout}
+        known = by_layout.keys() | left.keys()
+        far = self.far - known
+        rest = self.slow - known - far
+        large = {one.layout for one in self.bytes} - known - far - rest
+        return MeshChoice(
+            devices, step, memory, rows, len(rest), len(large), told, len(left), self._room(rows[0], memory or 0.0),
+            min(left.values(), default=math.inf), len(far),
+        )  # fmt: skip
+
+    def _room(self, best: MeshRow, memory: float) -> tuple[MeshIfRoom, ...]:
+        """What may be faster than the best with more memory, each at least as much faster as it needs more."""
+        found: list[MeshIfRoom] = []
+        for one, size in sorted(self.bytes.items(), key=lambda each: (each[1], each[0].seconds)):
+            least = min([best.seconds * (1 - GAIN), *(each.seconds * (1 - GAIN) for each in found)])
+            if best.fits and one.seconds < least and memory < size < math.inf:
+                layout = one.layout
+                found.append(
+                    MeshIfRoom(
+                        str(layout.mesh), layout.microbatches, one.options.zero, one.choice, one.seconds, size,
+                        layout.sequence, layout.context,
+                    )
+                )  # fmt: skip
+        return tuple(found)
+
+
+def fitting_first(row: MeshRow) -> tuple[bool, float]:
+    """What comes first."""
+    return not row.fits, row.seconds
+
+
+# --- Divisions traced for a search for a mesh: the candidates of each, in the first form in which csc can ... --------
+#
+# Terms: see csc.driver.mesh_search.
+#
+#     traces = MeshTraces(problems, found, clock, encoders, fixed, tell)
+#     traces.first_form(division, layouts) -> candidates      none: csc cannot divide the model so; why is noted
+#     traces.in_form(layouts, form)        -> candidates      of layouts of one division, in this form
+#     traces.recomputed(candidate)         -> candidates      with cheap work done again
+#     traces.made                                             how many there are
+#     traces.told(layouts) -> {division: why}                 what csc refused, where layouts were asked for
+#     traces.of_worker(clock, tell)                           from now on: this process was just forked
+
+
+class MeshTraces:
+    """See the module."""
+
+    def __init__(
+        self, problems: DividedProblems, found: FoundMeshes, clock: SearchClock, encoders: Sequence[str],
+        fixed: FixedChoices, tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._problems, self._found, self._clock, self._fixed, self._tell = problems, found, clock, fixed, tell
+        self._forms = partial(forms, encoders, problems.model.options)
+        self._undivided: dict[MeshDivision, str | None] = {}  # why they are refused in every form, if they are
+        self._odd = UndividedAxes(dict(problems.model.options.context))
+        self.made = 0
+
+    def of_worker(self, clock: SearchClock, tell: Callable[[str], None]) -> None:
+        """This process was just forked: it knows what is known so far."""
+        self._clock, self._tell = clock, tell
+
+    def first_form(self, division: MeshDivision, layouts: Sequence[MeshLayout]) -> list[MeshCandidate]:
+        """See the module."""
+        listed, refused = self._forms(division), self._found.refused
+        alike = len({form.own for form in listed})  # in all but that
+        why = self._undivided.get(replace(division, cp=1))
+        for number, form in enumerate(listed):
+            if number == alike and why is None:
+                self._undivided[division] = why = self._why_undivided(layouts[0], listed)
+            if why is not None:
+                refused[replace(division, form=form)] = why
+            elif replace(division, form=form) not in refused and (made := self.in_form(layouts, form)):
+                return made
+        return []
+
+    def _why_undivided(self, layout: MeshLayout, listed: Sequence[MeshForm]) -> str | None:
+        """Why csc refuses it in all forms: for the same reasons whether or not tokens, and samples over cp, are shared
+        out. What it refuses without cp it refuses with it.
+        """
+        refused, why = self._found.refused, None
+        for form in listed[:2]:
+            why, other = refused[replace(layout.division, form=form)], replace(listed[-1], own=form.own)
+            again = replace(layout.division, form=other)
+            if again not in refused:
+                self.in_form([layout], other)
+            if refused.get(again) != why:
+                return None
+        return why
+
+    def in_form(self, listed: Sequence[MeshLayout], form: MeshForm) -> list[MeshCandidate]:
+        """None if csc cannot divide the model so."""
+        own = [layout.in_form(form) for layout in listed]
+        known = self._odd.why(own[0].division)
+        if known is not None:
+            self._found.refused[own[0].division] = known
+            return []
+        self._tell(str(own[0].division))
+        found: list[MeshCandidate] = []
+        try:
+            with self._clock.of(TRACE):
+                for zero, recompute in self._fixed.ways():
+                    possible = [one for one in own if zero < 3 or self._fixed.zero is not None or are_several(one)]
+                    found += self._problems.bounded(possible, [(zero, recompute)], self.made + len(found))
+        except CscError as error:  # or microbatches of this size
+            self._odd.note(error)
+            self._found.refused[own[0].division] = self._odd.why(own[0].division) or str(error)
+            return []
+        self.made += len(found)
+        return found
+
+    def recomputed(self, one: MeshCandidate) -> list[MeshCandidate]:
+        """See the module."""
+        self.made += 1
+        return self._problems.bounded([one.layout], [(one.options.zero, SELECTIVE)], self.made)
+
+    def told(self, asked: Sequence[MeshLayout]) -> dict[str, str]:
+        """Why there is none, by division; but for the form or the microbatch where these make no difference."""
+        samples, refused = {layout.division.samples for layout in asked}, self._found.refused
+        told = {}
+        for division, why in refused.items():
+            forms = (PLAIN, *self._forms(division))
+            if all(refused.get(replace(division, form=form)) == why for form in forms):
+                division = replace(division, form=PLAIN)
+            alike = {refused.get(replace(division, samples=each)) for each in samples} == {why}
+            told[str(division) if alike else f"{division} with microbatches of {division.samples}"] = why
+        return told

@@ -1,52 +1,59 @@
-"""The search for the mesh that trains a step's samples fastest: which layouts are planned, and in which order.
-
-Terms
-  layout, form, division    see csc.planning.meshes
-  way        what makes a layout take less memory: ZeRO-1 (which costs nothing where ranks hold the same parameters),
-             recomputation, ZeRO-3. The fastest that fits counts: where memory lets few microbatches wait, to compute
-             again may be faster
-  candidate  a layout with a way
-  draft      of a plan: what even cuts come to, in a part of the time (csc.planning.plan)
-  price      the simulated makespan of a plan, and behind it gradients summed and the optimizer's step
-  order      how ranks count through the axes, which says what stands within a node (csc.ir.mesh)
-
-    MeshSearch(model, devices, step, seconds, tell, fixed, workers=1).choice() -> MeshChoice
-
-Tracing and planning take the time. So every division is traced once, those near one sample on whole layers first, and
-of its forms the first that csc can divide so; of every candidate it is then told in milliseconds what no plan of it
-beats, and what to expect of one (csc.planning.meshes). Candidates are drafted in the order of the latter, but for
-those that the former shows to be slower than the best so far, or to exceed the memory, and those expected to be far
-behind. When a part of the time is over, or all are drafted, come other forms of the layouts that are near the best.
-Then those that came near it are planned, the fastest draft first, and what is left of the time goes into the rest: last
-into tokens that are not shared out where tp is, which seldom gains, and into something to compare the best with. Where
-several nodes are filled, a plan is priced in every order of its ranks, and made again for one that makes it the best.
-
-Several workers (csc.driver.search_workers) divide the divisions among themselves once the first few are traced, which
-tell of the others, and from each other hear what the best takes.
-"""
+"""The search for the mesh that trains a step's samples fastest: which layouts are planned, and in which order."""
 
 from __future__ import annotations
 
 import heapq
+import logging
 import math
+import multiprocessing
+import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection
+from typing import TypeVar
 
-from csc.driver.mesh_candidates import DividedProblems, MeshCandidate
-from csc.driver.mesh_divisions import Part, UntracedDivisions
-from csc.driver.mesh_forms import encoders, forms_of, own_stages
-from csc.driver.mesh_found import GAIN, NEAR, BestOfWorkers, FoundMeshes, fitting_first
-from csc.driver.mesh_plans import MeshPlans, in_turn
-from csc.driver.mesh_rows import DividedModel, FixedChoices, MeshChoice
-from csc.driver.mesh_traces import MeshTraces
-from csc.driver.search_clock import DRAFT, PLAN, TRACE, Kind, SearchClock
-from csc.driver.search_workers import side_by_side
+import torch
+
+from csc import cores, devices
+from csc.driver.mesh_candidates import (
+    DRAFT,
+    GAIN,
+    NEAR,
+    PLAN,
+    ROOM,
+    TRACE,
+    BestOfWorkers,
+    DividedModel,
+    DividedProblems,
+    FixedChoices,
+    FoundMeshes,
+    Kind,
+    MeshCandidate,
+    MeshChoice,
+    MeshRow,
+    MeshTraces,
+    OwnStages,
+    Part,
+    SearchClock,
+    UntracedDivisions,
+    encoders,
+    fitting_first,
+    forms_of,
+    own_stages,
+)
 from csc.errors import CscError, InputError
-from csc.passes.pipeline_problem import chosen_hardware
+from csc.ir.mesh import Mesh
+from csc.ir.program import Options, Program
+from csc.ir.schedule import Schedule
+from csc.passes.pipeline_problem import chosen_hardware, problem, profiles
 from csc.passes.recompute import NONE
-from csc.passes.step_end import least_behind
+from csc.passes.step_end import least_behind, seconds_behind
+from csc.planning.gathers import with_gathers
 from csc.planning.meshes import (
     MeshDivision,
     MeshForm,
@@ -56,6 +63,257 @@ from csc.planning.meshes import (
     least_memory,
     least_seconds,
 )
+from csc.planning.partition import own_stages as staged
+from csc.planning.plan import PipelinePlan, draft, plan
+from csc.planning.problem import Problem, Stages, pipeline
+from csc.simulation.simulate import makespan
+
+# --- The same plan under other orders of the ranks: what stands within a node, and what that makes of a step ---------
+#
+# Terms: see csc.ir.mesh. An order changes which wires messages of the pipeline, collectives of layers and sums of
+# gradients take, not what a rank computes.
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """seconds: of a step of the plan that was given, in this order."""
+
+    mesh: Mesh
+    options: Options
+    problem: Problem
+    seconds: float
+
+
+def priced_orders(
+    program: Program, options: Options, numbers: Problem, stages: Stages, placement: Sequence[int], schedule: Schedule
+) -> list[Ordered]:  # fmt: skip
+    """The own one alone where all ranks stand in one node, or are of several kinds, whose places the plan decides.
+    numbers: of the options' own order; their microbatches and memory are kept.
+    """
+    several = not numbers.kinds and options.mesh.size > profiles(program, options)[0].ranks_per_node
+    found = []
+    for mesh in options.mesh.orders() if several else [options.mesh]:
+        other = replace(options, mesh=mesh)
+        same = replace(problem(program, other), microbatches=numbers.microbatches, memory=numbers.memory)
+        own = pipeline(same, stages, placement)
+        run = makespan(own, with_gathers(own, schedule, same.limits))
+        found.append(Ordered(mesh, other, same, run + seconds_behind(program, other, stages, placement)))
+    return found
+
+
+# --- Parts of a search side by side, in processes that are forked from it and so know all that it knows --------------
+#
+# A model is not sent anywhere and captured once: what was traced before the fork is there. A worker computes on one
+# thread, as one that a DataLoader forks does, and says nothing. Where this process holds a GPU, or was forked as a
+# daemon itself, there is one worker.
+
+
+log = logging.getLogger("csc")
+
+MOST = 4  # workers: a search has few divisions worth tracing
+
+T = TypeVar("T")
+
+
+def workers_here() -> int:
+    """As many as this process may keep cores busy."""
+    if sys.platform != "linux" or devices.current() is not None or multiprocessing.current_process().daemon:
+        return 1
+    return min(MOST, cores.here())
+
+
+def side_by_side(count: int, run: Callable[[int], T], patience: Callable[[], float]) -> list[T | None]:
+    """run(0) here, run(1) to run(count - 1) in processes of their own, whose results can be pickled. patience: seconds
+    that the others have when run(0) is done.
+    """
+    if count == 1:  # also where there is no fork
+        return [run(0)]
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(1, count)]
+    others = [
+        context.Process(target=_work, args=(there, run, number), daemon=True)
+        for number, (_, there) in enumerate(pipes, 1)
+    ]
+    for process, (_, there) in zip(others, pipes):
+        with suppress(OSError):  # there is no memory for another, or there may be no more
+            process.start()
+        there.close()
+    try:
+        return [run(0), *(_answer(here, patience) for here, _ in pipes)]
+    finally:
+        for process, (here, _) in zip(others, pipes):
+            here.close()
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+def _work(there: Connection, run: Callable[[int], T], number: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted search ends without a traceback of each worker
+    logging.disable()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the threads of the process that was forked are not there
+    with suppress(Exception):  # whatever it is, the search can do without this worker
+        there.send(run(number))
+    there.close()
+
+
+def _answer(here: Connection, patience: Callable[[], float]) -> T | None:
+    try:
+        found: T | None = here.recv() if here.poll(max(0.0, patience())) else None
+    except (EOFError, OSError):  # it failed, or was killed
+        found = None
+    if found is None:
+        log.info("a worker of the search found nothing: its part is searched here")
+    return found
+
+
+# --- The drafts and plans of a search for a mesh, each in the order of ranks in which it is the fastest --------------
+#
+# Terms: see csc.driver.mesh_search.
+#
+#     plans = MeshPlans(problems, found, clock)
+#     plans.draft(candidate) -> (row, candidate) or None     None: nothing of it fits; the candidate in its fastest
+#       order
+#     plans.plan(candidate)  -> row or None
+#     plans.on_own_stages(candidate, own) -> row or None     encoders on stages of their own
+#     plans.without_room(candidate) -> row                   as if there were no limit
+#     in_turn(drafted, unfit) -> [candidate]                 which to plan first
+
+
+EFFORT = 0.2  # of the search for each plan, which is as good as a draft from there on
+LIMIT = 20.0  # seconds of the clock for each, more than it takes: a busy machine chooses as an idle one does
+LAST = 10.0  # for each that begins late
+
+ALIKE = 1.03  # times as fast: a plan may make more of either draft
+
+Make = Callable[[Problem], PipelinePlan | None]
+
+
+class MeshPlans:
+    """See the module."""
+
+    def __init__(self, problems: DividedProblems, found: FoundMeshes, clock: SearchClock) -> None:
+        self._problems, self._found, self._clock = problems, found, clock
+
+    def draft(self, one: MeshCandidate) -> tuple[MeshRow, MeshCandidate] | None:
+        return self._ordered(one, self._drafted, DRAFT)
+
+    def plan(self, one: MeshCandidate) -> MeshRow | None:
+        made = self._ordered(one, self._planned, PLAN)
+        return None if made is None else made[0]
+
+    def on_own_stages(self, one: MeshCandidate, own: OwnStages) -> MeshRow | None:
+        """None where there is no such plan."""
+        assert one.problem is not None
+        mesh = replace(Mesh.parse(self._found.rows[one].mesh), own_stages=own)
+        options = replace(one.options, mesh=mesh)
+        program = self._problems.program(one.layout, options)
+        numbers = replace(problem(program, options), memory=one.problem.memory)
+        with self._clock.of(PLAN), suppress(CscError):
+            stages = staged(numbers, own)
+            return self._row(one, options, plan(numbers, "auto", stages=stages, effort=EFFORT, limit=LIMIT))
+        return None
+
+    def without_room(self, one: MeshCandidate, numbers: Problem) -> MeshRow:
+        planned = plan(replace(numbers, memory=None), "1f1b", effort=EFFORT, limit=LIMIT)
+        return replace(self._row(one, one.options, planned), fits=False)
+
+    def _planned(self, numbers: Problem) -> PipelinePlan | None:
+        """A plan that keeps to the limit; None if none was found."""
+        limit = min(LIMIT, max(LAST, self._clock.left))
+        with self._clock.of(PLAN), suppress(CscError):
+            return plan(numbers, "auto", effort=EFFORT, limit=limit)
+        return None
+
+    def _drafted(self, numbers: Problem) -> PipelinePlan | None:
+        """On one rank there is one plan."""
+        if numbers.ranks == 1:
+            return self._planned(numbers)
+        with self._clock.of(DRAFT), suppress(CscError):
+            return draft(numbers, LIMIT)
+        return None
+
+    def _ordered(self, one: MeshCandidate, make: Make, kind: str) -> tuple[MeshRow, MeshCandidate] | None:
+        """In the order of ranks in which this plan is the fastest; made for it if that may make it the best: with
+        ZeRO-3 a plan for gathers between nodes says less of one for gathers within them.
+        """
+        numbers = one.problem
+        assert numbers is not None
+        planned = make(numbers)
+        if planned is None:
+            return None
+        best, at = self._row(one, one.options, planned), one
+        program = self._problems.program(one.layout, one.options)
+        orders = priced_orders(
+            program, one.options, numbers, planned.stages, planned.placement, planned.schedule
+        )  # fmt: skip
+        room = (NEAR if one.options.zero == 3 else ROOM) * self._found.best
+        for other in sorted(orders[1:], key=lambda each: each.seconds):
+            gains = other.seconds < min(best.seconds, room) * (1 - GAIN)
+            again = make(other.problem) if gains and self._clock.ends(kind) else None
+            if again is not None:
+                row = self._row(one, other.options, again)
+                if fitting_first(row) < fitting_first(best):
+                    best, at = row, replace(one, options=other.options, problem=other.problem)
+        return best, at
+
+    def _row(self, one: MeshCandidate, options: Options, planned: PipelinePlan) -> MeshRow:
+        program = self._problems.program(one.layout, one.options)
+        return MeshRow(
+            mesh=str(options.mesh),
+            microbatches=one.layout.microbatches,
+            samples=one.layout.samples,
+            zero=options.zero,
+            recompute=one.choice,
+            seconds=planned.makespan + seconds_behind(program, options, planned.stages, planned.placement),
+            idle=sum(planned.bubble) / len(planned.bubble),
+            peak_memory=max(planned.peak_memory),
+            fits=True,
+            sequence_parallel=one.layout.sequence,
+            context=one.layout.context,
+        )
+
+
+def in_turn(drafted: Sequence[MeshCandidate], unfit: Collection[MeshCandidate]) -> list[MeshCandidate]:
+    """The fastest first, of those about as fast the smaller step, which is planned sooner; then those of which no draft
+    fits, where a plan may. Seconds of a draft are what is expected of its candidate.
+    """
+    fastest = min((one.expected for one in drafted if one not in unfit), default=0.0)
+
+    def turn(one: MeshCandidate) -> tuple[bool, int, float]:
+        if one in unfit:
+            return True, 0, one.expected
+        return False, int(math.log(one.expected / fastest, ALIKE)), one.layout.mesh.pp * one.layout.microbatches
+
+    return sorted(drafted, key=turn)
+
+
+# --- The search for the mesh that trains a step's samples fastest: which layouts are planned, and in which order -----
+#
+# Terms
+#   layout, form, division    see csc.planning.meshes
+#   way        what makes a layout take less memory: ZeRO-1 (which costs nothing where ranks hold the same parameters),
+#              recomputation, ZeRO-3. The fastest that fits counts: where memory lets few microbatches wait, to compute
+#              again may be faster
+#   candidate  a layout with a way
+#   draft      of a plan: what even cuts come to, in a part of the time (csc.planning.plan)
+#   price      the simulated makespan of a plan, and behind it gradients summed and the optimizer's step
+#   order      how ranks count through the axes, which says what stands within a node (csc.ir.mesh)
+#
+# Tracing and planning take the time. So every division is traced once, those near one sample on whole layers first,
+# and of its forms the first that csc can divide so; of every candidate it is then told in milliseconds what no plan of
+# it beats, and what to expect of one (csc.planning.meshes). Candidates are drafted in the order of the latter, but for
+# those that the former shows to be slower than the best so far, or to exceed the memory, and those expected to be far
+# behind. When a part of the time is over, or all are drafted, come other forms of the layouts that are near the best.
+# Then those that came near it are planned, the fastest draft first, and what is left of the time goes into the rest:
+# last into tokens that are not shared out where tp is, which seldom gains, and into something to compare the best
+# with. Where several nodes are filled, a plan is priced in every order of its ranks, and made again for one that makes
+# it the best.
+#
+# Several workers (csc.driver.mesh_search) divide the divisions among themselves once the first few are traced,
+# which tell of the others, and from each other hear what the best takes.
+
 
 SEARCHING = 0.75  # of the time, at least, whatever the capture takes
 TRACING = 0.5  # of the time, at most, before the first draft

@@ -15,17 +15,14 @@ from torch import nn
 
 from csc.cache.feature_entries import FeatureCache
 from csc.check.compiling import checks
-from csc.driver.chosen_mesh import with_chosen_mesh
+from csc.driver.batches import Divide, Dividing, Widths
 from csc.driver.compiled import CompiledModel
 from csc.driver.compiler import Compiler
-from csc.driver.dividing import Divide, Dividing
-from csc.driver.features_ahead import FeaturesAhead
-from csc.driver.given_batches import Example, GivenBatches
-from csc.driver.kept_features import KeptFeatures
-from csc.driver.model_programs import Factory, ModelPrograms, Settings
+from csc.driver.features import FeaturesAhead, KeptFeatures
+from csc.driver.mesh_choice import with_chosen_mesh
+from csc.driver.model_programs import Example, Factory, GivenBatches, ModelPrograms, Settings
 from csc.driver.options import shown
-from csc.driver.program_set import MadeFeatures
-from csc.driver.widths import Widths
+from csc.driver.programs import MadeFeatures
 from csc.errors import InputError
 from csc.ir.program import Options
 

@@ -78,7 +78,7 @@ class NewSizes:
 
 
 class TriedWidths:
-    """Trials of csc.driver.widths."""
+    """Trials of csc.driver.batches."""
 
     def __init__(self) -> None:
         self._told: set[bool] = set()

@@ -1,56 +1,171 @@
-"""The steps of a compiled model: each is agreed on by all ranks, then run; what it lacks is compiled before.
-
-    steps = Steps(programs, given, options)
-    steps.train(batch, microbatches, local, following) -> loss   steps.evaluate(batch, microbatches, local) -> loss
-    with steps.agreed(operation, batch, options, local): ...     up to the step: all that may fail on one rank
-    steps.trainer(batch, microbatches) -> Trainer                steps.prepare(batch, depth)
-    steps.ahead(batches, depth) -> batches                       steps.check() -> str
-    steps.timeline(batch, microbatches) -> Timeline              steps.clip(max_norm) -> norm
-    steps.metrics                                                of the last step
-
-microbatches: how many, instead of those of the options. following: the batch of the step after it, if that is known.
-"""
+"""The steps of a compiled model: each is agreed on by all ranks, then run; what it lacks is compiled before."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from csc.capture.batch import split_batch
 from csc.capture.guards import Match
+from csc.capture.model_guards import ModelGuards, autocasts
 from csc.check.first import Checked, ComparedStep
-from csc.driver import modes
+from csc.driver.batches import COUNTING, IDS, ReplicaShare, Share, fullest, widths_of
 from csc.driver.checking import meeting_in
-from csc.driver.entries import fullest
-from csc.driver.evaluation import evaluated, options_for
-from csc.driver.features_ahead import FeaturesAhead
-from csc.driver.given_batches import GivenBatches
-from csc.driver.loader_state import Prefetched
-from csc.driver.model_programs import ModelPrograms
+from csc.driver.features import FeaturesAhead
+from csc.driver.model_programs import GivenBatches, ModelPrograms
 from csc.driver.notices import NewSizes, TriedWidths, notice, unlogged, what_trains
 from csc.driver.options import changed
-from csc.driver.planned import beside, planned_memory
-from csc.driver.program_broadcast import own_rank
-from csc.driver.program_set import ProgramSet
-from csc.driver.scaled_gradients import ScaledGradients
-from csc.driver.share import ReplicaShare, Share
-from csc.driver.widths import COUNTING, IDS, widths_of
+from csc.driver.programs import ProgramSet, evaluated, options_for, own_rank
+from csc.driver.training_state import Prefetched
 from csc.errors import DifferenceError, InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Fetched, Microbatches, ahead
 from csc.runtime.executor import Encoding
+from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS, Said
+from csc.runtime.specs import Manifest
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import NOTHING_AHEAD, Trainer
+from csc.simulation.page import bytes_text
+from csc.simulation.pipeline import from_json as read_pipeline
+from csc.simulation.pipeline import peaks as peaks_of_run
+from csc.simulation.simulate import simulate
 from csc.simulation.timeline import Timeline
 
+# --- Modes in which a step would not be the one that was compiled: eval, inference_mode, autocast --------------------
+
+
+def refuse_eval(was: ModelGuards | None, model: nn.Module) -> None:
+    """InputError for a model that was put in eval mode since."""
+    if was is not None and was.was_training and not model.training:
+        raise InputError(
+            "the model has been put in eval mode since it was compiled", "train_step",
+            "call compiled.train() before a training step",
+        )  # fmt: skip
+
+
+def refuse_no_gradient(manifest: Manifest) -> None:
+    """InputError where eager PyTorch's backward would have nothing to do."""
+    if not any(spec.trainable and spec.reached for spec in manifest.parameters):
+        raise InputError(
+            "the loss depends on no parameter that trains", "train_step",
+            "look for detach(), no_grad() or data between the parameters and the loss",
+        )  # fmt: skip
+
+
+def refuse_torch(was: ModelGuards | None, operation: str) -> None:
+    """InputError for modes of torch around a call of this name."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            "torch.inference_mode is on: what is made in it trains nothing", operation,
+            f"call {operation} outside of it; torch.no_grad does no harm",
+        )  # fmt: skip
+    if was is not None and not was.was_autocast and autocasts():
+        raise InputError(
+            "autocast is on, and was not when the model was compiled", operation,
+            f'compile with precision="bf16" and call {operation} outside of torch.autocast',
+        )  # fmt: skip
+
+
+# --- The memory that the plan expects, beside what was measured ------------------------------------------------------
+
+
+def planned_memory(program: LoadedProgram, ranks: tuple[int, ...]) -> float | None:
+    """All that these ranks hold, each at its fullest, as the plan accounts for it."""
+    figures = program.manifest.plan.get("pipeline")
+    if not figures:
+        return None
+    pipeline = read_pipeline(figures)
+    peaks = peaks_of_run(pipeline, program.schedule, simulate(pipeline, program.schedule))
+    return sum(peaks[program.manifest.mesh.coordinates(rank).pp] for rank in ranks)
+
+
+def beside(metrics: Mapping[str, float]) -> str:
+    """What was planned and what was measured, of a device whose measure is of tensors alone: on a CPU it is of the
+    whole process, with Python and its libraries, which no plan holds.
+    """
+    measured, planned = bytes_text(metrics["peak_memory"]), bytes_text(metrics["planned_memory"])
+    return f"memory of this process' ranks: {planned} planned; {measured} measured"
+
+
+# --- Notices gradients that something else than csc has scaled, where this process has a part of the model alone -----
+#
+# torch.nn.utils.clip_grad_norm_ over the parameters of a rank clips by the norm of that rank's part: another factor on
+# each rank, and no error anywhere.
+#
+#     scaled = ScaledGradients()      .given(trainer) after a step, and after csc has clipped      .look() before the
+#       next
+
+
 log = logging.getLogger("csc")
+MOST = 64  # gradients that are looked at, spread over all
+
+
+class ScaledGradients:
+    """Of one model. It remembers counters of writes of some gradients of the last step, without their memory: they show
+    a write in place also if the loop has set `.grad` to None since. It says so once.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        self._has_said = False
+
+    def given(self, trainer: Trainer) -> None:
+        """These are the gradients, as they should stay."""
+        if self._has_said or not _has_a_part(trainer):
+            return
+        having = [parameter for parameter in trainer.parameters() if parameter.grad is not None]
+        self._given = [_remembered(parameter) for parameter in having[:: len(having) // MOST + 1]]
+
+    def look(self) -> None:
+        """Warn if one was written to in place, and not set to zeros."""
+        written = [one for one, counter, before in self._given if counter._version != before]
+        least = min(written, key=torch.Tensor.numel, default=None)  # who sets gradients to zeros writes to all
+        if least is not None and (least.grad is None or bool(least.grad.any())):
+            self._has_said = True
+            log.warning(
+                "the gradients of the last step were changed in place. Each process here has a part of the model: "
+                "torch.nn.utils.clip_grad_norm_ clips each part by its own norm, by another factor on each rank; call "
+                "compiled.clip_grad_norm_(max_norm) in its place. A factor that is the same on all ranks does no harm."
+            )
+        self._given = []
+
+
+def _remembered(parameter: nn.Parameter) -> tuple[nn.Parameter, torch.Tensor, int]:
+    """With a tensor that has no entries, and the gradient's counter of writes."""
+    assert parameter.grad is not None
+    counter = parameter.grad.detach()  # shares the counter, and the memory until it is given another
+    counter.data = torch.empty(0, dtype=counter.dtype, device=counter.device)
+    return parameter, counter, counter._version
+
+
+def _has_a_part(trainer: Trainer) -> bool:
+    """Whether other processes have parameters, or entries of some, that this one has not."""
+    mesh, zero = trainer.program.manifest.mesh, trainer.program.manifest.zero
+    divided = mesh.pp > 1 or mesh.tp > 1 or (zero > 0 and mesh.size > 1)
+    return divided and len(trainer.transport.ranks) < mesh.size
+
+
+# --- The steps of a compiled model: each is agreed on by all ranks, then run; what it lacks is compiled before -------
+#
+#     steps = Steps(programs, given, options)
+#     steps.train(batch, microbatches, local, following) -> loss   steps.evaluate(batch, microbatches, local) -> loss
+#     with steps.agreed(operation, batch, options, local): ...     up to the step: all that may fail on one rank
+#     steps.trainer(batch, microbatches) -> Trainer                steps.prepare(batch, depth)
+#     steps.ahead(batches, depth) -> batches                       steps.check() -> str
+#     steps.timeline(batch, microbatches) -> Timeline              steps.clip(max_norm) -> norm
+#     steps.metrics                                                of the last step
+#
+# microbatches: how many, instead of those of the options. following: the batch of the step after it, if that is known.
+
+
 SETTLED = 2  # steps until memory is what it will be: the first one warms up
 
 
@@ -190,8 +305,8 @@ class Steps:
 
         def ready_from(batch: Any) -> list[dict[str, Any]]:
             was = self.programs.set.guards.model
-            modes.refuse_eval(was, self.programs.compiler.model)
-            modes.refuse_torch(was, operation)
+            refuse_eval(was, self.programs.compiler.model)
+            refuse_torch(was, operation)
             return given.ready(batch, options, share.parts)
 
         def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Microbatches, Encoding | None] | None]:
@@ -213,7 +328,7 @@ class Steps:
         ) -> tuple[Said, tuple[Trainer, Microbatches, Encoding | None]]:
             given.check_cut(batch, made, share.parts)
             if operation == STEP:
-                modes.refuse_no_gradient(made.program.manifest)
+                refuse_no_gradient(made.program.manifest)
             said, dealt = made.ready(self.complete(matches, made), local=share.own)
             coming, encoding = self._coming(following, made, options, share.parts)
             said = replace(said, value=said.value + NOTHING_AHEAD * (encoding is None))
@@ -340,7 +455,7 @@ class Steps:
 
     def _measure(self, trainer: Trainer) -> None:
         """The metrics of the step, with the planned memory; both are told once the first steps are over, where
-        they are of the same (see csc.driver.planned).
+        they are of the same (see csc.driver.steps).
         """
         self.metrics = {**trainer.metrics, **self.programs.set.feature_counts()}
         if self._planned[0] is not trainer:

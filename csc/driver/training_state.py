@@ -1,18 +1,10 @@
-"""The state of a training run: what of it goes to a checkpoint, and how it is taken up again.
-
-Terms: *what* is saved is some of weights, optimizer, scheduler, loader, random (generators), extra (the caller's own).
-
-    State(saved, scheduler, extra, has)
-    taken(state, copied) -> ProcessState          what this process writes, as it is now; of copies, if training goes on
-    about(state, step)                        for the index
-    expected(state) -> {name: Expected}       every parameter and buffer of the model
-    take_up(state, index) -> Restored         all ranks call it; nothing is changed unless all of it can be
-"""
+"""The state of a training run: what of it goes to a checkpoint, and how it is taken up again."""
 
 from __future__ import annotations
 
 import copy
 import random
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import csc
 from csc import devices
@@ -30,15 +24,178 @@ from csc.checkpoints import restoring, writing
 from csc.checkpoints.files import FILE, OLDER, StepIndex, packed, unpacked
 from csc.checkpoints.restoring import Expected
 from csc.checkpoints.writing import ProcessState
-from csc.driver import loader_state
-from csc.driver.checkpoint import format_of, on_meta, put_rest
-from csc.driver.persistence import Saved
-from csc.driver.share import place
+from csc.driver.batches import place
+from csc.driver.checkpoint import format_of, on_meta, put_rest, read_rest, write_config
+from csc.driver.programs import ProgramSet
 from csc.errors import CscError, InputError
+from csc.ir.mesh import Mesh
 from csc.runtime import optimizer
 from csc.runtime.meeting import NOTHING, Meeting, Said, first_line
 from csc.runtime.specs import whole_box
-from csc.runtime.weights import WeightLayout, check_rest
+from csc.runtime.trainer import Trainer
+from csc.runtime.weights import WeightLayout, check_rest, published
+
+# --- The position of a data loader, kept with a checkpoint: each share of the samples has its own --------------------
+#
+# Terms: a loader *says its position* with state_dict() and goes there with load_state_dict(state), as torchdata's
+# StatefulDataLoader does. The file of share d of n is loader_D_of_N.pt; it is read without unpickling objects.
+
+
+ANY_SHARE = "position_of_all_shares"  # of a loader whose position is the same for whatever dp
+_FILE = re.compile(r"loader_(\d+)_of_(\d+)\.pt")
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """A loader of which more was fetched than was trained on: it says the position of what was."""
+
+    loader: Any
+    position: Any
+
+    def state_dict(self) -> Any:
+        return self.position
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loader.load_state_dict(state)
+
+    @property
+    def position_of_all_shares(self) -> bool:
+        return bool(getattr(self.loader, ANY_SHARE, False))
+
+
+def check(loader: Any) -> None:
+    """InputError for a loader that cannot say where it is."""
+    if not all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")):
+        raise InputError(
+            f"a {type(loader).__name__} cannot say at which sample it is", "loader",
+            "use torchdata.stateful_dataloader.StatefulDataLoader in its place, or anything with state_dict() and "
+            "load_state_dict()",
+        )  # fmt: skip
+
+
+def write(loader: Any, directory: str | Path, place: tuple[int, int]) -> None:
+    """The file appears whole or not at all."""
+    state = loader.state_dict()
+    published(_file(directory, place), lambda path: torch.save(state, path))
+
+
+def read(directory: str | Path, place: tuple[int, int]) -> Any:
+    """The state. InputError if there is no position for this share."""
+    file = _file(directory, place)
+    if not file.is_file():
+        found = sorted(path.name for path in Path(directory).glob("loader_*.pt") if _FILE.fullmatch(path.name))
+        what = f"the positions there are {', '.join(found)}" if found else "no position of a loader was saved there"
+        raise InputError(
+            f"{what}, and this process loads share {place[0]} of {place[1]}", str(directory),
+            "resume with the dp that it was saved with, or load without loader= and start at the data's beginning",
+        )  # fmt: skip
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a damaged file torch says all kinds of things
+        raise InputError(
+            f"it holds no position of a loader: {first_line(error)}", str(file), "resume from another checkpoint"
+        ) from error
+
+
+def _file(directory: str | Path, place: tuple[int, int]) -> Path:
+    return Path(directory) / f"loader_{place[0]}_of_{place[1]}.pt"
+
+
+# --- A compiled model on disk: weights, the optimizer's state, a loader's position, the configuration, adapters ------
+#
+# Every rank calls these functions, for the same directory; each reads and writes what its ranks hold.
+
+
+@dataclass(frozen=True)
+class Saved:
+    """form: how the files name the model's tensors. loader, optimizer: None: not saved, or left as it is."""
+
+    model: nn.Module
+    trainer: Trainer
+    form: WeightLayout
+    mesh: Mesh
+    loader: Any
+    optimizer: torch.optim.Optimizer | None
+    look: Callable[[], None]  # to call once the model has other values
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        trainer: Trainer,
+        programs: ProgramSet,
+        mesh: Mesh,
+        loader: Any,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> Saved:
+        """programs: the trainer's; of the others the parameters are trained, too."""
+        trainers = [trainer]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            trainers += programs.trainers  # what those use is trained on another rank, not in this copy
+        form = format_of(model, {spec.name for one in trainers for spec in one.program.manifest.parameters})
+        return cls(model, trainer, form, mesh, loader, optimizer, programs.look)
+
+
+def load(path: str | Path, saved: Saved) -> None:
+    """Read it all, or raise InputError; the optimizer's state is read behind the weights that it belongs to."""
+    positions: list[Any] = []
+    meeting = saved.trainer.transport.meeting
+
+    def rest() -> tuple[Said, dict[str, torch.Tensor]]:
+        if saved.loader is not None:
+            check(saved.loader)
+            positions.append(read(path, place(saved.mesh)))
+        keeps = 0 in saved.trainer.transport.ranks or not on_meta(saved.form)
+        return NOTHING, read_rest(path, saved.form) if keeps else {}
+
+    found = meeting.hold("load", rest)
+    saved.trainer.load(path, saved.form)
+    put_rest(saved.model, saved.form, found)
+    if saved.optimizer is not None:
+        optimizer.load(path, saved.optimizer, saved.trainer)
+    for position in positions:
+        saved.loader.load_state_dict(position)
+    saved.look()  # what the step does not use may have got values for the first time
+
+
+def save(directory: str | Path, saved: Saved) -> None:
+    """Write it all. InputError, on every rank, if one cannot."""
+
+    def config() -> tuple[Said, None]:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_config(saved.model, directory)
+        if saved.loader is not None and saved.trainer.speaks:
+            write(saved.loader, directory, place(saved.mesh))
+        return NOTHING, None
+
+    if saved.loader is not None:
+        check(saved.loader)
+    saved.trainer.save(directory, saved.form)
+    if saved.optimizer is not None:
+        optimizer.save(directory, saved.optimizer, saved.trainer)
+    saved.trainer.transport.meeting.hold("the configuration of what is saved", config)
+
+
+def save_adapter(model: nn.Module, gather: Callable[[], nn.Module], directory: str | Path) -> None:
+    """Write a PEFT model's adapters; gather: the model with the weights of all ranks. InputError if it has none."""
+    if not hasattr(model, "peft_config"):
+        raise InputError(
+            f"{type(model).__name__} has no adapters", "save_adapter",
+            "save all weights with save(directory), or make the model with peft.get_peft_model",
+        )  # fmt: skip
+    whole = gather()
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if alone or dist.get_rank() == 0:
+        whole.save_pretrained(str(directory))  # type: ignore[operator]
+    if not alone:
+        dist.barrier()
+
+
+# --- The state of a training run: what of it goes to a checkpoint, and how it is taken up again ----------------------
+#
+# Terms: *what* is saved is some of weights, optimizer, scheduler, loader, random (generators), extra (the caller's
+# own).
+
 
 WEIGHTS, OPTIMIZER, SCHEDULER, LOADER, RANDOM, EXTRA = "weights", "optimizer", "scheduler", "loader", "random", "extra"
 SCHEDULER_CLASS = "scheduler_class"  # whose state that of the scheduler is
@@ -104,7 +261,7 @@ def taken(state: State, copied: bool) -> ProcessState:
         other[SCHEDULER] = packed(state.scheduler.state_dict(), "the scheduler's state")
         other[SCHEDULER_CLASS] = type(state.scheduler).__name__
     if LOADER in state.has and trainer.speaks:
-        anywhere = bool(getattr(saved.loader, loader_state.ANY_SHARE, False))
+        anywhere = bool(getattr(saved.loader, ANY_SHARE, False))
         position = packed(saved.loader.state_dict(), "the loader's state")
         other[LOADER] = {"share": list(place(saved.mesh)), "any": anywhere, "position": position}
     if RANDOM in state.has:
@@ -264,7 +421,7 @@ def _rest(state: State, index: StepIndex) -> dict[str, torch.Tensor]:
 def _position(state: State, index: StepIndex) -> Any:
     """Of this process' share of the samples."""
     own = list(place(state.saved.mesh))
-    loader_state.check(state.saved.loader)
+    check(state.saved.loader)
     there = []
     for process in range(len(index.states)):
         found = restoring.state(index, process).get(LOADER)

@@ -30,9 +30,9 @@ from csc import devices
 from csc.balance.balanced import balanced
 from csc.checkpoints import restoring
 from csc.checkpoints.files import find, read, unpacked
-from csc.driver.checkpoint_folder import chosen, save_state
+from csc.driver.checkpoint_manager import chosen, save_state
 from csc.driver.compiled import CompiledModel
-from csc.driver.evaluation import evaluated
+from csc.driver.programs import evaluated
 from csc.driver.training_state import EXTRA, OPTIMIZER, RANDOM, SCHEDULER, WEIGHTS, State, take_up
 from csc.errors import InputError, MissingPackage
 from csc.runtime import weights

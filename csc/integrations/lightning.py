@@ -24,7 +24,7 @@ from torch import nn
 
 from csc.checkpoints.files import cut_off, find, folder_of, saved
 from csc.checkpoints.writing import forgotten
-from csc.driver.checkpoint_folder import chosen, save_state
+from csc.driver.checkpoint_manager import chosen, save_state
 from csc.driver.compiled import CompiledModel
 from csc.driver.training_state import OPTIMIZER, RANDOM, WEIGHTS, State, take_up
 from csc.errors import InputError, MissingPackage

@@ -21,7 +21,7 @@ from typing import Any
 
 from csc.analysis.explain import explain
 from csc.driver.compiled import CompiledModel
-from csc.driver.rank_orders import priced_orders
+from csc.driver.mesh_search import priced_orders
 from csc.ir.program import Choice, Options, Program
 from csc.ir.schedule import Schedule
 from csc.passes.partition import given_schedule, searched

@@ -20,7 +20,7 @@ from benchmarks.mesh.uniform import MeshRival
 from benchmarks.mllm import configurations as c
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.pipeline.cases import Case
-from csc.driver.mesh_rows import NOTHING_FIXED
+from csc.driver.mesh_candidates import NOTHING_FIXED
 from csc.driver.mesh_search import MeshSearch
 from csc.driver.options import changed
 from csc.ir.mesh import Mesh

@@ -22,7 +22,7 @@ import csc
 from csc.checkpoints import dcp as torch_directories
 from csc.checkpoints import files
 from csc.commands.main import app
-from csc.driver import pretrained_files
+from csc.driver import checkpoint
 from csc.errors import InputError
 from tests.compiler import small
 from tests.models import hf
@@ -229,7 +229,7 @@ def test_hugging_faces_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     trained = Trained(hf.llava(), batch, tmp_path / "run", freeze=["vision_tower"])
     trained.steps(1)
     trained.checkpoints.save(1)
-    monkeypatch.setattr(pretrained_files, "SHARD", 20_000)
+    monkeypatch.setattr(checkpoint, "SHARD", 20_000)
     said("convert", tmp_path / "run", tmp_path / "hf")
     model = trained.compiled.model
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2

@@ -11,7 +11,7 @@ import transformers as hf
 
 import csc
 from csc.analysis import hardware
-from csc.driver import chosen_mesh, mesh_search
+from csc.driver import mesh_choice, mesh_search
 from csc.ir.mesh import Mesh
 from csc.planning.meshes import layouts
 from tests.models.hf import IMAGE_TOKEN, VOCABULARY, llava_batch
@@ -74,7 +74,7 @@ def trains_as_eager_does(
 def test_a_tower_with_a_tp_of_its_own_is_chosen_and_trains_as_eager_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chosen_mesh, "SECONDS", 600.0)  # all layouts, however slow the machine is
+    monkeypatch.setattr(mesh_choice, "SECONDS", 600.0)  # all layouts, however slow the machine is
     model = llava()
     eager = copy.deepcopy(model)
     eager.model.vision_tower.requires_grad_(False)
@@ -101,7 +101,7 @@ def test_what_samples_that_do_not_divide_are_divided_by_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of the layouts that divide layers and tokens so."""
-    monkeypatch.setattr(chosen_mesh, "SECONDS", 600.0)
+    monkeypatch.setattr(mesh_choice, "SECONDS", 600.0)
     monkeypatch.setattr(mesh_search, "layouts", lambda *asked: [one for one in layouts(*asked) if one.mesh == axes])
     model = llava()
     eager = copy.deepcopy(model)

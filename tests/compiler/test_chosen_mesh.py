@@ -12,8 +12,8 @@ from torch import nn
 
 import csc
 from csc.cache.store import Store
-from csc.driver import chosen_mesh
-from csc.driver.mesh_rows import MeshChoice, MeshRow
+from csc.driver import mesh_choice
+from csc.driver.mesh_candidates import MeshChoice, MeshRow
 from csc.errors import InputError
 from tests import launching
 from tests.compiler.tensor_models import BATCHES, MODELS
@@ -66,7 +66,7 @@ def test_a_choice_is_kept_between_starts(tmp_path: Path, monkeypatch: pytest.Mon
         row = MeshRow(f"dp={ranks}", 2, 1, 1, "none", 1.0, 0.0, 1.0, True)
         return MeshChoice(ranks, 4, None, (row,), 0, 0, {}, 0)
 
-    monkeypatch.setattr(chosen_mesh, "choose", choose)
+    monkeypatch.setattr(mesh_choice, "choose", choose)
     first = compiled(MODELS["llama"](), 2, cache=True)
     again = compiled(MODELS["llama"](), 2, cache=True)
     assert searched == [2] and again.options == first.options
@@ -99,7 +99,7 @@ def test_a_component_that_some_cp_ranks_share_is_no_hindrance() -> None:
 
 
 def rank(ranks: int) -> None:
-    chosen_mesh.SECONDS = 2.0  # some layouts are enough
+    mesh_choice.SECONDS = 2.0  # some layouts are enough
     found = compiled(MODELS["llama"](), ranks, microbatches=2)
     loss = float(found.train_step(BATCHES["llama"](4)))
     print(found.options.mesh, found.options.microbatches, found.options.zero, found.options.recompute)
@@ -127,6 +127,6 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled(model, 2, microbatches=3)
     with pytest.raises(InputError, match="has to choose, and this model has one"):
         csc.compile(model, mesh="pp=2", example=BATCHES["llama"](4)).with_options(mesh="ranks=2")
-    monkeypatch.setattr(chosen_mesh, "SECONDS", 1e-3)  # one layout
+    monkeypatch.setattr(mesh_choice, "SECONDS", 1e-3)  # one layout
     with pytest.raises(InputError, match=r"no mesh of 1 ranks fits.*: dp=1 .* needs .* on its fullest rank, of 1000 B"):
         compiled(model, 1, memory="1KB")

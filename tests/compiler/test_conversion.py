@@ -19,8 +19,8 @@ from torch import nn
 
 from csc.checkpoints import dcp, files, restoring
 from csc.checkpoints.writing import STAGE, alone_in
-from csc.driver import pretrained_files
-from csc.driver.checkpoint_conversion import convert
+from csc.driver import checkpoint
+from csc.driver.checkpoint import convert
 from csc.errors import InputError
 from csc.runtime import weights
 from tests.compiler.peft_models import llama
@@ -67,7 +67,7 @@ def test_no_more_than_a_parameter_is_held(
     """From files of Hugging Face (of experts three times two make a parameter), to them, to torch's, and back."""
     model = make()
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    monkeypatch.setattr(pretrained_files, "SHARD", 20_000)
+    monkeypatch.setattr(checkpoint, "SHARD", 20_000)
     told: list[str] = []
     for source, out, to in (
         ("hf", "csc", "csc"),

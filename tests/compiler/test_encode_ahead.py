@@ -160,7 +160,7 @@ def test_a_step_that_fails_leaves_the_next_in_order(monkeypatch: pytest.MonkeyPa
     ahead, whole = compiled_for("pp=2", 8, encode_ahead=True), compiled_for("pp=2", 8)
     step(ahead, batch_of(0))
     step(ahead, batch_of(1), ahead=batch_of(2))
-    encode = "csc.driver.frozen_encoders.FrozenEncoder.encode"
+    encode = "csc.driver.features.FrozenEncoder.encode"
     expected, ahead_of_it = step(whole, batch_of(2)), batch_of(3)
 
     def fails(*_: Any) -> Any:

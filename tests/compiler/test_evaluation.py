@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import csc
-from csc.driver.evaluation import check_held, evaluated
-from csc.driver.inspected import Inspected
+from csc.driver.compiled import Inspected
+from csc.driver.programs import check_held, evaluated
 from csc.errors import InputError
 from tests import launching
 from tests.compiler import evaluation_worker, small

@@ -14,7 +14,7 @@ from torch import nn
 
 import csc
 from benchmarks.coverage import models as coverage
-from csc.driver.apart import Cut, are_apart, equal_cuts
+from csc.driver.features import Cut, are_apart, equal_cuts
 from tests.compiler.test_features import Batch, Stepped, close, counts, same, step
 from tests.models.hf import llava, llava_batch
 

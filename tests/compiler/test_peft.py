@@ -15,8 +15,7 @@ from transformers import LlamaForCausalLM
 
 import csc
 from csc.analysis.explain import explain
-from csc.driver.adapters import BASE
-from csc.driver.checkpoint_conversion import convert
+from csc.driver.checkpoint import BASE, convert
 from csc.errors import InputError
 from csc.reports.verification import verify
 from tests import launching

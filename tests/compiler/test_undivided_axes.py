@@ -9,10 +9,8 @@ import pytest
 from csc.passes.tensor import Indivisible, OddAxis
 
 import csc
+from csc.driver.mesh_candidates import FixedChoices, MeshTraces, UndividedAxes
 from csc.driver.mesh_choice import choose
-from csc.driver.mesh_rows import FixedChoices
-from csc.driver.mesh_traces import MeshTraces
-from csc.driver.undivided_axes import UndividedAxes
 from csc.errors import InputError
 from csc.planning.meshes import MeshDivision, MeshForm
 from tests.compiler.tensor_models import BATCHES, MODELS

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.check.eager import eager_step
-from csc.driver import widths
+from csc.driver import batches
 from csc.driver.compiled import CompiledModel
 from csc.errors import DifferenceError, InputError
 
@@ -200,7 +200,7 @@ def test_what_padding_would_change_is_not_padded(
     compiled = compiled_of(model(), batch(21), microbatches=1)
     steps_are_eagers(compiled, [batch(20)])
     assert sizes(caplog) == [21, 20]
-    counts = compiled.trainer().program.manifest.loss.weight in widths.COUNTING
+    counts = compiled.trainer().program.manifest.loss.weight in batches.COUNTING
     told = [one.message for one in caplog.records if "are not padded to 21" in one.message]
     assert len(told) == counts and all(WRONG[model] in one for one in told)  # type: ignore[index]
     assert counts or model in (BesideAllTokens, ReadsTheMasksWidth)
@@ -213,16 +213,16 @@ def test_a_trial_by_itself_tells_what_padding_changes() -> None:
             continue
         own = model()
         trainable = {name for name, _ in own.named_parameters()}
-        assert why in widths.tried(own, batch(20), 24, trainable), model
+        assert why in batches.tried(own, batch(20), 24, trainable), model
     for right in (Text, Dropping):
         own = right()
         before = [parameter.clone() for parameter in own.parameters()]
         trainable = {name for name, _ in own.named_parameters()}
-        assert widths.tried(own, batch(20), 24, trainable) == widths.SAME
+        assert batches.tried(own, batch(20), 24, trainable) == batches.SAME
         assert all(parameter.grad is None for parameter in own.parameters())
         assert all(map(torch.equal, own.parameters(), before))
-    assert "fails" in widths.tried(Text(longest=21), batch(20), 24, {"head.weight"})
-    assert "16 bits" in widths.tried(Text().bfloat16(), batch(20), 24, {"head.weight"})
+    assert "fails" in batches.tried(Text(longest=21), batch(20), 24, {"head.weight"})
+    assert "16 bits" in batches.tried(Text().bfloat16(), batch(20), 24, {"head.weight"})
 
 
 def test_a_table_of_places_that_ends_is_not_passed(caplog: pytest.LogCaptureFixture) -> None:
@@ -291,9 +291,9 @@ def test_evaluation_is_tried_for_itself(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(("width", "wanted"), [(1, 8), (8, 8), (9, 16), (63, 64), (64, 64), (65, 72), (127, 128),
                                                (129, 144), (1000, 1024), (1025, 1152), (4097, 4608)])  # fmt: skip
 def test_rounded(width: int, wanted: int) -> None:
-    assert widths.rounded(width) == wanted
+    assert batches.rounded(width) == wanted
     assert wanted <= max(8, width * 9 / 8) or width < 64
 
 
 def test_the_widths_of_a_run_are_few() -> None:
-    assert len({widths.rounded(width) for width in range(128, 4096)}) == 41
+    assert len({batches.rounded(width) for width in range(128, 4096)}) == 41

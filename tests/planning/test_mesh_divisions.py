@@ -9,9 +9,7 @@ from typing import Any, cast
 import pytest
 
 from csc.driver import mesh_candidates
-from csc.driver.mesh_candidates import DividedProblems, MeshCandidate
-from csc.driver.mesh_divisions import UntracedDivisions
-from csc.driver.mesh_forms import encoders
+from csc.driver.mesh_candidates import DividedProblems, MeshCandidate, UntracedDivisions, encoders
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, layouts

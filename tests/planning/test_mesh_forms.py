@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from csc.driver.mesh_forms import forms, own_stages
-from csc.driver.mesh_rows import MeshChoice, MeshIfRoom, MeshRow
+from csc.driver.mesh_candidates import MeshChoice, MeshIfRoom, MeshRow, forms, own_stages
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, least_seconds

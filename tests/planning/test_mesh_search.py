@@ -13,16 +13,23 @@ import pytest
 
 import csc
 from csc.analysis.hardware import Wire, hardware, toml_text
-from csc.driver import mesh_plans, mesh_search
-from csc.driver.mesh_candidates import MeshCandidate
+from csc.driver import mesh_search
+from csc.driver.mesh_candidates import (
+    GAIN,
+    NEAR,
+    NOTHING_FIXED,
+    ROOM,
+    FixedChoices,
+    FoundMeshes,
+    MeshCandidate,
+    MeshRow,
+    MeshTraces,
+    SearchClock,
+    forms,
+    forms_of,
+)
 from csc.driver.mesh_choice import choose
-from csc.driver.mesh_forms import forms, forms_of
-from csc.driver.mesh_found import GAIN, NEAR, ROOM, FoundMeshes
-from csc.driver.mesh_plans import MeshPlans, in_turn
-from csc.driver.mesh_rows import NOTHING_FIXED, FixedChoices, MeshRow
-from csc.driver.mesh_search import MESHES, MeshSearch
-from csc.driver.mesh_traces import MeshTraces
-from csc.driver.search_clock import SearchClock
+from csc.driver.mesh_search import MESHES, MeshPlans, MeshSearch, in_turn
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, layouts
@@ -64,7 +71,7 @@ def test_a_plan_is_made_again_for_an_order_near_the_best(
     own, other = LAYOUT.mesh.orders()
     priced = [SimpleNamespace(mesh=mesh, options=mesh, problem=mesh, seconds=each)
               for mesh, each in ((own, 1.5), (other, elsewhere))]  # fmt: skip
-    monkeypatch.setattr(mesh_plans, "priced_orders", lambda *asked: priced)
+    monkeypatch.setattr(mesh_search, "priced_orders", lambda *asked: priced)
     planned: Any = SimpleNamespace(stages=(), placement=(), schedule=None)
     made: list[Mesh] = []
 
@@ -72,8 +79,8 @@ def test_a_plan_is_made_again_for_an_order_near_the_best(
         made.append(numbers)
         return planned
 
-    monkeypatch.setattr(mesh_plans, "plan", plan)
-    monkeypatch.setattr(mesh_plans, "draft", plan)
+    monkeypatch.setattr(mesh_search, "plan", plan)
+    monkeypatch.setattr(mesh_search, "draft", plan)
     one = replace(candidate(LAYOUT, 1.0, zero), problem=SimpleNamespace(ranks=2))  # type: ignore[arg-type]
 
     def priced_row(one: MeshCandidate, options: Any, planned: Any) -> MeshRow:

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import csc
 from csc.commands.main import app
-from csc.driver.inspected import Inspected
+from csc.driver.compiled import Inspected
+from csc.driver.mesh_candidates import NOTHING_FIXED, FixedChoices
 from csc.driver.mesh_choice import choose
-from csc.driver.mesh_rows import NOTHING_FIXED, FixedChoices
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Program

@@ -11,7 +11,7 @@ import csc
 from csc.analysis.hardware import Wire, hardware, toml_text
 from csc.commands.plan_command import order_sentences
 from csc.driver.compiled import CompiledModel
-from csc.driver.rank_orders import Ordered, priced_orders
+from csc.driver.mesh_search import Ordered, priced_orders
 from csc.reports.advice import now_of
 from tests.compiler.tensor_models import BATCHES, MODELS
 

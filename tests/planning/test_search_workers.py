@@ -19,13 +19,10 @@ import pytest
 import torch
 
 import csc
-from csc.driver import mesh_search, search_workers
+from csc.driver import mesh_search
+from csc.driver.mesh_candidates import BestOfWorkers, FixedChoices, FoundMeshes, MeshChoice, SearchClock
 from csc.driver.mesh_choice import choose
-from csc.driver.mesh_found import BestOfWorkers, FoundMeshes
-from csc.driver.mesh_rows import FixedChoices, MeshChoice
-from csc.driver.mesh_search import MeshSearch
-from csc.driver.search_clock import SearchClock
-from csc.driver.search_workers import side_by_side, workers_here
+from csc.driver.mesh_search import MeshSearch, side_by_side, workers_here
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.launching import PATIENCE
 
@@ -137,13 +134,13 @@ def test_autograd_goes_on_in_a_worker() -> None:
 
 def test_workers_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
-    monkeypatch.setattr(search_workers.sys, "platform", "linux")
-    assert workers_here() == search_workers.MOST
+    monkeypatch.setattr(mesh_search.sys, "platform", "linux")
+    assert workers_here() == mesh_search.MOST
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
     assert workers_here() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4})
     assert workers_here() == 2
-    monkeypatch.setattr(search_workers.devices, "current", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(mesh_search.devices, "current", lambda: torch.device("cuda", 0))
     assert workers_here() == 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from csc.driver.belonging import Belonging, belongings, miscounted, token_ids
+from csc.driver.batches import Belonging, belongings, miscounted, token_ids
 from tests.models import mixed
 
 IMAGE = {"image": 99}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csc.driver.new_units import Partly, runs
+from csc.driver.features import Partly, runs
 
 UNITS = [(f"{label}{number}", label) for label in "ab" for number in range(6)]
 microbatches = st.lists(st.lists(st.sampled_from(UNITS), min_size=1, max_size=4), min_size=1, max_size=6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from csc.driver.share import FLAGS, UNSERVED
+from csc.driver.batches import FLAGS, UNSERVED
 from csc.runtime import fusing, trainer
 
 

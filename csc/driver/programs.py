@@ -1,64 +1,470 @@
-"""Programs for microbatches: found or made, loaded, checked, and what trains with them.
-
-Terms
-  match      of a microbatch: the capture that is for it, and its key (csc.capture.guards)
-  served     a key that the trainer has a program for
-
-    programs = ProgramSet(compiler, directory)
-    programs.match(microbatches) -> [Match]                               before every step
-    programs.trainer(microbatches, options, progress, batch) -> Trainer   with a program for each of them, checked
-    programs.compiled: CompiledPrograms                                    what the trainers' programs are loaded from
-"""
+"""Programs for microbatches: found in the cache or compiled, handed to all ranks, checked; what trains with them."""
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from csc.analysis.batch_limits import Places
 from csc.analysis.tokens import chooses
 from csc.cache.keys import tracing_switches
-from csc.cache.model_entries import Packed
+from csc.cache.model_entries import Files, Packed, packed_bytes, packed_from
 from csc.capture.batch import device_of, split_batch
 from csc.capture.guards import Guards, Match
 from csc.capture.model_guards import ModelGuards
 from csc.check.first import Checked
 from csc.check.one_of_each import check_by_layer
-from csc.codegen.write import contents
+from csc.codegen.write import MANIFEST, contents, install, of_ranks
+from csc.driver.batches import SAME, Trials, filling, fullest_first, pad, tried
 from csc.driver.checking import CHECK, Checking, Comparison, NewProgram, Pair, meeting_in
-from csc.driver.compiled_programs import CompiledPrograms
-from csc.driver.compiler import Compiler, Progress
-from csc.driver.entries import fullest_first
-from csc.driver.evaluation import check_held
-from csc.driver.features_ahead import FeaturesAhead
-from csc.driver.frozen_encoders import FeatureSource, FrozenEncoders
-from csc.driver.fusing_ahead import FusingAhead
-from csc.driver.program_broadcast import ProgramBroadcast, own_rank
-from csc.driver.widths import SAME, Trials, filling, pad, tried
+from csc.driver.compiler import Compiler, FusingAhead, Progress, uncollected
+from csc.driver.features import FeaturesAhead, FeatureSource, FrozenEncoders
 from csc.errors import InputError
-from csc.ir.capture_guards import short
-from csc.ir.program import Options
+from csc.ir.capture_guards import Unstorable, short
+from csc.ir.program import Options, Program
+from csc.ir.schedule import Schedule, parse
+from csc.ir.stored import bound
+from csc.passes import pipeline_problem as numbers
+from csc.planning.problem import Problem
 from csc.runtime.launch import join_group
 from csc.runtime.loaded_program import LoadedProgram, is_part, load
-from csc.runtime.meeting import NOTHING, Meeting, Said
+from csc.runtime.meeting import NOTHING, Meeting, Said, broadcast_group, first_makes
 from csc.runtime.parameters import DataShards, Kept
 from csc.runtime.specs import Manifest
 from csc.runtime.trainer import Trainer
 from csc.torch_private.autograd import below_autograd
 from csc.torch_private.process_state import is_profiled
 
+# --- Evaluation by programs that run forward alone, cut as the training programs are ---------------------------------
+#
+# Terms: the model is *captured in eval mode*, by a compiler of its own: what it does then (no dropout, running
+# statistics) is another function. Stages and their ranks are those of training, so every rank has what it needs
+# already.
+
+
+def _stay(mode: bool = True) -> None:
+    """In place of a module's `train`."""
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode as a whole, in which `model.train()` leaves it; every module as before afterwards."""
+    before = {module: module.training for module in model.modules()}
+    own: dict[str, Any] = model.__dict__
+    replaced = {name: own[name] for name in ("train",) if name in own}
+    try:
+        model.eval()
+        own["train"] = _stay
+        yield
+    finally:
+        del own["train"]
+        own.update(replaced)
+        for module, mode in before.items():
+            module.training = mode
+
+
+def options_for(options: Options) -> Options:
+    """Of programs that evaluate what these train. The stages come from there."""
+    return replace(options, forward_only=True, freeze=None, cuts=None, stages=None, placement=None, schedule="auto",
+                   chunks=None, recompute=(), features=False)  # fmt: skip
+
+
+def check_held(trained: Sequence[Manifest], made: Manifest) -> None:
+    """made: of a program that evaluates. InputError if it has a parameter on a rank that does not train it."""
+    if made.mesh.pp == 1:
+        return
+    homes = {spec.name: set(spec.ranks) for manifest in reversed(trained) for spec in manifest.parameters}
+    kept = {name for manifest in trained if manifest.features is not None for name in manifest.features.parameters}
+    for spec in made.parameters:
+        if spec.name in kept:
+            raise InputError(
+                f"evaluation runs the whole model, and with cache_features no rank has {spec.name!r}", "eval_step",
+                "evaluate compiled.gather() instead, or compile for pp=1",
+            )  # fmt: skip
+        if not set(spec.ranks) <= homes.get(spec.name, set()):
+            raise InputError(
+                f"in eval mode the model uses {spec.name!r} in another stage than in training, where its rank does not "
+                "have what was trained",
+                "eval_step",
+                "evaluate compiled.gather() instead, the eager model with what all ranks have trained",
+            )
+
+
+# --- Programs of one model, compiled or found in the cache, each cut as the first of them ----------------------------
+#
+# Terms
+#   match      of a microbatch: the capture that is for it, and its key (csc.capture.guards)
+#   decided    how the first program is cut and placed, and in which order it runs; all later ones of the model follow
+#     it
+#   settled    the options of one program, with what was decided before it
+#
+#     programs = CompiledPrograms(compiler, settling, beginning)
+#     programs.history(microbatch, options, progress) -> [Program]      programs.finished(...) -> Program
+#     programs.packed(microbatch, options, directory, progress) -> (Match, Packed, how it came about)
+
+
 log = logging.getLogger("csc")
 
+CACHED = "program, from the cache"
+MADE = "made"
 Microbatch = Mapping[str, Any]
 Answers = tuple[str, ...]  # what a microbatch decides
+Key = tuple[Any, int]  # of a match, number of microbatches
+
+
+@dataclass
+class Decided:
+    """stages: the regions of each; placement: the rank of each; entries: of the microbatch that it was decided for;
+    schedules: by number of microbatches.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    placement: tuple[int, ...]
+    entries: frozenset[str]
+    schedules: dict[int, Schedule | None] = field(default_factory=dict)
+    captures: set[str] = field(default_factory=set)  # names of those whose programs are cut so
+
+    def serves(self, regions: Set[str], entries: Set[str]) -> bool:
+        """Whether a program of these regions is cut so: it has the same, or fewer for want of entries."""
+        own = {name for names in self.stages for name in names}
+        return regions == own or (regions <= own and not entries >= self.entries)
+
+    def settled(self, options: Options, entries: Set[str]) -> Options:
+        """The options for another program, of microbatches with these entries."""
+        schedule = self.schedules.get(options.microbatches) or options.schedule
+        part = isinstance(schedule, Schedule) and not entries >= self.entries
+        return replace(options, cuts=None, stages=self.stages, placement=self.placement, schedule=schedule, part=part)
+
+    def settled_anew(self, options: Options, regions: Sequence[str]) -> Options:
+        """The options for a program of other regions: each where it was, a new one with the next one that was there;
+        csc decides again if that leaves a stage without any.
+        """
+        known = {name: stage for stage, names in enumerate(self.stages) for name in names}
+        home = [known.get(name) for name in regions]
+        for place in reversed(range(len(regions))):
+            if home[place] is None:
+                home[place] = home[place + 1] if place + 1 < len(regions) else len(self.stages) - 1
+        stages = tuple(
+            tuple(name for name, at in zip(regions, home) if at == stage) for stage in range(len(self.stages))
+        )
+        if not all(stages):
+            return options
+        return replace(options, cuts=None, stages=stages, placement=self.placement)
+
+
+class CompiledPrograms:
+    """settling: called before what is decided for a program is kept; beginning: before one that is not in the cache is
+    compiled. alike: programs as which these are cut, of the same model in another mode. compared: with eager PyTorch,
+    before their first step.
+    """
+
+    def __init__(
+        self, compiler: Compiler, settling: Callable[[], None], beginning: Callable[[Options], None],
+        alike: CompiledPrograms | None = None, compared: bool = True,
+    ) -> None:  # fmt: skip
+        self._compiler, self._settling, self._beginning, self._alike = compiler, settling, beginning, alike
+        self._compared = compared
+        # The first answers' first is where others start; one of the same answers is of values that decide more.
+        self._decided: dict[Answers, list[Decided]] = {}
+        self._settled: dict[Key, Options] = {}
+        self._histories: dict[Key, list[Program]] = {}
+        self._finished: dict[Key, Program] = {}
+        self._packed: dict[Key, Packed] = {}
+
+    def prepare(self, microbatch: Microbatch, options: Options, progress: Progress) -> Key:
+        """Find the program of a microbatch in the cache, or compile it."""
+        with self._compiler.kept.at_rest():
+            return self._prepared(microbatch, options, progress)
+
+    def _prepared(self, microbatch: Microbatch, options: Options, progress: Progress) -> Key:
+        match = self._compiler.match(microbatch)
+        key = _key(match, options)
+        if key in self._histories or key in self._finished or key in self._packed:
+            return key
+        if match.capture is not None:
+            settled = self.options(match, options)
+            packed = self._compiler.kept.program(match, settled)
+            if packed is not None:
+                progress(CACHED)
+                return self.take(packed, microbatch, options)
+        self._beginning(options)
+        return self._finish(microbatch, options, progress)
+
+    def take(self, packed: Packed, microbatch: Microbatch, options: Options) -> Key:
+        """Go on with a program that was made elsewhere."""
+        self._compiler.adopt(packed.guards)
+        match = self._compiler.match(microbatch)
+        key = _key(match, options)
+        self._packed[key] = packed
+        stages = json.loads(packed.files[MANIFEST])["stages"]
+        self._settle(
+            match,
+            self.options(match, options),
+            tuple(tuple(stage["regions"]) for stage in stages),
+            tuple(stage["rank"] for stage in stages),
+            parse(packed.files["schedule.txt"].decode()),
+        )
+        return key
+
+    def history(self, microbatch: Microbatch, options: Options, progress: Progress) -> list[Program]:
+        """The Program after capture and each pass; traced for it if it came from the cache."""
+        key = _key(self._compiler.match(microbatch), options)
+        if key not in self._histories:
+            key, history = self._planned(microbatch, options, progress, whole=True)
+            self._histories[key] = history
+        return self._histories[key]
+
+    def problem(self, microbatch: Microbatch, options: Options, progress: Progress) -> Problem:
+        """What a microbatch takes of every region, were it cut as the first one: nothing is planned for it."""
+        settled, program = self.divided(microbatch, options, progress)
+        return numbers.problem(program, settled)
+
+    def divided(self, microbatch: Microbatch, options: Options, progress: Progress) -> tuple[Options, Program]:
+        """The Program of a microbatch after pass `split`, as planners cost it, and the options that hold for it."""
+        with uncollected():
+            match, traced = self._compiler.trace(microbatch, options, progress)
+            settled = self.options(match, options)
+            return settled, self._compiler.divided(traced, settled, progress)
+
+    def finished(self, microbatch: Microbatch, options: Options, progress: Progress) -> Program:
+        """The Program after the last pass."""
+        return self._program(self._finish(microbatch, options, progress))
+
+    def _finish(self, microbatch: Microbatch, options: Options, progress: Progress) -> Key:
+        with self._compiler.kept.at_rest():
+            key = _key(self._compiler.match(microbatch), options)
+            if key not in self._histories and key not in self._finished:
+                key, programs = self._planned(microbatch, options, progress, whole=False)
+                self._finished[key] = programs[-1]
+            return key
+
+    def _program(self, key: Key) -> Program:
+        return self._histories[key][-1] if key in self._histories else self._finished[key]
+
+    def _planned(
+        self, microbatch: Microbatch, options: Options, progress: Progress, whole: bool
+    ) -> tuple[Key, list[Program]]:
+        """The Programs after each pass, their key known since the trace. Where a microbatch decides what none before it
+        did (or by values, other regions), or where the model is in eval mode, its program may have other regions than
+        the first: then each stays in its stage as far as that goes.
+        """
+        with uncollected():
+            match, traced = self._compiler.trace(microbatch, options, progress, whole)
+            settled = self.options(match, options)
+            traced = self._compiler.checked(microbatch, traced, settled, self._compared)
+            regions = [region.name for region in traced.program.regions]
+            known = self._decided or (self._alike._decided if self._alike is not None else {})
+            own = self._cut_as(match, frozenset(regions))
+            anew = bool(known) and own is None
+            if anew:
+                first = next(iter(known.values()))[0]
+                settled = first.settled_anew(options, regions)
+            elif own is not None and _key(match, options) not in self._settled:
+                settled = own.settled(options, match.entries)
+            try:
+                programs = self._compiler.planned(traced, settled, progress)
+            except InputError as reason:
+                if not anew or settled is options:
+                    raise
+                log.info("stages are planned anew for what this batch decides: %s", reason)
+                settled = options
+                programs = self._compiler.planned(traced, settled, progress)
+        last = programs[-1]
+        stages, placement = tuple(stage.regions for stage in last.stages), tuple(stage.rank for stage in last.stages)
+        self._settle(match, settled, stages, placement, last.schedule)
+        return _key(match, options), programs
+
+    def options(self, match: Match, options: Options) -> Options:
+        """Those of a microbatch's program, settled by the programs before it."""
+        key = _key(match, options)
+        if key in self._settled:
+            return self._settled[key]
+        first = next(iter(self._decided.values()), [None])[0]
+        known = self._cut_as(match) or self._decided.get(match.answers, [first])[0]
+        return known.settled(options, match.entries) if known is not None else options
+
+    def _cut_as(self, match: Match, regions: Set[str] = frozenset()) -> Decided | None:
+        """What was decided for programs of its capture, or for one of these regions after the same answers."""
+        own = self._decided.get(match.answers, [])
+        name = match.capture.name if match.capture is not None else ""
+        of_capture = next((one for one in own if name in one.captures), None)
+        return of_capture or next((one for one in own if one.serves(regions, match.entries)), None)
+
+    def _settle(
+        self,
+        match: Match,
+        settled: Options,
+        stages: tuple[tuple[str, ...], ...],
+        placement: tuple[int, ...],
+        schedule: Schedule | None,
+    ) -> None:
+        self._settling()
+        self._settled.setdefault(_key(match, settled), settled)
+        own = self._cut_as(match, {name for names in stages for name in names})
+        if own is None:
+            own = Decided(stages, placement, match.entries)
+            self._decided.setdefault(match.answers, []).append(own)
+        if match.capture is not None:
+            own.captures.add(match.capture.name)
+        if not settled.part:
+            own.schedules.setdefault(settled.microbatches, schedule)
+
+    def write(
+        self,
+        microbatch: Microbatch,
+        options: Options,
+        directory: Path,
+        progress: Progress,
+        with_weights: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> Path:
+        """Write the program directory of a microbatch, of these ranks alone if any are named. InputError if something
+        else is there.
+        """
+        key = self._finish(microbatch, options, progress)
+        match = self._compiler.match(microbatch)
+        program, settled = self._program(key), self._settled[key]
+        written = self._compiler.emit(program, settled, directory, match.batch, with_weights, ranks)
+        if key not in self._packed and ranks is None:
+            self._packed[key] = self._pack(match, settled, written)
+        return written
+
+    def _pack(self, match: Match, settled: Options, directory: Path) -> Packed:
+        """What was just written to a directory, kept."""
+        _, traced = self._compiler.trace(match.given, settled)
+        packed = Packed(contents(directory), traced.places, self._compiler.guards.copy(), bound(traced.program))
+        self._compiler.kept.keep_program(packed, match, settled)
+        return packed
+
+    def packed(
+        self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
+    ) -> tuple[Match, Packed, str]:
+        """The program of a microbatch, handed out once, and how it came about: one that was MADE is written to the
+        directory.
+        """
+        with self._compiler.kept.at_rest():
+            packed = self._packed.pop(self.prepare(microbatch, options, progress), None)
+            if packed is not None:
+                return self._compiler.match(microbatch), packed, "from the cache"
+            key = self._finish(microbatch, options, progress)
+            match, settled = self._compiler.match(microbatch), self._settled[key]
+            self._compiler.emit(self._program(key), settled, directory, match.batch)
+            return match, self._pack(match, settled, directory), MADE
+
+
+def _key(match: Match, options: Options) -> Key:
+    """Of a match without a capture no program's."""
+    return match.key, options.microbatches
+
+
+# --- A new program on every rank: found in the cache or compiled by the first one, handed to the others, ... ---------
+#
+# broadcast = ProgramBroadcast(compiler, compiled, directory) broadcast.shared(microbatch, options, directory,
+# progress) -> (Packed, how it came about)    all ranks call it broadcast.directory(index)           where a program is
+# written broadcast.of_first(make) -> files    what the first rank makes own_rank() -> [rank]                 None:
+# this process runs all of them
+
+
+class ProgramBroadcast:
+    """Of one model's programs. directory: where they are written; None: a temporary one, removed with this object."""
+
+    def __init__(self, compiler: Compiler, compiled: CompiledPrograms, directory: Path | None) -> None:
+        self._compiler, self._compiled, self._home = compiler, compiled, directory
+        self._temporary: tempfile.TemporaryDirectory | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Over which the first rank hands out what it makes; None: this process is alone."""
+        if own_rank() is None:
+            return None
+        if self._group is None:
+            self._group = broadcast_group()
+        return self._group
+
+    def of_first(self, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+        """What `make` returns on the first rank, on every rank. All ranks call it."""
+        group = self.group
+        return (first_makes(make, group) if group is not None else None) or make()
+
+    def directory(self, index: int) -> Path:
+        """Where the index-th program goes; every process of a group writes its own."""
+        if self._home is None and self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="csc-")
+        home = self._home or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
+        own = own_rank()
+        rank = f"-rank{own[0]}" if own is not None else ""
+        return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
+
+    def shared(
+        self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
+    ) -> tuple[Packed, str]:
+        """The program, written to the directory, and how it came about. Of several ranks the first one makes it."""
+        group = self.group
+        if group is None:
+            return self._written(microbatch, options, directory, progress)
+        made: list[tuple[Packed, str]] = []
+
+        def make() -> Files | None:
+            made.append(self._written(microbatch, options, directory, progress))
+            try:
+                return packed_bytes(made[0][0], self._compiler.model)
+            except Unstorable as reason:
+                log.info("every rank compiles for itself: the program holds %s", reason)
+                return None
+
+        files = first_makes(make, group)
+        if made:
+            return made[0]
+        if files is None:
+            return self._written(microbatch, options, directory, progress)
+        packed = packed_from(files, self._compiler.model)
+        self._compiled.take(packed, microbatch, options)
+        return self._written(microbatch, options, directory, progress)[0], "from rank 0"
+
+    def _written(
+        self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
+    ) -> tuple[Packed, str]:
+        own = own_rank()
+        match, packed, how = self._compiled.packed(microbatch, options, directory, progress)
+        if own is None and how == MADE:
+            return packed, how
+        files = packed.files if own is None else of_ranks(packed.files, options.mesh, own)
+        install(files, directory, match.batch)
+        return packed, how
+
+
+def own_rank() -> list[int] | None:
+    """The rank whose files this process runs; None: it runs all of them."""
+    return [dist.get_rank()] if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+# --- Programs for microbatches: found or made, loaded, checked, and what trains with them ----------------------------
+#
+# Terms
+#   match      of a microbatch: the capture that is for it, and its key (csc.capture.guards)
+#   served     a key that the trainer has a program for
+#
+#     programs = ProgramSet(compiler, directory)
+#     programs.match(microbatches) -> [Match]                               before every step
+#     programs.trainer(microbatches, options, progress, batch) -> Trainer   with a program for each of them, checked
+#     programs.compiled: CompiledPrograms                                    what the trainers' programs are loaded
+#       from
+
+
+# what a microbatch decides
 Variants = tuple[int, Answers, int]  # number of microbatches; of those that answer the same, which regions
 MadeFeatures = Callable[[Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]], FeatureSource]
 

@@ -1,0 +1,846 @@
+"""Batches: whose rows are whose, which samples a process brings, and how they become microbatches of a few sizes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from csc.capture.batch import NOTHING_TOLD, TOKENS, check_lists, sample_axis, slices, split_batch
+from csc.check.eager import IN_HALF, EagerStep
+from csc.check.first import EXACT, too_much
+from csc.check.judge import LOSS, Reference, judge
+from csc.driver.compiler import Compiler
+from csc.driver.options import shown
+from csc.errors import InputError
+from csc.ir.mesh import Mesh
+from csc.runtime import batches
+from csc.runtime.batches import sizes
+from csc.runtime.launch import several_processes
+from csc.runtime.meeting import CHANGED, OWN_SAMPLES, Heard, Meeting, Said, digest
+from csc.runtime.trainer import SAID
+
+# --- Whose rows are whose: how many rows of each entry of a batch belong to each of its samples, read off the ... ----
+#
+# Terms
+#   samples    rows of the token ids
+#   kind       image, video or audio: what an entry's name speaks of
+#   places     tokens that stand for features of a kind, in each sample
+#   items      images, videos or recordings of a kind, those of the first sample first
+#   measure    an entry with a row for each item that tells how many places it has: a grid, a size, a mask of frames
+
+
+KINDS = {"video": ("video",), "audio": ("audio", "input_features", "feature_attention"), "image": ("image", "pixel")}
+TYPES = {"image": 1, "video": 2, "audio": 3}  # of tokens, in Hugging Face's mm_token_type_ids
+GRIDS = ("grid_thw", "grid_hws")  # of patches, whose rows the features are
+SIZES = (*GRIDS, "image_sizes", "spatial_shapes")
+MERGED = "merge_sizes"  # how many patches along each side become one token
+
+
+@dataclass(frozen=True)
+class Belonging:
+    """rows: of each sample, along dimension `dim`."""
+
+    rows: tuple[int, ...]
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class PlaceholderCounts:
+    """of: in each sample; runs: how many groups of them stand together, in each sample."""
+
+    of: tuple[int, ...]
+    runs: tuple[int, ...]
+
+
+def token_ids(model: nn.Module) -> dict[str, int]:
+    """The placeholders of each kind."""
+    config = getattr(model, "config", None)
+    found = {kind: getattr(config, f"{kind}_token_{end}", None) for kind in KINDS for end in ("index", "id")}
+    return {kind: token for kind, token in found.items() if isinstance(token, int)}
+
+
+def belongings(tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -> dict[str, Belonging]:
+    """tokens: placeholders by kind. An entry that is not in the result has rows of which nothing is known.
+
+    Samples have as many items as their places ask for: of items without a measure all are alike, grids and sizes say in
+    which proportion they are. Else each run of places is an item, or every sample with places has one.
+    """
+    text = next((tensors[name] for name in TOKENS if name in tensors and tensors[name].dim() == 2), None)
+    if text is None:
+        return {}
+    samples = len(text)
+    found: dict[str, Belonging] = {}
+    for kind in KINDS:
+        of_kind = {name: tensor for name, tensor in tensors.items() if kind_of(name) == kind and tensor.dim()}
+        of_kind = {name: tensor for name, tensor in of_kind.items() if tensor.shape[:2] != text.shape}
+        if of_kind:
+            found |= _ofkind_of(of_kind, samples, _places(kind, tensors, tokens))
+    for name, tensor in tensors.items():
+        if name not in found and kind_of(name) is None and tensor.dim():
+            if sample_axis(name, tensors) == 1:  # position ids of several axes
+                found[name] = Belonging((1,) * samples, dim=1)
+            elif len(tensor) == samples and tensor.dim() > 1:
+                found[name] = Belonging((1,) * samples)
+            elif tensor.shape[1:3] == text.shape:
+                found[name] = Belonging((1,) * samples, dim=1)
+    return found
+
+
+def miscounted(tensors: Mapping[str, torch.Tensor], known: Collection[str]) -> tuple[str, str, int] | None:
+    """(entry, grid, patches by the grid) of packed rows of patches that are not as many; known: other entries."""
+    for name, tensor in tensors.items():
+        beside = {one: tensors[one] for one in tensors if kind_of(one) == kind_of(name)}
+        patches = _patches(beside) if kind_of(name) is not None else None
+        if patches is not None and name not in known and tensor.is_floating_point() and tensor.dim() == 2:
+            return name, next(one for one in beside if one.endswith(GRIDS)), sum(patches)
+    return None
+
+
+def kind_of(name: str) -> str | None:
+    """What an entry's name speaks of."""
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), None)
+
+
+def _places(kind: str, tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -> PlaceholderCounts | None:
+    """None if nothing tells which tokens they are."""
+    ids, types = tensors.get("input_ids"), tensors.get("mm_token_type_ids")
+    if kind in tokens and ids is not None and ids.dim() == 2:
+        mask = ids == tokens[kind]
+    elif types is not None and types.dim() == 2:
+        mask = types == TYPES[kind]
+    else:
+        return None
+    follows = nn.functional.pad(mask, (1, -1))
+    return PlaceholderCounts(tuple(mask.sum(1).tolist()), tuple((mask & ~follows).sum(1).tolist()))
+
+
+def _ofkind_of(
+    entries: Mapping[str, torch.Tensor], samples: int, places: PlaceholderCounts | None
+) -> dict[str, Belonging]:
+    measure = _measure(entries)
+    features = next((tensor for tensor in entries.values() if tensor.is_floating_point()), None)
+    if measure is None and features is None:
+        return {}
+    items = len(measure) if measure is not None else len(features)  # type: ignore[arg-type]
+    slots = measure is None and features is not None and features.dim() > 4 and items == samples
+    counts = None if slots else _told(entries, samples, items)
+    if counts is None and not slots and places is not None:
+        counts = _counted(entries, measure, items, places)
+    if counts is None and items % samples == 0:
+        counts = [items // samples] * samples
+    if counts is None:
+        return {}
+    found = {}
+    patches = _patches(entries) if measure is not None else None
+    for name, tensor in entries.items():
+        if len(tensor) == items:
+            found[name] = Belonging(tuple(counts))
+        elif patches is not None and len(tensor) == sum(patches):
+            found[name] = Belonging(tuple(sum(own) for own in _split(patches, counts)))
+        elif len(tensor) == samples:
+            found[name] = Belonging((1,) * samples)
+    return found
+
+
+def _told(entries: Mapping[str, torch.Tensor], samples: int, items: int) -> list[int] | None:
+    """By an entry that says how many items each sample has."""
+    for name, tensor in entries.items():
+        if "num_" in name and tensor.shape == (samples,) and int(tensor.sum()) == items:
+            return tensor.tolist()
+    return None
+
+
+def _counted(
+    entries: Mapping[str, torch.Tensor], measure: torch.Tensor | None, items: int, places: PlaceholderCounts
+) -> list[int] | None:
+    """How many items have these places."""
+    alike = measure is None or bool((measure == measure[:1]).all())
+    found = _in_order(places.of, [1] * items if alike else _weights(entries))
+    if found is None and sum(places.runs) == items:
+        found = list(places.runs)
+    if found is None and sum(map(bool, places.of)) == items:
+        found = [int(own > 0) for own in places.of]
+    return found
+
+
+def _in_order(places: Sequence[int], weights: Sequence[int]) -> list[int] | None:
+    """How many of the items, which come in order and have places in proportion to their weights, are each sample's;
+    None if that does not come out even.
+    """
+    found, following = [], 0
+    for own in places:
+        first, missing = following, own * sum(weights)
+        while missing > 0 and following < len(weights):
+            missing -= weights[following] * sum(places)
+            following += 1
+        if missing:
+            return None
+        found.append(following - first)
+    return found if following == len(weights) else None
+
+
+def _measure(entries: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """What tells the items apart: a row for each."""
+    for name, tensor in entries.items():
+        if name.endswith(SIZES) and tensor.dim() == 2:
+            return tensor
+    for name, tensor in entries.items():
+        if name.endswith("attention_mask") and tensor.dim() == 2:
+            return tensor.sum(1, keepdim=True)
+    return None
+
+
+def _weights(entries: Mapping[str, torch.Tensor]) -> list[int]:
+    """Of each item, in proportion to its places; where none are (frames, tiles), nothing comes out even."""
+    measure = _measure(entries)
+    assert measure is not None
+    merged = next((tensor for name, tensor in entries.items() if name.endswith(MERGED)), None)
+    sizes = measure.prod(1)
+    return (sizes // merged.to(sizes) ** 2 if merged is not None and merged.dim() == 1 else sizes).tolist()
+
+
+def _patches(entries: Mapping[str, torch.Tensor]) -> list[int] | None:
+    """Of each item, where a grid says so."""
+    grid = next((tensor for name, tensor in entries.items() if name.endswith(GRIDS) and tensor.dim() == 2), None)
+    return None if grid is None else grid.prod(1).tolist()
+
+
+def _split(values: Sequence[int], counts: Sequence[int]) -> list[Sequence[Any]]:
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [values[end - count : end] for end, count in zip(ends, counts)]
+
+
+# --- The entries of a batch beside those of the example that a model was compiled for --------------------------------
+
+
+BatchOrMicrobatches = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def check_entries(example: BatchOrMicrobatches, batch: BatchOrMicrobatches, model: nn.Module) -> None:
+    """Each microbatch of a list, or the batch. What the model's own `check_batch` raises is raised."""
+    expected, extra = split_batch(fullest(example) if isinstance(example, (list, tuple)) else example)
+    for microbatch in batch if isinstance(batch, (list, tuple)) else [batch]:
+        found, other = split_batch(microbatch)
+        for name in expected.keys() | found.keys():
+            if name not in found and not _may_lack(found, expected, name):
+                raise InputError(f"the batch has no entry {name!r}", "batch", _keys_remedy(expected))
+            if name not in expected:
+                raise InputError(
+                    f"the batch has an entry {name!r} that the example had not", "batch", _keys_remedy(expected)
+                )
+            if name in found and found[name].dtype != expected[name].dtype:
+                raise InputError(
+                    f"the batch entry {name!r} is {found[name].dtype}, the example's was {expected[name].dtype}",
+                    "batch", f"convert it with .to({expected[name].dtype}), or compile with such an example",
+                )  # fmt: skip
+        if other.keys() != extra.keys() or any(repr(other[name]) != repr(extra[name]) for name in extra):
+            changed = [name for name in extra if name in other and _is_number(other[name]) and _is_number(extra[name])]
+            changed = [name for name in changed if repr(other[name]) != repr(extra[name])]
+            as_tensors = ", ".join(f"{name!r}: torch.tensor({other[name]!r})" for name in changed)
+            raise InputError(
+                f"the batch's plain values are {other!r}, the example's were {extra!r}", "batch",
+                "values that are no tensors are compiled in: "
+                + (f"give a number that changes from batch to batch as a tensor, {{{as_tensors}}}, in the example too "
+                   "(one program serves all its values); or " if changed else "")
+                + "compile again with an example that has these",
+            )  # fmt: skip
+        _check_lacking(expected.keys() - found.keys(), found, model)
+        own = getattr(model, "check_batch", None)
+        if callable(own):
+            own({**found, **other})
+
+
+def fullest_first(microbatches: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those with the most entries first: a program for the others runs beside one for them."""
+    return sorted(microbatches, key=lambda one: -len(one))
+
+
+def fullest(microbatches: Sequence[Any]) -> Any:
+    """The first one with the most entries."""
+    return max(microbatches, key=len)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _may_lack(found: Mapping[str, Any], expected: Mapping[str, Any], name: str) -> bool:
+    """Whether an entry may be absent: of images, videos or sounds, of which the batch has no entry at all."""
+    kind = kind_of(name)
+    return kind is not None and not any(other in found and kind_of(other) == kind for other in expected)
+
+
+def _check_lacking(names: Set[str], found: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """InputError if the text has places for what a batch lacks: the model would read them as words."""
+    ids = found.get("input_ids")
+    tokens = token_ids(model)
+    for name in sorted(names):
+        token = tokens.get(kind_of(name) or "")
+        places = 0 if ids is None or token is None else int((ids == token).sum())
+        if places:
+            raise InputError(
+                f"the batch has no entry {name!r}, and the text has {places} placeholders for it", "batch",
+                f"add it, or leave out the placeholders (token {token})",
+            )  # fmt: skip
+
+
+def _keys_remedy(expected: Mapping[str, Any]) -> str:
+    return f"give the entries of the example: {', '.join(sorted(expected))}; or compile with another example"
+
+
+# --- A batch, divided into microbatches of as many samples each, every one with what belongs to its samples ----------
+#
+# Terms
+#   divide    what a user says: for entries by name "samples" (a row for each sample), "whole" (every microbatch has
+#     all
+#             of it), the number of the dimension that has a place for each sample, or a function from the batch to the
+#             numbers of rows of each sample; or one function from the batch and the number of microbatches to these
+
+
+Batch = Mapping[str, Any]
+Rows = Callable[[Batch], Any]
+Divide = Mapping[str, str | int | Rows] | Callable[[Batch, int], Sequence[Batch]]
+SAMPLES, WHOLE = "samples", "whole"
+
+
+class Dividing:
+    """How batches of one model are divided. divide: what the user says; None: as the batch shows."""
+
+    def __init__(self, divide: Divide | None = None) -> None:
+        if divide is not None and not callable(divide):
+            _check(divide)
+        self._divide = divide
+        self._unknown = set(self._said)
+
+    def check_names(self, entries: Set[str], model: nn.Module) -> None:
+        """InputError if it is said of a name that is no entry of batches. entries: those of the example."""
+        arguments = {type(one) for one in model.modules()} if self._unknown - entries else ()
+        for name in sorted(self._unknown - entries):
+            if not any(name in inspect.signature(one.forward).parameters for one in arguments):
+                close = difflib.get_close_matches(name, sorted(entries), n=1)
+                raise InputError(
+                    f"divide says how {name!r} is divided, which is no entry of the batch", "compile",
+                    f"did you mean {close[0]!r}?" if close else f"entries are {', '.join(sorted(entries))}",
+                )  # fmt: skip
+        self._unknown = set()
+
+    def cut(self, batch: Batch, parts: int, compiler: Compiler) -> list[dict[str, Any]]:
+        """A batch as `parts` microbatches. InputError for an entry that cannot be divided, and for one whose rows do
+        not fit what is said of it.
+        """
+        if parts > 1 and callable(self._divide):
+            return [tensors | extra for tensors, extra in map(split_batch, _by_function(self._divide, batch, parts))]
+        tensors, extra = split_batch(batch)
+        if parts == 1:
+            return [{**tensors, **extra}]
+        check_lists(extra, tensors)
+        known = self._known(tensors, compiler)
+        _check_patches(tensors, known.keys() | self._said_whole)
+        whole = self._said_whole | compiler.whole_entries(batch, parts, known.keys() | self._said_whole)
+        return [microbatch | extra for microbatch in _divided(tensors, parts, known, whole)]
+
+    def check(self, batch: Batch, parts: int, compiler: Compiler, whole: Set[str]) -> None:
+        """InputError if an entry was cut that has no sample dimension. whole: what has none, as the program shows."""
+        if parts == 1 or callable(self._divide):
+            return
+        known = self._known(split_batch(batch)[0], compiler)
+        uncut = self._said_whole | compiler.whole_entries(batch, parts, known.keys() | self._said_whole)
+        for name in sorted(whole - uncut):
+            raise InputError(
+                f"the batch entry {name!r} has no sample dimension, as the model uses it, and would be cut into "
+                f"{parts} parts", "batch",
+                f"say csc.compile(divide={{{name!r}: 'whole'}}), or give a list of {parts} ready microbatches, each "
+                "with the whole of it",
+            )  # fmt: skip
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Along which dimension samples of an entry lie, where it is said."""
+        first = {name: 0 for name, how in self._said.items() if how == SAMPLES or callable(how)}
+        return first | {name: how for name, how in self._said.items() if isinstance(how, int)}
+
+    @property
+    def _said(self) -> Mapping[str, str | int | Rows]:
+        return self._divide if isinstance(self._divide, Mapping) else {}
+
+    @property
+    def _said_whole(self) -> Set[str]:
+        return {name for name, how in self._said.items() if how == WHOLE}
+
+    def _known(self, tensors: Mapping[str, torch.Tensor], compiler: Compiler) -> dict[str, Belonging]:
+        """Whose rows are whose, of the entries that it is said or known of."""
+        found = belongings(tensors, token_ids(compiler.model)) | _divided_as_told(self._said, tensors)
+        return {name: belonging for name, belonging in found.items() if name not in self._said_whole}
+
+
+def _check_patches(tensors: Mapping[str, torch.Tensor], known: Collection[str]) -> None:
+    wrong = miscounted(tensors, known)
+    if wrong is not None:
+        name, grid, patches = wrong
+        raise InputError(
+            f"the batch entry {name!r} has {len(tensors[name])} rows, and {grid!r} counts {patches} patches",
+            "batch",
+            "give both as the model's processor makes them; if rows are something else, say with "
+            f"csc.compile(divide={{{name!r}: ...}}) how many each sample has",
+        )
+
+
+def _check(divide: Any) -> None:
+    if not isinstance(divide, Mapping):
+        raise InputError(
+            f"divide is {divide!r}", "compile",
+            "map entries to how they are divided, or give a function from the batch and a number to so many "
+            "microbatches",
+        )  # fmt: skip
+    for name, how in divide.items():
+        axis = isinstance(how, int) and not isinstance(how, bool) and how >= 0
+        if not callable(how) and not axis and how not in (SAMPLES, WHOLE):
+            raise InputError(
+                f"divide has {how!r} for {name!r}", "compile",
+                f"use {SAMPLES!r}, {WHOLE!r}, the number of the dimension along which samples lie (0, 1, ...), or a "
+                "function from the batch to each sample's number of rows",
+            )  # fmt: skip
+
+
+def _divided_as_told(
+    divide: Mapping[str, str | int | Rows], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Belonging]:
+    """What a user's mapping says of a batch."""
+    found: dict[str, Belonging] = {}
+    for name, how in divide.items():
+        if how == WHOLE or name not in tensors:
+            continue
+        samples = samples_of(tensors, {one: axis for one, axis in divide.items() if isinstance(axis, int)})
+        if isinstance(how, int):
+            if tensors[name].shape[how : how + 1] != (samples,):
+                raise InputError(
+                    f"divide says that samples of {name!r} lie along its dimension {how}, and it is "
+                    f"{list(tensors[name].shape)}, for {samples} samples", "batch",
+                    "name the dimension that has as many places as the batch has samples",
+                )  # fmt: skip
+            found[name] = Belonging((1,) * samples, how)
+            continue
+        given = [1] * samples if isinstance(how, str) else how(tensors)
+        rows = given.tolist() if isinstance(given, torch.Tensor) else given
+        good = isinstance(rows, (list, tuple)) and all(isinstance(one, int) and one >= 0 for one in rows)
+        if not good or len(rows) != samples or sum(rows) != len(tensors[name]):
+            raise InputError(
+                f"divide says {rows!r} of the batch entry {name!r}, which has {len(tensors[name])} rows, for {samples} "
+                "samples", "batch", "give each sample's number of rows; together they are all of the entry's",
+            )  # fmt: skip
+        found[name] = Belonging(tuple(rows))
+    return found
+
+
+def samples_of(tensors: Mapping[str, torch.Tensor], axes: Mapping[str, int] = NOTHING_TOLD) -> int:
+    """How many a batch has: rows of the token ids, else of the first entry that has any."""
+    named = [name for name in TOKENS if name in tensors]
+    name = (named or [name for name, tensor in tensors.items() if tensor.dim()])[0]
+    return tensors[name].shape[sample_axis(name, tensors, axes)]
+
+
+def _by_function(divide: Callable[[Batch, int], Any], batch: Batch, parts: int) -> list[Batch]:
+    """The microbatches that a user's function makes. InputError if they are not so many mappings."""
+    found = divide(batch, parts)
+    if not isinstance(found, (list, tuple)) or len(found) != parts or not all(hasattr(one, "items") for one in found):
+        gave = f"{len(found)}" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+        raise InputError(
+            f"divide was asked for {parts} microbatches and gave {gave}", "batch",
+            f"return a list of {parts} mappings with the entries of the batch",
+        )  # fmt: skip
+    return list(found)
+
+
+def _divided(
+    tensors: Mapping[str, torch.Tensor], parts: int, known: Mapping[str, Belonging], whole: Collection[str]
+) -> list[dict[str, torch.Tensor]]:
+    """Entries of which nothing is known are cut into equal slices. A microbatch lacks those that it has no row of."""
+    for belonging in known.values():
+        if len(belonging.rows) % parts:
+            raise InputError(
+                f"the batch has {len(belonging.rows)} samples; {parts} microbatches x replicas do not fit", "batch",
+                f"take a multiple of {parts} samples (drop_last=True), give a list of {parts} ready microbatches, or "
+                "change microbatches or the mesh's dp",
+            )  # fmt: skip
+    found = slices({name: tensor for name, tensor in tensors.items() if name not in known}, parts, whole)
+    for name, belonging in known.items():
+        each = len(belonging.rows) // parts
+        rows = [sum(belonging.rows[i * each : (i + 1) * each]) for i in range(parts)]
+        for microbatch, tensor in zip(found, tensors[name].split(rows, belonging.dim), strict=True):
+            if tensor.shape[belonging.dim] or not len(tensors[name]):
+                microbatch[name] = tensor.contiguous()
+    return [{name: microbatch[name] for name in tensors if name in microbatch} for microbatch in found]
+
+
+# --- Whose samples a process brings to a step, and what ranks tell each other of them before it ----------------------
+#
+# Terms
+#   own     the batch has the samples of this process' replica alone; else it is the global batch, the same on every
+#     rank,
+#           as it always is where replicas share ranks
+#   parts   into how many microbatches the batch is divided
+#
+#     share = Share(mesh, microbatches, meeting, local)      .own   .parts
+#     share.agree(operation, divide, prepare) -> (ready, what `prepare` returned, heard)
+#     share.waits(ready, changed), .known(ready, said, decides), .first(ready, said, decides) -> Said
+#     share.served(heard) -> bool         share.flags(heard) -> those of any rank, for the trainer
+#     share.meets(heard) -> what meets in the step, of the microbatches of replicas that this rank does not have
+#     share.of_all(ready) -> microbatches of all replicas    after a meeting
+#
+#     Divided(microbatches, said)                            ready ones of a replica, of a step that was divided for
+#       all
+#     place(mesh) -> (dp_rank, dp_size)                      which share of the samples a process loads
+
+
+Ready = list[dict[str, Any]]
+Result = TypeVar("Result")
+# Bits of what ranks say: those of csc.runtime.trainer below SAID; from FLAGS on a digest of what replicas share.
+UNSERVED = SAID
+FLAGS = 2 * UNSERVED
+HALF, LOW = 32, 0xFFFFFFFF  # of 64 bits
+
+
+class ReplicaShare(list[dict[str, Any]]):
+    """The microbatches of one replica. said: what the step was divided into, for all replicas: ranks compare it."""
+
+    def __init__(self, microbatches: Iterable[dict[str, Any]] = (), said: tuple[str, ...] = ()) -> None:
+        super().__init__(microbatches)
+        self.said = said
+
+
+def place(mesh: Mesh) -> tuple[int, int]:
+    """(dp_rank, dp_size): under torchrun the replica of this process. One process alone runs all of them; and where
+    replicas share ranks no process has the samples of one alone, so that each loads all.
+    """
+    if not several_processes() or mesh.own_replicas:
+        return 0, 1
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    return mesh.replicas_of(rank)[0], mesh.dp
+
+
+class Share:
+    """Of one step."""
+
+    def __init__(
+        self, mesh: Mesh, microbatches: int, meeting: Meeting, local: bool, said: tuple[str, ...] = ()
+    ) -> None:
+        self._meeting = meeting
+        self._said = said
+        self.own = local and meeting.group is not None and not mesh.own_replicas
+        self._replicas = [mesh.replicas_of(rank)[0] for rank in range(mesh.size)]
+        self.parts = microbatches * (1 if self.own else mesh.dp)
+
+    @property
+    def _replica(self) -> int:
+        return self._replicas[dist.get_rank()] if self.own else 0
+
+    def agree(
+        self, operation: str, divide: Callable[[], Ready], prepare: Callable[[Ready], tuple[Said, Result]]
+    ) -> tuple[Ready, Result, list[Heard]]:
+        """Divide the batch and prepare its step on every rank, with one meeting; with two where each has its own
+        samples: the first completes what ranks of a replica leave out.
+        """
+        if not self.own:
+
+            def both() -> tuple[Said, tuple[Ready, Result]]:
+                ready = divide()
+                said, result = prepare(ready)
+                return said, (ready, result)
+
+            (ready, result), heard = self._meeting.heard(operation, both)
+            return ready, result, heard
+
+        def samples() -> tuple[Said, Ready]:
+            ready = divide()
+            content = digest("\n".join(sizes(ready)))  # compared below, within replicas
+            return Said((f"{len(ready)} microbatches of a replica", *self._said), dist.get_rank(), content), ready
+
+        ready, heard = self._meeting.heard(operation, samples)
+        if len({(replica, one.content) for replica, one in zip(self._replicas, heard)}) > len(set(self._replicas)):
+            texts = self._meeting.texts(OWN_SAMPLES, batches.told(ready))
+            self._meeting.began()  # if it is refused now, it is on every rank
+            ready = batches.completed(ready, texts, self._replicas, dist.get_rank())
+        result, heard = self._meeting.heard(OWN_SAMPLES, lambda: prepare(ready))
+        return ready, result, heard
+
+    def waits(self, ready: Ready, changed: bool) -> Said:
+        """Said by a rank without a program for its microbatches. changed: it had one, for the model as it was."""
+        value = float(UNSERVED)
+        if self.own:
+            return Said((CHANGED,) * changed, self._replica, value=value, shared=sizes(ready))
+        return Said((*sizes(ready), CHANGED if changed else "no program yet"), value=value)
+
+    def known(self, ready: Ready, said: Said, decides: Sequence[str], meets: Set[str]) -> Said:
+        """Said by a rank with one. said: what its runtime says; decides: what the microbatches decide; meets: what
+        meets in them (csc.driver.checking).
+        """
+        if not self.own:
+            return replace(said, signature=sizes(ready))
+        common = digest("\n".join((*said.signature, *decides))) & 0xFFFFFFFF
+        value = said.value + FLAGS * common
+        return replace(said, signature=(), shared=sizes(ready), value=value, meets=_meets(ready, meets))
+
+    def first(self, ready: Ready, said: Said, decides: Sequence[str], meets: Set[str]) -> Said:
+        """Said once all have one."""
+        if not self.own:
+            return replace(said, signature=sizes(ready))
+        signature = (*said.signature, *decides)
+        return replace(said, signature=signature, shared=sizes(ready), meets=_meets(ready, meets))
+
+    def served(self, heard: Sequence[Heard]) -> bool:
+        """Whether every rank has a program, and what replicas must have in common is so as far as anybody can tell."""
+        found = {int(one.value) // FLAGS for one in heard}
+        return len(found) == 1 and not any(int(one.value) & UNSERVED for one in heard)
+
+    def meets(self, heard: Sequence[Heard]) -> frozenset[str]:
+        """What meets in the step where ranks have samples of their own: the kinds of their shares, and whether the
+        sizes of these differ.
+        """
+        if not self.own:
+            return frozenset()
+        kinds = {f"replicas of kind {one.meets >> HALF}" for one in heard}
+        uneven = len({one.meets & LOW for one in heard}) > 1
+        return frozenset(kinds | {"replicas of other sizes"} if uneven else kinds)
+
+    def flags(self, heard: Sequence[Heard]) -> int:
+        """What any rank's trainer said."""
+        return reduce(or_, (int(one.value) % UNSERVED for one in heard), 0)
+
+    def of_all(self, ready: Ready) -> Ready:
+        """The microbatches of all replicas. All ranks call it, right after a meeting."""
+        return batches.of_all(self._meeting, self._replicas, ready) if self.own else ready
+
+
+def _meets(ready: Ready, meets: Set[str]) -> int:
+    """The kind of a replica's share in the upper half, its sizes in the lower."""
+    return (digest("\n".join(sorted(meets))) >> HALF << HALF) | (digest("\n".join(sizes(ready))) & LOW)
+
+
+# --- Microbatches of many widths, padded to a few: each size of microbatches is a program, and compiled once ---------
+#
+# Terms
+#   width      the length of the rows of token ids, which `attention_mask` and `labels` have, too
+#   padded     to the right: with a token that is no placeholder, the mask 0 and the label -100
+#   step       between widths: 8, and an eighth of the power of two below a width from 128 on (16, 32, ...): at most an
+#              eighth of the places are padding
+#   trial      of one microbatch: eager PyTorch's loss and gradients padded and not, with one token and with the
+#     batch's
+#              own in disorder: the same to rounding, as far as csc's check allows for it
+#
+#     widths = Widths(wanted, example_widths)       wanted: None, True, False or the widths, as `csc.compile` is told
+#     widths.padded(microbatch, trials) -> microbatch
+#     widths.untried(microbatches, trials) -> [(microbatch, width)]
+#     trials.learn(microbatch, width, answer)
+#     tried(model, microbatch, width, trainable) -> SAME, or why not             a trial
+#
+# Where nobody says anything, the example's widths stay as they are, and others are padded where the graph shows that
+# the loss is a mean over targets and that tokens are added up, never chosen by what they are (csc.analysis.tokens),
+# and where a trial of that width has gone well: padding is no target then, and what would read it would do so in each
+# batch. The rule looks at a microbatch alone: a run that is taken up pads as it did before.
+
+
+log = logging.getLogger("csc")
+
+IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # of which 0 is text
+COUNTING = ("tokens", "terms")  # of csc.runtime.specs.LossSpec: weights of losses that are means over targets
+IGNORED = -100  # the label that is none
+LEAST, PARTS = 8, 8  # the smallest step between widths, and how many there are to the next power of two
+SAME = ""
+
+
+Key = tuple[frozenset[str], int]  # the names of a microbatch's tensors, and a width
+
+
+@dataclass
+class Trials:
+    """Of a model as it is. answers: by entries and width, why it is not to be padded to that width, or SAME."""
+
+    answers: dict[Key, str] = field(default_factory=dict)
+
+    def learn(self, microbatch: Batch, width: int, answer: str) -> None:
+        """What a trial gave."""
+        self.answers[_entries(microbatch), width] = answer
+
+    def answer(self, microbatch: Batch, width: int) -> str | None:
+        """None: nobody has tried."""
+        return self.answers.get((_entries(microbatch), width))
+
+
+@dataclass(frozen=True)
+class Widths:
+    """wanted: as `csc.compile` is told; None: where a trial allows it."""
+
+    wanted: bool | tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Widths:
+        """InputError for what says no widths."""
+        if given is None or isinstance(given, bool):
+            return cls(given)
+        listed = list(given) if isinstance(given, (list, tuple, range)) else []
+        if not listed or not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in listed):
+            raise InputError(
+                f"widths is {shown(given)}", "compile",
+                "pass a list of widths such as [512, 1024, 2048], True for csc's own, False for none, or nothing",
+            )  # fmt: skip
+        return cls(tuple(sorted(set(listed))))
+
+    def target(self, microbatch: Batch, example: Set[int]) -> int | None:
+        """The width that a microbatch is to have; None: its own. example: the widths of the example."""
+        width = _width(microbatch)
+        if width is None or self.wanted is False:
+            return None
+        if isinstance(self.wanted, tuple):
+            found = next((one for one in self.wanted if one >= width), width)
+        elif self.wanted is None:
+            known = [one for one in example if width <= one <= rounded(width)]
+            found = min(known, default=rounded(width))
+        else:
+            found = rounded(width)
+        return found if found != width else None
+
+    def padded(self, microbatch: Batch, example: Set[int], trials: Trials, model: nn.Module) -> dict[str, Any]:
+        """A microbatch as programs are made for it. InputError: it is to be padded, and nobody knows with what."""
+        target = self.target(microbatch, example)
+        if target is None:
+            return dict(microbatch)
+        unknown = unfit(microbatch)
+        if self.wanted is not None and unknown:
+            raise InputError(
+                f"widths= pads microbatches, and this one cannot be: {unknown}", "batch",
+                "pad in the loader, and leave widths= out",
+            )  # fmt: skip
+        if unknown or (self.wanted is None and trials.answer(microbatch, target) != SAME):
+            return dict(microbatch)
+        return pad(microbatch, target, filling(microbatch, model)[0])
+
+    def untried(self, microbatches: Sequence[Batch], example: Set[int], trials: Trials) -> list[tuple[Batch, int]]:
+        """Microbatches, and widths, of which a trial would tell whether they may be padded so: one for each width."""
+        found: dict[Key, tuple[Batch, int]] = {}
+        for microbatch in microbatches if self.wanted is None else ():
+            target = self.target(microbatch, example)
+            if target is not None and not unfit(microbatch) and trials.answer(microbatch, target) is None:
+                found.setdefault((_entries(microbatch), target), (microbatch, target))
+        return list(found.values())
+
+
+def rounded(width: int) -> int:
+    """The width that one is padded to."""
+    step = max(LEAST, 2 ** (width.bit_length() - 1) // PARTS)
+    return -(-width // step) * step
+
+
+def widths_of(batch: Any) -> frozenset[int]:
+    """Of a batch, or of listed microbatches."""
+    listed = batch if isinstance(batch, (list, tuple)) else [batch]
+    return frozenset(width for one in listed if (width := _width(one)) is not None)
+
+
+def pad(microbatch: Batch, width: int, token: int) -> dict[str, Any]:
+    """A microbatch that is `unfit` for no reason, with rows of this width."""
+    values = {IDS: token, MASK: 0, LABELS: IGNORED} | dict.fromkeys(TOKEN_TYPES, 0)
+    more = width - microbatch[IDS].shape[1]
+    return {
+        name: nn.functional.pad(entry, (0, more), value=values[name]) if name in values else entry
+        for name, entry in microbatch.items()
+    }
+
+
+def unfit(microbatch: Batch) -> str:
+    """Why nobody knows how a microbatch is padded; "" if it is known."""
+    tensors = split_batch(microbatch)[0]
+    for name in (IDS, MASK, LABELS):
+        entry = tensors.get(name)
+        if entry is None or entry.dim() != 2 or entry.shape != tensors[IDS].shape or entry.is_floating_point():
+            return f"it takes {IDS}, {MASK} and {LABELS}, whole numbers by row and place"
+    width = tensors[IDS].shape[1]
+    for name, entry in tensors.items():
+        beside = name in TOKEN_TYPES and entry.shape == tensors[IDS].shape
+        if name not in (IDS, MASK, LABELS) and not beside and kind_of(name) is None and width in entry.shape[1:]:
+            return f"the entry {name!r} has a value for each token"
+    return ""
+
+
+def filling(microbatch: Batch, model: nn.Module) -> list[int]:
+    """Tokens to pad with, no placeholders: what pads the microbatch already, what the model's config names, any."""
+    ids, mask = microbatch[IDS], microbatch[MASK]
+    config = getattr(model, "config", None)
+    named = [getattr(one, "pad_token_id", None) for one in (config, getattr(config, "text_config", None))]
+    held = [] if ids.is_meta else [*ids[mask == 0][:1].tolist(), *(one for one in named if isinstance(one, int)), 0]
+    others = [] if ids.is_meta else ids.flatten().unique().tolist()
+    placeholders = set(token_ids(model).values())
+    return [token for token in dict.fromkeys([*held, *others]) if token >= 0 and token not in placeholders] or [0]
+
+
+def tried(model: nn.Module, microbatch: Batch, width: int, trainable: Set[str]) -> str:
+    """Whether padding to a width leaves eager PyTorch's loss and gradients as they are: SAME, or why not. trainable:
+    as csc.check.eager has it.
+    """
+    if too_much(model):
+        return too_much(model)
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in microbatch.values()):
+        return "the batch has no values here"
+    if any(parameter.dtype in IN_HALF for parameter in model.parameters()):
+        return "it computes in 16 bits, where a difference cannot be told from rounding"
+    tokens = filling(microbatch, model)
+    try:
+        right = Reference(model, microbatch, trainable, "auto")
+        step = right.step()
+        padded = pad(microbatch, width, tokens[0])
+        others = _disordered(padded, tokens, microbatch[IDS].shape[1])
+        found = [Reference(model, one, trainable, "auto").step() for one in (padded, others)]
+    except Exception as error:  # of the user's model: a table of positions may end
+        log.info("a trial with padding to %d failed: %s: %s", width, type(error).__name__, error)
+        return f"it fails then ({type(error).__name__})"
+    if not _same_bits(*found):
+        return "its loss or gradients depend on the token that it is padded with"
+    return SAME if all(_alike(right, step, one) for one in found) else "its loss or gradients are others then"
+
+
+def _disordered(padded: Batch, tokens: Sequence[int], width: int) -> dict[str, Any]:
+    """With any of the tokens from a width on."""
+    ids, other = padded[IDS].clone(), torch.Generator().manual_seed(0)
+    behind = ids[:, width:]
+    behind.copy_(torch.tensor(tokens)[torch.randint(len(tokens), behind.shape, generator=other)])
+    return {**padded, IDS: ids}
+
+
+def _same_bits(one: EagerStep, other: EagerStep) -> bool:
+    """What nothing reads is multiplied by 0: to the bit, where nothing is added up in an order of its own."""
+    exact = all(gradient.is_cpu for gradient in one.gradients.values())
+    return one.loss == other.loss and (
+        not exact or all(torch.equal(gradient, other.gradients[name]) for name, gradient in one.gradients.items())
+    )
+
+
+def _alike(eager: Reference, right: EagerStep, found: EagerStep) -> bool:
+    """Whether two steps are the same to rounding, in float32."""
+
+    def rounding() -> Mapping[str, float]:
+        if eager.in_half():
+            return dict.fromkeys([LOSS, *right.gradients], 0.0)
+        return eager.moved(right, torch.finfo(torch.float32).eps / 2)
+
+    drawn = right.unknown | found.unknown
+    return not drawn and judge(right, found.loss, found.gradients, [EXACT], rounding).good
+
+
+def _width(microbatch: Batch) -> int | None:
+    ids = microbatch.get(IDS) if hasattr(microbatch, "get") else None
+    return ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
+
+
+def _entries(microbatch: Batch) -> frozenset[str]:
+    return frozenset(name for name, value in microbatch.items() if isinstance(value, torch.Tensor))
