@@ -29,7 +29,7 @@ from benchmarks.gpu.model import DEVICE, Batch, on_device
 from benchmarks.step_time.cases import Case
 from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED, Step, difference, result, turn
 from csc import devices
-from csc.reports.memory_forecast import memory_forecast
+from csc.reports.forecast import memory_forecast
 from csc.runtime.graphed_stage import MET
 
 RECORDED, AUTOTUNED = ", recorded", ", max-autotune"

@@ -6,7 +6,7 @@ Terms
             more that the runtimes of all ranks together leave the cores idle but for a part BUSY: many ranks share few
             cores here, and one that has to wait for a core is late, which no rank with cores of its own is
   host      what csc's runtime takes for an action and at each end of a message, measured on as many such ranks, with
-            messages of the case's size, before anything of the case is run (csc.reports.host_time); predictions count
+            messages of the case's size, before anything of the case is run (csc.reports.part_times); predictions count
             it, torch's too, whose runtime takes its own. Plans are made for the modelled hardware, without it
   run       a runtime, a split and a schedule on a case
 
@@ -42,7 +42,7 @@ from csc.planning.partition_bound import shared_lower_bound
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, pipeline
 from csc.planning.schedules import SCHEDULES
-from csc.reports.host_time import HostTime
+from csc.reports.part_times import HostTime
 from csc.simulation.pipeline import Link, Network, Pipeline, hosted, peak_memory, slower, to_json
 from csc.simulation.simulate import makespan
 

@@ -26,7 +26,7 @@ from torch import multiprocessing
 from benchmarks.pipeline.torch_emulated import Span, prepare
 from benchmarks.pipeline.torch_gradients import check
 from csc.ir.schedule import parse
-from csc.reports import host_time
+from csc.reports import part_times
 from csc.reports.wire_profile import SIZES, fastest, there_and_back, wire
 from csc.runtime.c10d import Distributed
 from csc.runtime.emulated import emulated, run
@@ -119,13 +119,13 @@ def _host(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """What csc's runtime takes for an action and for an end of a message, and what of that and of all else the process
     computes, of a processor, for each of these: the median of the ranks.
     """
-    program = host_time.calibration(ranks, job["size"], job["wait"])
+    program = part_times.calibration(ranks, job["size"], job["wait"])
     transport = Distributed(program.program, CPU, TIMEOUT.total_seconds())
     first = run(program, transport)
     start = time.process_time()
-    steps = run(program, transport, host_time.STEPS - 1)
+    steps = run(program, transport, part_times.STEPS - 1)
     processor = (time.process_time() - start) / sum(len(traces[rank]) for traces in steps)
-    taken = host_time.taken(program, [traces[rank] for traces in [*first, *steps]])
+    taken = part_times.taken(program, [traces[rank] for traces in [*first, *steps]])
     own = torch.tensor([*taken, processor], dtype=torch.float64)
     rows = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(rows, own)

@@ -30,7 +30,7 @@ def data(
     """How long samples are, what dividing them by their costs gains (csc.balanced), and which sizes are compiled."""
     from csc.balance.sample_costs import of_file
     from csc.reports.data import of_lengths
-    from csc.reports.data_page import page as page_of
+    from csc.reports.data import page as page_of
 
     with opening as compiled:
         found = of_lengths(compiled, of_file(lengths), batch_size, multiple, packed, steps)

@@ -31,8 +31,7 @@ def explain(
     from csc.analysis.explain import explain as rows_of
     from csc.analysis.unfit_parts import unfit_parts
     from csc.passes.pipeline_problem import limit, problem
-    from csc.reports.forecast import devices_of
-    from csc.reports.memory_forecast import memory_forecast
+    from csc.reports.forecast import devices_of, memory_forecast
 
     with opening as compiled:
         program, options = compiled.program, compiled.options

@@ -15,7 +15,7 @@ from csc.simulation.idle import CAUSES
 from csc.simulation.page import unit
 
 if TYPE_CHECKING:
-    from csc.reports.limits import Limits
+    from csc.reports.forecast import Limits
 
 MOST = 3  # ranks of the longest path that are named
 LEAST = 1e-3  # of the step: a shorter idle time of the busiest rank is not named

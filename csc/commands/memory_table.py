@@ -13,7 +13,7 @@ from csc.commands.rows import Column, Rows
 from csc.simulation.page import bytes_text
 
 if TYPE_CHECKING:
-    from csc.reports.memory_forecast import RankMemory
+    from csc.reports.forecast import RankMemory
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "working", "messages")
 OPTIONAL = {"messages": 6, "working": 5, "gradients": 4, "recorded": 3, "parameters": 2, "optimizer": 1}

@@ -70,8 +70,7 @@ def plan(
         return
     from csc.driver.mesh_choice import choose
     from csc.reports.advice import advice
-    from csc.reports.forecast import forecast
-    from csc.reports.memory_forecast import memory_forecast
+    from csc.reports.forecast import forecast, memory_forecast
 
     if ranks is not None:
         with opening as compiled:
@@ -112,7 +111,7 @@ def _refuse_both(ranks: int | None) -> None:
 def _for_lengths(compiled: Any, file: Path, *asked: Any) -> Any:
     """The plan for the lengths in a file."""
     from csc.balance.sample_costs import of_file
-    from csc.reports.lengths_plan import LengthsRequest, plan_for_lengths
+    from csc.reports.data import LengthsRequest, plan_for_lengths
 
     return plan_for_lengths(compiled, of_file(file), LengthsRequest(*asked), compiled.inspected.progress)
 

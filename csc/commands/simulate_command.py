@@ -45,8 +45,7 @@ def simulate(
     debug: DebugOption = False,
 ) -> None:
     """What the plan will take: makespan, bubble and memory by rank, the lower bound, and a frozen-agnostic baseline."""
-    from csc.reports.forecast import forecast
-    from csc.reports.memory_forecast import memory_forecast
+    from csc.reports.forecast import forecast, memory_forecast
     from csc.simulation.simulate import J3
 
     with opening as compiled:

@@ -1,39 +1,169 @@
-"""What `csc simulate` and `csc timeline` show: a plan before it runs, and timelines beside each other.
-
-Terms
-  baseline   the split that most people make by hand: stages of equal forward time in order of execution, whatever is
-             frozen, under a schedule of one's choice
-
-    forecast(compiled, baseline="1f1b") -> Forecast
-    read(path) -> Timeline                  a timeline file, or what the plan of a compiled program expects
-    comparison(timelines) -> [row]          each against the first
-    cost_note(sources, timelines) -> str    what to do where a measured one is far from its plan
-"""
+"""A plan before it runs: what limits it, what each rank will hold, and timelines beside each other."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from csc.analysis.costs import stored_dtypes, variant_cost
 from csc.driver.compiled import CompiledModel
 from csc.errors import InputError
+from csc.ir.groups import Group
 from csc.ir.program import Options, Program
-from csc.ir.schedule import PARTS
-from csc.passes.pipeline_problem import problem
+from csc.ir.schedule import PARTS, Schedule
+from csc.passes.pipeline_problem import problem, recorded
 from csc.passes.step_end import StepEnd, step_ends
 from csc.planning.partition import balance
+from csc.planning.partition_bound import lower_bound, shared_lower_bound
 from csc.planning.plan import plan
 from csc.planning.problem import Problem
-from csc.reports.limits import Limits, limits
 from csc.runtime.loaded_program import load
+from csc.simulation.idle import CAUSES, Causes, idle, longest_path
+from csc.simulation.idle import Path as LongestPath
 from csc.simulation.page import bytes_text
+from csc.simulation.pipeline import Pipeline, peak_memory, states
 from csc.simulation.pipeline import from_json as read_pipeline
+from csc.simulation.pipeline import peaks as peaks_of_run
 from csc.simulation.simulate import Jitter, simulate
 from csc.simulation.timeline import Timeline, from_json
+
+# --- What limits a planned step: the lower bound and what it comes from, the busiest rank, idle seconds by cause -----
+#
+# Terms: causes as in csc.simulation.idle. The *busiest* rank is the one with the most work: the step is its work and
+# the seconds in which it is idle. The *longest path* is what the end of the step waited for (csc.simulation.idle).
+
+
+@dataclass(frozen=True)
+class Limits:
+    """term: which part of the lower bound is the largest, in words. work: seconds of each rank. idle: of each rank."""
+
+    term: str
+    makespan: float
+    work: tuple[float, ...]
+    idle: tuple[Causes, ...]
+    path: LongestPath
+
+    @property
+    def busiest(self) -> int:
+        """The rank with the most work; the first of several."""
+        return max(range(len(self.work)), key=lambda rank: self.work[rank])
+
+    @property
+    def causes(self) -> Causes:
+        """Seconds of all ranks by cause."""
+        return {cause: sum(one[cause] for one in self.idle) for cause in CAUSES}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "bound_term": self.term,
+            "busiest_rank": self.busiest,
+            "longest_path": {
+                "work": dict(sorted(self.path.work.items())),
+                "messages": self.path.messages,
+                "gathers": self.path.gathers,
+            },
+            "idle": [
+                {"rank": rank, "work": work, "causes": dict(one)}
+                for rank, (work, one) in enumerate(zip(self.work, self.idle))
+            ],
+        }
+
+
+def limits(
+    problem: Problem, pipeline: Pipeline, schedule: Schedule, timeline: Timeline, several: bool
+) -> Limits:  # fmt: skip
+    """Of a run that the simulator made of the schedule. several: a rank runs several stages, for which another bound
+    holds.
+    """
+    limits = problem.limits
+    memory = (limits,) * problem.ranks if isinstance(limits, (int, float)) else limits
+    return Limits(
+        term=(shared_lower_bound if several else lower_bound)(problem).term,
+        makespan=timeline.makespan,
+        work=timeline.busy,
+        idle=tuple(idle(pipeline, schedule, timeline, memory)),
+        path=longest_path(schedule, timeline),
+    )
+
+
+# --- What each pipeline rank will hold at its fullest moment, by kind, before anything runs --------------------------
+#
+# Terms: sizes are bytes of one rank, as the plan accounts for them (csc.analysis.costs, csc.simulation.pipeline).
+# Ranks of one pipeline position hold the same.
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """parameters, gradients, optimizer: there for the whole step; the optimizer's are AdamW's two moments.
+    activations: the most that microbatches in flight keep for their backward, with what is gathered meanwhile (zero=3).
+    working: what one region takes while it runs, what it computes again included. messages: the most that wait here for
+    their turn, or to be sent, at once. recorded: what cuda_graphs holds besides.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+    messages: int
+    recorded: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it at one moment, which is the most that there can be."""
+        return sum(value for name, value in asdict(self).items() if name != "rank")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "total": self.total}
+
+
+def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
+    """Of a planned Program; empty without a plan."""
+    if program.plan is None or program.schedule is None:
+        return []
+    pipeline = read_pipeline(program.plan.pipeline)
+    schedule = program.schedule
+    peaks, held = peak_memory(pipeline, schedule), states(pipeline, schedule)
+    waiting = [most - peak for most, peak in zip(peaks_of_run(pipeline, schedule, simulate(pipeline, schedule)), peaks)]
+    stored = stored_dtypes(program)
+    costs = {name: variant_cost(v, False, stored[name]) for name, v in program.variants.items()}
+    ranks = math.prod(options.mesh.sizes(Group.DATA))
+    variant, besides = {region.name: region.variant for region in program.regions}, recorded(program, options)
+    found = []
+    for rank in range(options.mesh.pp):
+        stages = [stage for stage in program.stages if stage.rank == rank]
+        own = [costs[variant[name]] for stage in stages for name in stage.regions]
+        replicas = ranks // options.mesh.sharers(rank)
+        parameters, gradients, optimizer = (
+            sum(size) for size in zip(*(one.held(options.zero, replicas) for one in own))
+        )
+        here = {stage.index for stage in stages}
+        found.append(
+            RankMemory(
+                rank,
+                parameters=parameters,
+                gradients=gradients,
+                optimizer=optimizer,
+                activations=round(peaks[rank] - held[rank]),
+                working=round(max(pipeline.stages[stage].working for stage in here)),
+                messages=round(waiting[rank]),
+                recorded=sum(besides[variant[name]] for stage in stages for name in stage.regions),
+            )
+        )
+    return found
+
+
+# --- What `csc simulate` and `csc timeline` show: a plan before it runs, and timelines beside each other -------------
+#
+# Terms
+#   baseline   the split that most people make by hand: stages of equal forward time in order of execution, whatever is
+#              frozen, under a schedule of one's choice
+
 
 FAR = 1.5  # a measured makespan over the plan's, or the plan's over it, that calls for a remedy
 

@@ -1,30 +1,145 @@
-"""What F, B and W of every template variant take, measured over whole steps of one microbatch in this process.
-
-A step runs every region of the model, so parts are timed with the values, the memory and the caches of real training.
-
-    measure(program, model, batch, seconds, fuse) -> {variant: (F, B, W)}
-    whole_step(program, model, batch, fuse) -> step       step(call): calls what `call` is given for every part in order
-"""
+"""What F, B and W of every template variant take on the device at hand: their functions, called and timed."""
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from csc import devices
 from csc.cache.inductor_folder import inductor_folder
 from csc.cache.store import store
 from csc.capture.batch import device_of
+from csc.ir import graph as g
 from csc.ir.groups import LOSS_WEIGHTS
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
 from csc.passes.dropout import SEED
-from csc.reports.part_functions import PartFunction, Role, part_function
+from csc.planning.schedules import SCHEDULES
 from csc.runtime.compile_pool import FunctionFolder
+from csc.runtime.compiled_function import layouts_of, structure_of
+from csc.runtime.emulated import Emulated, emulated
+from csc.runtime.executor import Timed
+from csc.simulation.pipeline import Pipeline, StageWork
+
+# --- What the runtime itself takes of a rank's time, measured on emulated ranks that send each other small ... -------
+#
+# Terms
+#   action     what an F, B or W takes besides its kernels: finding what it needs, handing on what it made
+#   handling   what a message takes at each of its ends: a SEND, or a RECV that waits for nothing with its posting
+#
+# A rank sleeps before each action as it does in an emulated run: code that has not run for milliseconds is slower than
+# a loop. With messages of a megabyte an end takes .15 ms after waits of 2 ms, .25 to .3 after 12. Medians count, as
+# what else the machine does only ever adds.
+
+
+CHUNKS, MICROBATCHES, STEPS = 4, 16, 3
+WAIT, SIZE = 2e-3, 65536.0  # by default; a message's bytes are copied to the socket by its sender
+
+
+class HostTime(NamedTuple):
+    """Seconds; see the module's terms."""
+
+    action: float
+    handling: float
+
+
+def calibration(ranks: int, size: float = SIZE, wait: float = WAIT) -> Emulated:
+    """Interleaved 1F1B, stages in turns around the ranks. size: bytes of a message; wait: seconds of each action."""
+    count = ranks * CHUNKS
+    channels = [("F", s, s + 1) for s in range(count - 1)] + [("B", s + 1, s) for s in range(count - 1)]
+    numbers = Pipeline((StageWork(wait, wait, wait),) * count, dict.fromkeys(channels, size))
+    home = tuple(s % ranks for s in range(count))
+    return emulated(numbers, SCHEDULES["interleaved-1f1b"](numbers, home, MICROBATCHES))
+
+
+def taken(program: Emulated, steps: Sequence[Sequence[Timed]]) -> HostTime:
+    """steps: what one rank did, step by step. A RECV that had to wait is no measure of its own work; of all of them the
+    lower quarter had not. Receives are posted ahead of the action during which they come.
+    """
+    spent: dict[str, list[float]] = {"compute": [], "SEND": [], "RECV": []}
+    ahead: dict[bool, list[float]] = {True: [], False: []}
+    for trace in steps[1:]:
+        for event in trace:
+            kind, seconds = event.action.kind, event.end - event.start
+            if event.action.computes:
+                spent["compute"].append(seconds - program.pipeline.stages[event.action.stage].seconds(kind))
+            elif kind in spent:
+                spent[kind].append(seconds)
+        for one, other in pairwise(trace):
+            ahead[other.action.computes].append(other.start - one.end)
+    between = statistics.median(ahead[False])
+    action = max(0.0, statistics.median(spent["compute"])) + between
+    if not spent["SEND"]:
+        return HostTime(action, 0.0)
+    posting = max(0.0, statistics.median(ahead[True]) - between) * len(spent["compute"]) / len(spent["RECV"])
+    receive = statistics.quantiles(spent["RECV"], n=4)[0] + posting
+    return HostTime(action, (statistics.median(spent["SEND"]) + receive) / 2 + between)
+
+
+# --- F, B and W of a variant as Python, called with tensors by role; compiled by Inductor, if that is how ... --------
+
+
+log = logging.getLogger("csc")
+Role = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class PartFunction:
+    """roles: of what it is called with."""
+
+    call: Callable[..., Any]
+    roles: tuple[Role, ...]
+
+
+def part_function(graph: fx.Graph | None, folder: FunctionFolder | None = None) -> PartFunction | None:
+    """Of a graph; None without one."""
+    if graph is None:
+        return None
+    module = fx.GraphModule(nn.Module(), graph)
+    call = module.forward if folder is None else _Compiled(module.forward, module.code, folder)
+    return PartFunction(call, tuple(node.meta["role"] for node in g.placeholders(graph)))
+
+
+@dataclass
+class _Compiled:
+    """A function that is compiled for the layouts that it is called with; what Inductor refuses runs as it is."""
+
+    plain: Callable[..., Any]
+    text: str
+    folder: FunctionFolder
+    known: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        layouts = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
+        if layouts not in self.known:
+            self.known[layouts] = self._made(tensors)
+        made = self.known[layouts]
+        return self.plain(*tensors) if made is None else made(tensors)
+
+    def _made(self, tensors: tuple[torch.Tensor, ...]) -> Callable[..., Any] | None:
+        from csc.runtime.compiled_function import KeptFunction  # which imports what only compilers need
+
+        kept = KeptFunction("profiled", self.text, structure_of(tensors), layouts_of(tensors), self.folder.path)
+        try:
+            return kept.made(self.plain, tensors)[0]
+        except Exception as error:  # of the compiler, of whatever kind
+            reason = str(error).strip().partition("\n")[0]
+            log.warning("profile: a function runs as it is: %s: %s", type(error).__name__, reason)
+            return None
+
+
+# --- What F, B and W of every template variant take, measured over whole steps of one microbatch in this process -----
+#
+# A step runs every region of the model, so parts are timed with the values, the memory and the caches of real
+# training.
+
 
 Seconds = tuple[float, float, float]
 Call = Callable[[tuple[str, int], PartFunction, Mapping[Role, torch.Tensor]], Any]

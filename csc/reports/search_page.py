@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from csc.model_search.result import PairRow, SearchResult
 from csc.model_search.strategies import LEAST
-from csc.reports.data_page import POLICY, STYLE, table
+from csc.reports.data import POLICY, STYLE, table
 from csc.simulation.page import BASE, LIMIT, bytes_text, seconds_text
 
 WIDTH, HEIGHT, LEFT, RIGHT, FOOT = 720, 320, 100, 12, 34

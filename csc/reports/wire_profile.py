@@ -2,7 +2,7 @@
 
 Terms
   message   from one process to another, as pipeline ranks send them; collective: everyone gives everyone a part
-  host      what the runtime does for an F, B or W and at each end of a message (csc.reports.host_time)
+  host      what the runtime does for an F, B or W and at each end of a message (csc.reports.part_times)
 
     measure(device) -> WireTimes                    processes of their own, over gloo, or on two GPUs
     fastest(there_and_back(rank, size, device), device), wire(times, sizes)            for processes that there are
@@ -31,7 +31,7 @@ from csc import devices
 from csc.analysis.hardware import Wire
 from csc.errors import CscError
 from csc.installation import own_process
-from csc.reports import host_time
+from csc.reports import part_times
 from csc.runtime.c10d import Distributed
 from csc.runtime.emulated import run
 
@@ -48,7 +48,7 @@ class WireTimes:
 
     message: Wire | None
     collective: Wire | None
-    host: host_time.HostTime | None = None
+    host: part_times.HostTime | None = None
 
 
 def measure(device: torch.device) -> WireTimes:
@@ -75,7 +75,7 @@ def measure(device: torch.device) -> WireTimes:
             if process.returncode:
                 raise _failed(text.strip().splitlines()[-1] if text.strip() else "they end without a word")
         found = json.loads(Path(name, "wires.json").read_text())
-    host = host_time.HostTime(*found["host"]) if found["host"] is not None else None
+    host = part_times.HostTime(*found["host"]) if found["host"] is not None else None
     return WireTimes(Wire(*found["message"]), Wire(*found["collective"]), host)
 
 
@@ -110,10 +110,10 @@ def _rank(rank: int, folder: Path, kind: str) -> None:
     dist.destroy_process_group()
 
 
-def _host(rank: int, device: torch.device) -> host_time.HostTime:
-    program = host_time.calibration(2)
-    steps = run(program, Distributed(program.program, device, LIMIT), host_time.STEPS)
-    return host_time.taken(program, [traces[rank] for traces in steps])
+def _host(rank: int, device: torch.device) -> part_times.HostTime:
+    program = part_times.calibration(2)
+    steps = run(program, Distributed(program.program, device, LIMIT), part_times.STEPS)
+    return part_times.taken(program, [traces[rank] for traces in steps])
 
 
 def wire(times: list[float], sizes: tuple[int, int]) -> Wire:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from csc.reports.data import DataReport, Histogram
-from csc.reports.data_page import page
+from csc.reports.data import DataReport, Histogram, page
 
 
 class Tags(HTMLParser):

@@ -16,8 +16,7 @@ import csc
 from csc.balance.loader import Decider
 from csc.balance.sample_costs import Lengths, of_problems
 from csc.commands.main import app
-from csc.reports.data import probes
-from csc.reports.lengths_plan import LengthsPlan, LengthsRequest, plan_for_lengths
+from csc.reports.data import LengthsPlan, LengthsRequest, plan_for_lengths, probes
 from tests.answers import asked_once
 from tests.compiler import small
 
@@ -123,7 +122,7 @@ text = csc.compile(small.text(2), mesh="pp=2", example=small.text_batch(4, 16), 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As JSON, and as a table of the same plan."""
-    asked_once(monkeypatch, "csc.reports.lengths_plan.plan_for_lengths", plan_for_lengths)
+    asked_once(monkeypatch, "csc.reports.data.plan_for_lengths", plan_for_lengths)
     (tmp_path / "model.py").write_text(MODEL)
     np.savez(tmp_path / "lengths.npz", tokens=table().tokens)
     command = ["plan", f"{tmp_path}/model.py:text", "--lengths", f"{tmp_path}/lengths.npz", "--multiple", "8"]

@@ -8,8 +8,7 @@ import csc
 from csc import devices
 from csc.commands.memory_table import memory_table
 from csc.driver.steps import beside
-from csc.reports.forecast import forecast
-from csc.reports.memory_forecast import RankMemory, memory_forecast
+from csc.reports.forecast import RankMemory, forecast, memory_forecast
 from tests.models import hf
 
 

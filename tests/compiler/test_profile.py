@@ -21,10 +21,8 @@ from csc.errors import CscError, InputError
 from csc.ir.program import Options
 from csc.ir.schedule import Action
 from csc.reports import wire_profile
-from csc.reports.host_time import calibration, taken
-from csc.reports.part_times import measure
-from csc.reports.profiling import profile, profile_of
-from csc.reports.roofline_fit import Part, fit
+from csc.reports.part_times import calibration, measure, taken
+from csc.reports.profiling import Part, fit, profile, profile_of
 from csc.reports.varied_sizes import sampler
 from csc.runtime.executor import Timed
 from tests.compiler import small

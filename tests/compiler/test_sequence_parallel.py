@@ -11,7 +11,7 @@ import pytest
 import csc
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.reports.memory_forecast import memory_forecast
+from csc.reports.forecast import memory_forecast
 from csc.reports.verification import verify
 from tests import launching
 from tests.compiler import tensor_worker

@@ -12,7 +12,7 @@ import torch
 
 from csc.errors import InputError
 from csc.ir.schedule import Action, parse
-from csc.reports.clock_profile import clock_profile, spread
+from csc.reports.profiling import clock_profile, spread
 from csc.runtime.clocks import ClockSetter, clock_setter, clocks_document, read_clocks
 
 SCHEDULE = parse("# small\nrank 0: F 0 0 | B 0 0 | W 0 0 | REDUCE\nrank 1: F 1 0 | BW 1 0 | REDUCE")
@@ -149,7 +149,7 @@ class FakeGpu:
 def test_clocks_are_measured_and_given_back(monkeypatch) -> None:
     gpu = FakeGpu()
     time = SimpleNamespace(perf_counter=lambda: gpu.now, sleep=gpu.pass_time)
-    monkeypatch.setattr("csc.reports.clock_profile.time", time)
+    monkeypatch.setattr("csc.reports.profiling.time", time)
 
     def run(measure) -> None:
         measure("F", 3, gpu.work)
