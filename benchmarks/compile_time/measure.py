@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compile_time.models import MESHES, MICROBATCHES, batch, model
-from csc.commands.timings import peak_memory
+from csc.commands.tables import peak_memory
 
 CSC = "csc"
 

@@ -28,7 +28,7 @@ from torch import nn
 import csc
 from benchmarks.step_time.cases import Case
 from benchmarks.step_time.models import build
-from csc.commands.timings import peak_memory
+from csc.commands.tables import peak_memory
 
 EAGER, COMPILE, CSC, FUSED = "eager", "torch.compile", "csc", "csc fused"
 WHOLE = "csc, whole logits"  # of cases in which csc would not make them whole

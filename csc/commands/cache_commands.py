@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from csc.commands.printing import DebugOption, JsonOption, console, print_json
+from csc.commands.printing import Column, DebugOption, JsonOption, console, print_json
 from csc.commands.printing import table as folding
-from csc.commands.rows import Column
 
 app = typer.Typer(no_args_is_help=True, help="What was compiled before and is kept: list it, clear it.")
 

@@ -14,9 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.progress import shown
-from csc.commands.rows import Column
+from csc.commands.printing import Column, DebugOption, JsonOption, console, print_json, shown, table
 
 if TYPE_CHECKING:
     from csc.checkpoints.files import StepIndex

@@ -27,7 +27,7 @@ def cost(
 ) -> None:
     """FLOPs, bytes and, with --hardware, seconds of F, B and W of one microbatch, by component and region."""
     from csc.analysis.hardware import hardware
-    from csc.commands.cost_tables import cost_tables
+    from csc.commands.tables import cost_tables
     from csc.reports.cost_report import report
 
     with opening as compiled:
@@ -64,7 +64,7 @@ def profile(
     debug: DebugOption = False,
 ) -> None:
     """Measure F, B and W of every template on the device at hand, fit the cost model to them, report its error."""
-    from csc.commands.cost_tables import profile_summary, profile_table
+    from csc.commands.tables import profile_summary, profile_table
     from csc.reports.profiling import profile as measured
 
     with opening as compiled:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from csc.commands.lengths_options import LENGTHS, BatchSizeOption, MultipleOption, PackedOption
-from csc.commands.model_options import Opening, on_target
+from csc.commands.model_options import LENGTHS, BatchSizeOption, MultipleOption, Opening, PackedOption, on_target
 from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
 from csc.simulation.page import seconds_text
 

@@ -10,8 +10,7 @@ import typer
 from rich.markup import escape
 
 from csc.commands.model_options import Opening, PipelineOption, on_target, over
-from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.rows import Column
+from csc.commands.printing import Column, DebugOption, JsonOption, console, print_json, table
 from csc.simulation.page import bytes_text, seconds_text
 
 if TYPE_CHECKING:

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from csc.commands.fused_table import NONE_YET, fused_functions, fused_table
-from csc.commands.memory_table import memory_table
 from csc.commands.model_options import Opening, on_target
-from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.rows import Column, Rows
-from csc.commands.unfit_table import unfit_table
+from csc.commands.printing import Column, DebugOption, JsonOption, Rows, console, print_json, table
+from csc.commands.tables import NONE_YET, fused_functions, fused_table, memory_table, unfit_table
 
 if TYPE_CHECKING:
     from csc.driver.compiled import CompiledModel

@@ -22,15 +22,13 @@ from csc.commands.cost_commands import cost, profile
 from csc.commands.data_command import data
 from csc.commands.energy_command import energy
 from csc.commands.explain_command import explain
-from csc.commands.fused_table import NONE_YET, fused_functions, fused_table
 from csc.commands.mask_command import mask
 from csc.commands.model_options import Opening, on_target
 from csc.commands.plan_command import plan
-from csc.commands.printing import DebugOption, JsonOption, console, print_json, print_text, table
-from csc.commands.rows import Column
+from csc.commands.printing import Column, DebugOption, JsonOption, console, print_json, print_text, table
 from csc.commands.search_command import search
 from csc.commands.simulate_command import simulate, timeline
-from csc.commands.timings import compile_times, timings_table
+from csc.commands.tables import NONE_YET, compile_times, fused_functions, fused_table, timings_table
 from csc.commands.verify_command import verify
 from csc.errors import CscError
 

@@ -1,13 +1,4 @@
-"""The options that every command on a model takes: what to compile, and how.
-
-    @app.command()
-    @on_target
-    def explain(opening: Opening, json_output: JsonOption = False) -> None:
-        with opening as compiled: ...
-
-The command line gets TARGET and the options below; the command gets a context manager that yields the CompiledModel
-and shows progress for as long as it is open. Until then what is printed goes to stderr: results are printed behind it.
-"""
+"""The options that every command on a model takes: what to compile, and how."""
 
 from __future__ import annotations
 
@@ -18,12 +9,36 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from csc.commands.progress import shown
+from csc.commands.printing import shown
+
+# --- What commands take that look at the lengths of samples ----------------------------------------------------------
+
+
+LENGTHS = "an .npz with a column `tokens`, and one for each kind of units"
+
+LengthsOption = Annotated[Path | None, typer.Option("--lengths", help=f"plan for samples like these: {LENGTHS}")]
+BatchSizeOption = Annotated[int, typer.Option("--batch-size", min=1, help="samples of a step, of all replicas")]
+MultipleOption = Annotated[int, typer.Option("--multiple", min=1, help="widths of rows are multiples of it")]
+PackedOption = Annotated[bool, typer.Option("--packed/--padded", help="samples in one row, or a row for each")]
+
+
+# --- The options that every command on a model takes: what to compile, and how ---------------------------------------
+#
+#     @app.command()
+#     @on_target
+#     def explain(opening: Opening, json_output: JsonOption = False) -> None:
+#         with opening as compiled: ...
+#
+# The command line gets TARGET and the options below; the command gets a context manager that yields the CompiledModel
+# and shows progress for as long as it is open. Until then what is printed goes to stderr: results are printed behind
+# it.
+
 
 Opening = AbstractContextManager[Any]  # of a csc.CompiledModel, whose import takes seconds
 Command = Callable[..., Any]

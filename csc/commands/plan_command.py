@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from csc.commands.forecast_table import bound_text, step_text
-from csc.commands.lengths_options import BatchSizeOption, LengthsOption, MultipleOption, PackedOption
-from csc.commands.lengths_plan_table import show_lengths_plan
-from csc.commands.limits_table import show_limits
-from csc.commands.memory_table import memory_table
-from csc.commands.mesh_table import show_meshes
-from csc.commands.model_options import Opening, PipelineOption, on_target, over
-from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.rows import Column, Rows
-from csc.commands.timeline_files import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
+from csc.commands.model_options import (
+    BatchSizeOption,
+    LengthsOption,
+    MultipleOption,
+    Opening,
+    PackedOption,
+    PipelineOption,
+    on_target,
+    over,
+)
+from csc.commands.printing import Column, DebugOption, JsonOption, Rows, console, print_json, table
+from csc.commands.simulate_command import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
+from csc.commands.tables import bound_text, memory_table, show_lengths_plan, show_limits, show_meshes, step_text
 from csc.driver.mesh_candidates import SECONDS
 from csc.errors import InputError
 from csc.simulation.page import bytes_text, seconds_text

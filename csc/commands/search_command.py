@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
-from csc.commands.rows import Column
+from csc.commands.printing import Column, DebugOption, JsonOption, console, print_json, table
 from csc.errors import InputError
 
 NAME = "search"

@@ -42,8 +42,8 @@ import csc
 from csc import cores
 from csc.analysis.explain import explain
 from csc.commands.explain_command import explain_table
-from csc.commands.forecast_table import step_text
 from csc.commands.simulate_command import timeline
+from csc.commands.tables import step_text
 from csc.reports.forecast import forecast
 from csc.reports.verification import verify
 

@@ -35,7 +35,7 @@ from csc.analysis.costs import (
 from csc.analysis.hardware import hardware
 from csc.capture.trace.traced_model import loss_of
 from csc.commands import main as cli
-from csc.commands.cost_tables import cost_tables
+from csc.commands.tables import cost_tables
 from csc.driver.compiled import CompiledModel
 from csc.driver.new_model import compiled_model
 from csc.ir.program import Options, Program

@@ -6,7 +6,7 @@ import pytest
 
 import csc
 from csc import devices
-from csc.commands.memory_table import memory_table
+from csc.commands.tables import memory_table
 from csc.driver.steps import beside
 from csc.reports.forecast import RankMemory, forecast, memory_forecast
 from tests.models import hf

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from csc.commands.fused_table import fused_table
+from csc.commands.tables import fused_table
 from csc.runtime import fusing
 from csc.runtime.fusing import (
     AS_IT_IS,

@@ -13,9 +13,7 @@ import pytest
 from rich.console import Console
 
 from csc.commands.plan_command import faster_sentences
-from csc.commands.printing import print_json, table
-from csc.commands.progress import shown
-from csc.commands.rows import Column
+from csc.commands.printing import Column, print_json, shown, table
 from csc.reports.advice import Row
 
 NAME = "model.language_model.layers.11.self_attn.q_proj.lora_A.default.weight"
