@@ -531,7 +531,10 @@ def _arguments(kept: KeptTables) -> list[str]:
 
 
 def _common_source(graph: fx.Graph, own: _Common, kept: Sequence[KeptTables], common: Sequence[_Common]) -> str:
-    called = [*_given(kept, own.readers), *(one for one in _given(common, own.readers) if one is not own)]
+    called: list[_Common | KeptTables] = [
+        *_given(kept, own.readers),
+        *(one for one in _given(common, own.readers) if one is not own),
+    ]
     part, names, given = _tables_start(graph, own.results, called)
     lines = wrapped(f"def {own.name}(", ["batch", "constants", *given], "):", indent=0)
     lines.append(f'    """What {len(own.readers)} of the functions below need."""')
@@ -554,7 +557,7 @@ def _function(
     for one_kept in before:
         lines += _taken(one_kept, _arguments(one_kept))
     for at, function in enumerate(called):
-        others = [*_given(kept, function.readers), *_given(called[:at], function.readers)]
+        others: list[_Common | KeptTables] = [*_given(kept, function.readers), *_given(called[:at], function.readers)]
         _, _, given = _tables_start(graph, function.results, others)
         lines += _taken(function, ["batch", "constants", *given])
     lines += body(part, names)

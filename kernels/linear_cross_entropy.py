@@ -229,7 +229,8 @@ class _Sweep:
 
 # --- A head and its cross entropy in chunks of tokens: the logits are never whole, nor are their gradients -----------
 #
-# Terms, and what is given: see csc.kernels.linear_cross_entropy. Pass `prune` narrows `output_mask`, so a frozen head has no
+# Terms, and what is given: see csc.kernels.linear_cross_entropy. Pass `prune` narrows `output_mask`, so a frozen head
+# has no
 # d_weight.
 
 

@@ -1,4 +1,6 @@
-"""Passes `partition` and `schedule`: regions to stages, stages to ranks, the messages between them, and the order of work."""
+"""Passes `partition` and `schedule`: regions to stages, stages to ranks, the messages between them, and the order of
+work.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the ranks of a tensor-parallel group hold of each value of a graph, followed through its calls, and the check of it."""
+"""What the ranks of a tensor-parallel group hold of each value of a graph, followed through its calls, and the check
+of it.
+"""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import operator
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -427,7 +427,7 @@ class EpochOrder:
         indices = []
         for place, one in enumerate(given):
             try:
-                indices.append(index(one))
+                indices.append(operator.index(one))
             except TypeError:
                 raise InputError(
                     f"the sampler gives {one!r} at place {place}, which is no sample's number", "csc.balanced",

@@ -1,4 +1,6 @@
-"""The composed model: encoders, projectors and a language model as one nn.Module; its processor, and its form on disk."""
+"""The composed model: encoders, projectors and a language model as one nn.Module; its processor, and its form on
+disk.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checkpoints as `save_pretrained` writes them and `from_pretrained` reads them, of adapters too, and as other formats."""
+"""Checkpoints as `save_pretrained` writes them and `from_pretrained` reads them, of adapters too, and as other
+formats.
+"""
 
 from __future__ import annotations
 

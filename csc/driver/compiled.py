@@ -1,4 +1,6 @@
-"""A compiled model: the programs for its batches, the training loop's half of csc, and what commands and reports read of it."""
+"""A compiled model: the programs for its batches, the training loop's half of csc, and what commands and reports read
+of it.
+"""
 
 from __future__ import annotations
 

@@ -504,7 +504,8 @@ class Joints:
 #   values     of the entries that decide what the graph is: `.tolist()`, an `if`, a size
 #   decisions  what the model's code asked of its batch alone, with the answers (csc.ir.capture_guards)
 #   flags      the frozen set, where that code asks for requires_grad (csc.ir.capture_guards)
-#   calls      what that code called: where it calls the same for other values, the graph is the same (csc.ir.capture_guards)
+#   calls      what that code called: where it calls the same for other values, the graph is the same
+# (csc.ir.capture_guards)
 #   name       a hash of the assumptions: the same in all processes
 #
 #     guards.match(tensors, plain, calls, frozen) -> tensors as the capture takes them, or the Miss: the first

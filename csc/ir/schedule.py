@@ -1,4 +1,6 @@
-"""The schedule: for every pipeline rank the list of actions that it runs, in order; and the check that it does a program's work."""
+"""The schedule: for every pipeline rank the list of actions that it runs, in order; and the check that it does a
+program's work.
+"""
 
 from __future__ import annotations
 

@@ -264,7 +264,8 @@ class _States:
 
 
 def lots(problem: Problem, found: Branches, in_flight: Sequence[float] | None = None, share: float = 1.0) -> list[Lot]:
-    """One for each kind. in_flight: as of csc.planning.segment_bounds.Room, if the memory is to be kept; share: what the ways
+    """One for each kind. in_flight: as of csc.planning.segment_bounds.Room, if the memory is to be kept; share: what
+    the ways
     to a stage and back are multiplied by.
     """
     least = segments(problem, found)

@@ -442,7 +442,8 @@ def partition(problem: Problem, in_flight: InFlight | None = None, layout: Layou
     Exact: of all acyclic assignments of units to that many non-empty stages one with the least largest bound
     (csc.planning.partition_bound.stage_bound, and one microbatch's round trip). With problem.memory every stage keeps
     state + n * saved, n = in_flight(depth), and what B keeps for W of one microbatch at a time within it (see
-    csc.planning.segment_bounds.Room); in_flight must not fall, the default min(microbatches, depth) is what 1F1B holds. Of
+    csc.planning.segment_bounds.Room); in_flight must not fall, the default min(microbatches, depth) is what 1F1B
+    holds. Of
     partitions with equal bounds those with fewer bytes of messages, then smaller bounds of the other stages are
     preferred, as far as moving single units leads to them. The same problem always gives the same stages.
 

@@ -300,7 +300,8 @@ def lower_bound(problem: Problem) -> Bound:
 
     The minimum, over every acyclic assignment of the units to exactly `ranks` non-empty stages, of the largest
     `stage_bound` of a stage, and one microbatch's whole round trip: exact to a relative 1e-9, in large problems up to
-    0.1 % below that. Raised, where that is higher, to what csc.planning.partition_bound proves. InputError for more ranks than
+    0.1 % below that. Raised, where that is higher, to what csc.planning.partition_bound proves. InputError for more
+    ranks than
     units.
     """
     check_figures(problem)

@@ -390,7 +390,8 @@ def best_frontiers(tables: ChainTables, low: Ints) -> Ints:
 
 # --- One step of the search for stages: the longest segments that can be the next stage, for many states at once -----
 #
-# Terms: see csc.planning.problem and csc.planning.segment_bounds. A *state* is a frontier with its labels. A *cap* is the
+# Terms: see csc.planning.problem and csc.planning.segment_bounds. A *state* is a frontier with its labels. A *cap* is
+# the
 # largest bound that a stage may have. A *charge* is what a segment takes of something that has a limit, where that is
 # a plain sum over its units: work, work and the way that follows at least, bytes.
 #

@@ -1,4 +1,6 @@
-"""`csc profile`: what F, B and W of every template variant take on the device at hand, and the cost model fitted to it."""
+"""`csc profile`: what F, B and W of every template variant take on the device at hand, and the cost model fitted to
+it.
+"""
 
 from __future__ import annotations
 

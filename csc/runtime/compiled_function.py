@@ -1,4 +1,6 @@
-"""One function compiled by Inductor for tensors of certain layouts, kept on disk, and tried beside what it stands for."""
+"""One function compiled by Inductor for tensors of certain layouts, kept on disk, and tried beside what it stands
+for.
+"""
 
 from __future__ import annotations
 
@@ -223,7 +225,8 @@ def _nesting(structure: Any, start: int) -> tuple[Callable[[Sequence[torch.Tenso
 
 # --- One function compiled by Inductor for tensors of certain layouts, and kept on disk as text and torch's ... ------
 #
-# Terms: a *structure* is that of csc.runtime.compiled_function. A *key* is a hash of the text of the function's file, of
+# Terms: a *structure* is that of csc.runtime.compiled_function. A *key* is a hash of the text of the function's file,
+# of
 # the layouts, and of all settings that Inductor looks at; of the machine and of csc the folder is.
 #
 #     kept = KeptFunction(name, text, structure, layouts, folder)

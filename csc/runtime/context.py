@@ -84,8 +84,10 @@ class KVExchange:
             and _worth_splitting(self._own, where, sum(map(len, lent.values())))
         ):
             cuts = (slice(0, half), slice(half, shard))
-            self._early, self._late = ([(cut, attention_part(mask, own[cut], cut.stop - cut.start, own, shard, blocks, device))]
-                                       for cut in cuts)  # fmt: skip
+            self._early, self._late = (
+                [(cut, attention_part(mask, own[cut], cut.stop - cut.start, own, shard, blocks, device))]
+                for cut in cuts
+            )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float) -> Pair:
         """q: [B, H, shard, D]; k, v: [B, Hkv, shard, D]."""

@@ -1,4 +1,6 @@
-"""Gradients of one step on one rank, added up over microbatches and ranks; shards of them, and of parameters, by ZeRO."""
+"""Gradients of one step on one rank, added up over microbatches and ranks; shards of them, and of parameters, by
+ZeRO.
+"""
 
 from __future__ import annotations
 

@@ -241,7 +241,8 @@ class Trainer:
 
         Returns the loss of the whole batch, a 0-d CPU tensor, the same bits on every rank. `microbatches` may
         only repeat the number that the program was compiled for. `drawn`: the seed of a step that is compared with
-        another program's (csc.runtime.executor); None: it is drawn. InputError before any data moves; CscError, with the
+        another program's (csc.runtime.executor); None: it is drawn. InputError before any data moves; CscError, with
+        the
         microbatches whose loss is not finite; StepFailed if another rank could not do the step. With all of these every
         `p.grad` is left as it was, on every rank, and the next step is in order. RankLost.
         """

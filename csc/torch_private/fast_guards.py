@@ -1,4 +1,6 @@
-"""Questions and calls that torch answers in C: versions of dicts, layouts of many tensors, lists of tensors in one call."""
+"""Questions and calls that torch answers in C: versions of dicts, layouts of many tensors, lists of tensors in one
+call.
+"""
 
 from __future__ import annotations
 

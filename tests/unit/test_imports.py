@@ -258,27 +258,6 @@ def test_the_example_of_a_private_use_is_found(tmp_path: Path) -> None:
     assert {use.split(":")[1] for use in private(file)} == {"2", "3"}
 
 
-def test_one_file_name_is_one_thing() -> None:
-    """A pass may be called as the operator that it writes, or as the part of the Program that it makes."""
-    places: dict[str, set[str]] = {}
-    for module in MODULES:
-        places.setdefault(module.rpartition(".")[2], set()).add(module)
-    shared = {name: found for name, found in places.items() if len(found) > 1}
-    others = {name: {one for one in found if not one.startswith("csc.passes.")} for name, found in shared.items()}
-    own = {"csc.capture": "csc.capture.capture"}  # the one function of the room
-    doubled = [found for found in others.values() if len(found) > 1 and found != {*own, *own.values()}]
-    assert doubled == [] and len(shared) > 3
-
-
-def test_one_class_name_is_one_thing() -> None:
-    places: dict[str, list[str]] = {}
-    for module, file in MODULES.items():
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module)
-    assert {name: found for name, found in places.items() if len(found) > 1} == {} and len(places) > 100
-
-
 def test_help_comes_without_torch() -> None:
     """`csc --help` in a fraction of a second: importing torch's tracer takes seconds."""
     code = "import sys, csc.commands.main; print([name for name in ('torch', 'transformers') if name in sys.modules])"

@@ -10,33 +10,36 @@ from tests.unit.test_imports import MODULES
 TABLE = "csc.analysis.operators"
 # A file that names operators of ATen, and why they are no knowledge that others could need.
 NAMES = {
-    "csc.analysis.visibility": "a pattern: the numbers of runs, and an index that counts through all",
-    "csc.analysis.tokens": "a pattern: tokens sorted by expert and put back",
-    "csc.analysis.samples.arithmetic_rules": "the rule of one call each, with what the table says of its dimensions",
-    "csc.analysis.samples.rules": "the rule of one call",
-    "csc.analysis.samples.arithmetic_rules": "what one call each makes of the bounds of its operands",
-    "csc.analysis.samples.rules": "the rule of one call",
-    "csc.analysis.samples.propagation": "calls that make something of mixed samples again",
-    "csc.analysis.samples.rules": "which rule follows samples through which call",
-    "csc.analysis.samples.rules": "the rule of one call",
-    "csc.analysis.samples.propagation": "a pattern: an entry of a mask that is set where none is",
-    "csc.analysis.samples.propagation": "where a pattern begins that csc.analysis.tokens follows",
+    "csc.analysis.visibility": (
+        "a pattern: the numbers of runs, and an index that counts through all; a pattern: masks written as comparisons"
+    ),
+    "csc.analysis.tokens": (
+        "a pattern: tokens sorted by expert and put back; which calls add tokens up, whatever they are"
+    ),
+    "csc.analysis.samples.arithmetic_rules": (
+        "the rule of one call each, with what the table says of its dimensions; what one call each makes of "
+        "the bounds of its operands"
+    ),
+    "csc.analysis.samples.rules": "the rule of one call; which rule follows samples through which call",
+    "csc.analysis.samples.propagation": (
+        "calls that make something of mixed samples again; a pattern: an entry of a mask that is set where "
+        "none is; where a pattern begins that csc.analysis.tokens follows"
+    ),
     "csc.analysis.placements": "what adds and what scales the terms of a sum",
     "csc.analysis.symbolic": "writes a view as a reshape",
-    "csc.analysis.tokens": "which calls add tokens up, whatever they are",
     "csc.analysis.batch_limits": "a pattern: what csc.capture.lower.masked_index writes for a selection",
-    "csc.analysis.visibility": "a pattern: masks written as comparisons",
-    "csc.capture.lower.flatten": "a pattern: a smoothed mean over weighted classes",
-    "csc.capture.lower.flatten": "writes casts",
-    "csc.capture.lower.writes": "which calls are taken apart, and into what",
-    "csc.capture.lower.writes": "writes copies for values that are written to later",
-    "csc.capture.lower.flatten": "which calls of an exported graph are left out",
-    "csc.capture.lower.masked_index": "writes selections as masked calls",
-    "csc.capture.lower.masked_index": "writes the calls of rows that a mask selects",
-    "csc.capture.lower.masked_index": "writes sums over rows that a mask selects",
-    "csc.capture.lower.masked_index": "which calls select, and which take what was selected in order",
-    "csc.capture.lower.masked_index": "which calls make numbers of numbers",
-    "csc.capture.lower.writes": "writes what changes in place as calls that give it",
+    "csc.capture.lower.flatten": (
+        "a pattern: a smoothed mean over weighted classes; writes casts; which calls of an exported graph are left out"
+    ),
+    "csc.capture.lower.writes": (
+        "which calls are taken apart, and into what; writes copies for values that are written to later; "
+        "writes what changes in place as calls that give it"
+    ),
+    "csc.capture.lower.masked_index": (
+        "writes selections as masked calls; writes the calls of rows that a mask selects; writes sums over "
+        "rows that a mask selects; which calls select, and which take what was selected in order; which calls"
+        " make numbers of numbers"
+    ),
     "csc.capture.trace.export": "the one call that asks whether a size is 1",
     "csc.check.eager": "draws by itself: what judges shares no code with what it judges",
     "csc.codegen.python": "how the call of one is written",
@@ -44,31 +47,29 @@ NAMES = {
     "csc.kernels.scattered_rows": "runs ATen's kernels",
     "csc.kernels.linear_cross_entropy": "runs ATen's kernels",
     "csc.masks.mask_mod": "indexes while a mask_mod is traced",
-    "csc.passes.attention": "writes masks as ranges and kinds",
-    "csc.passes.differentiate": "tidies what autograd traced",
+    "csc.passes.attention": "writes masks as ranges and kinds; a pattern: attention written out",
+    "csc.passes.differentiate": "tidies what autograd traced; writes a view as a reshape",
     "csc.passes.dropout": "writes calls that draw from a seed",
-    "csc.passes.tensor_graph": "writes sums of parts; the calls that are linear in them",
+    "csc.passes.tensor_graph": (
+        "writes sums of parts; the calls that are linear in them; writes the numbers of a rank's entries; "
+        "writes a split in other sizes; writes the calls of a shard"
+    ),
     "csc.passes.head": "a pattern: logits from the product to the loss",
-    "csc.passes.differentiate": "writes a view as a reshape",
-    "csc.passes.loss": "which calls scale what a loss is a mean over",
-    "csc.passes.loss": "writes what a loss is a mean over, and weights",
+    "csc.passes.loss": ("which calls scale what a loss is a mean over; writes what a loss is a mean over, and weights"),
     "csc.passes.precision": "writes casts",
-    "csc.passes.differentiate": "writes a view as a reshape",
     "csc.passes.prune": "writes zeros",
     "csc.passes.regions": "writes copies; which calls leave a value its name",
     "csc.passes.shapes": "writes constants",
-    "csc.passes.sharding": "writes the calls between a shard of tokens and the whole",
-    "csc.passes.sharding": "writes the calls of a shard of tokens",
+    "csc.passes.sharding": (
+        "writes the calls between a shard of tokens and the whole; writes the calls of a shard of tokens; "
+        "writes the calls of sums over a shard of tokens"
+    ),
     "csc.passes.simplify": "a pattern: an expanded value that is scaled",
     "csc.passes.split": "a pattern: the product that ends a gradient",
-    "csc.passes.tensor_graph": "writes the numbers of a rank's entries",
-    "csc.passes.tensor_graph": "writes a split in other sizes",
-    "csc.passes.tensor_graph": "writes the calls of a shard",
-    "csc.passes.sequence": "a pattern: a sum, its bias and the view behind them",
-    "csc.passes.sequence": "writes the calls of a shard of tokens",
-    "csc.passes.sharding": "writes the calls of sums over a shard of tokens",
+    "csc.passes.sequence": (
+        "a pattern: a sum, its bias and the view behind them; writes the calls of a shard of tokens"
+    ),
     "csc.passes.views": "writes views",
-    "csc.passes.attention": "a pattern: attention written out",
     "csc.runtime.compiled_function": "which calls another library computes, and a copy for it",
     "csc.torch_private.dropped_attention": "attention in the parts that torch has for it",
     "csc.torch_private.artifacts": "what Inductor makes no kernel of",
@@ -77,17 +78,12 @@ NAMES = {
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
     "csc.analysis.samples.arithmetic_rules": {"MOVES", "RULES"},
-    "csc.analysis.samples.propagation": {"UNLESS"},
-    "csc.analysis.samples.propagation": {"BEGIN"},
-    "csc.analysis.tokens": {"_ADDS"},
+    "csc.analysis.samples.propagation": {"BEGIN", "UNLESS"},
+    "csc.analysis.tokens": {"UNWRITTEN", "_ADDS"},
     "csc.analysis.placements": {"FACTORS", "NORMS", "OVER_ROWS", "SCATTERS", "TERMS"},
-    "csc.analysis.tokens": {"UNWRITTEN"},
-    "csc.capture.lower.writes": {"_OTHER_OPERATIONS"},
+    "csc.capture.lower.writes": {"SCATTERS", "_OTHER_OPERATIONS"},
     "csc.capture.lower.flatten": {"ASSERTIONS"},
-    "csc.capture.lower.masked_index": {"ALONG_ROWS", "SIZED"},
-    "csc.capture.lower.masked_index": {"ARITHMETIC", "REDUCED"},
-    "csc.capture.lower.masked_index": {"FINITE", "LOSSES", "WRITES"},
-    "csc.capture.lower.writes": {"SCATTERS"},
+    "csc.capture.lower.masked_index": {"ALONG_ROWS", "ARITHMETIC", "FINITE", "LOSSES", "REDUCED", "SIZED", "WRITES"},
     "csc.check.eager": {"_FILLED"},
     "csc.codegen.python": {"FUNCTIONS", "OF_SIZES"},
     "csc.passes.head": {"PRODUCTS", "STEPS"},

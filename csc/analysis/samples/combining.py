@@ -274,7 +274,7 @@ Values = Callable[[str], torch.Tensor]  # of a constant of the trace, by name
 
 
 def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Values]) -> str:
-    """one, other: of csc.analysis.symbolic; `other` is of so many times the samples. values: of each one's constants."""
+    """one, other: of csc.analysis.symbolic; `other` is of so many times the samples. values: constants of each."""
     calls, others = _tensor_calls(one), _tensor_calls(other)
     same: dict[fx.Node, fx.Node] = {}
     for node, its in zip(calls, others):

@@ -1,4 +1,6 @@
-"""Layers that do the same: which attributes, globals and closures a layer's forward looks at, and whether another's are equal."""
+"""Layers that do the same: which attributes, globals and closures a layer's forward looks at, and whether another's
+are equal.
+"""
 
 from __future__ import annotations
 

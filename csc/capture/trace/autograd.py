@@ -1,4 +1,6 @@
-"""What a model asks of autograd in its forward: functions and hooks with a backward of their own, and calls a trace would not see."""
+"""What a model asks of autograd in its forward: functions and hooks with a backward of their own, and calls a trace
+would not see.
+"""
 
 from __future__ import annotations
 

@@ -353,7 +353,8 @@ def reserves(work: WorkTables) -> list[Reserve | None]:
 
 
 def state(work: WorkTables) -> list[float]:
-    """For each rank the bytes that are always there, see csc.simulation.pipeline.states, and those of the parameters that
+    """For each rank the bytes that are always there, see csc.simulation.pipeline.states, and those of the parameters
+    that
     gathers make whole beside them, two stages at a time (csc.planning.gathers).
     """
     bytes_ = [0.0] * work.ranks
