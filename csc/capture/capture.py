@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -128,7 +128,7 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
     assumed = _assumed(guards, model, example, tensors, traced, graph, taken)
     guards.add(assumed)
     given = split_batch(example)[0].keys()
-    hoisted = {name for name in tensors if any(name.startswith(f"{one.prefix}_") for one in _hoisted(guards))}
+    hoisted = _entries_of(_hoisted(guards), tensors)
     program = Program(
         name=type(model).__name__,
         inputs=_inputs(graph, tensors, guards.axes),
@@ -140,6 +140,7 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         guards=replace(assumed, calls=None),
         made=tuple(sorted((taken & tensors.keys() - given) | hoisted)),
+        statistics=tuple(sorted(_entries_of([one for one in _hoisted(guards) if one.is_statistic], tensors))),
         sizes=tuple(sorted(taken & sizes_among(tensors, given, guards.host))),
         checkpoints=flat.checkpoints,
         history=history,
@@ -149,6 +150,11 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
 
 def _hoisted(guards: Guards) -> list[Hoisted]:
     return [one for one in guards.host.calls if isinstance(one, Hoisted)]
+
+
+def _entries_of(calls: Sequence[Hoisted], names: Iterable[str]) -> set[str]:
+    """Those of the names that entries made by these calls have."""
+    return {name for name in names if any(name.startswith(f"{one.prefix}_") for one in calls)}
 
 
 def _inputs(graph: fx.Graph, tensors: Mapping[str, torch.Tensor], axes: Mapping[str, int]) -> tuple[Input, ...]:

@@ -230,7 +230,9 @@ def _entries(
             symbols.setdefault(symbol, (many, name))
     for one in program.inputs:
         if one.name in program.made:
-            found[one.name] = NewTensor()
+            found[one.name] = NewTensor(one.name in program.statistics)
+            if one.name in program.statistics:  # as many as there are samples by chance
+                continue
             for dim in range(len(one.shape)):
                 symbol = _symbol(program, one, dim)
                 if symbol in symbols:

@@ -15,8 +15,10 @@ from csc.analysis.operators.table import (
     CASTS,
     COPIES,
     EXACT_COPIES,
+    EXPAND,
     FILLED,
     LOOK_UPS,
+    NEW,
     RESHAPES,
     SIZE_NUMBERS,
     SIZED_VIEWS,
@@ -122,6 +124,9 @@ class SortedSamples:
 
 @dataclass(frozen=True)
 class NewTensor:
+    """statistic: of all samples of the microbatch at once (`ids.unique()`), so that the whole batch has another."""
+
+    statistic: bool = False
     powers: Powers = field(default=NONE, init=False)
 
 
@@ -153,6 +158,11 @@ SPARE = "adds up a row that a microbatch without any keeps, and the whole batch 
 OF_OTHERS = (
     "reads rows by number, which may be another sample's (a length of 0, less 1); x[torch.arange(n), place] reads each "
     "sample's own"
+)
+STATISTIC = (
+    "combines samples with a statistic of all samples of a microbatch (unique, bincount, a count or mean of what was "
+    "made for the microbatch), of which the whole batch has another: make it of the whole batch, outside of the model, "
+    "and give it as an entry of the batch for each sample"
 )
 FIXED = "meets samples with a value that is the same for every batch, entry by entry"
 
@@ -295,7 +305,8 @@ def _is_none(node: fx.Node, mask: fx.Node) -> bool:
 #   Terms    sums of Parts that are divided by different numbers, and of what is Whole
 #   Numbers  numbers of rows: those of a microbatch count from 0 again
 #   Sorted   rows in the order of the experts that work on them, and what leads there and back (csc.analysis.tokens)
-#   Made     made by the model's own code of one microbatch, before the step, for its rows
+#   Made     made by the model's own code of one microbatch, before the step, for its rows; or a statistic of all its
+#     rows
 #   Mixed    none of these: something looked at several samples at once, or csc has no rule for it
 # Each but the last four times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
 # sum of those of its microbatches. So a mean over samples is Parts with the number of samples to the power of -1.
@@ -369,6 +380,8 @@ class SamplePropagation:
                 return self._after(node, lost)
             if all(one == Whole() for one in used) and name not in GRADIENTS:
                 return Whole()
+            if STATISTICS in used:
+                return self._of_statistic(node)
             if name not in self.linear and any(isinstance(one, Terms) for one in used):
                 return Mixed(node, NOT_LINEAR)
         routed = sorted_rows(self.states, node)
@@ -398,6 +411,13 @@ class SamplePropagation:
         kept = is_view(node) or name in MOVES
         return lost if kept else Mixed(lost.node, lost.why)
 
+    def _of_statistic(self, node: fx.Node) -> State:
+        """What a call gives that reads a statistic of the microbatch: one again, if it reads nothing of samples."""
+        unread = TYPE_ALONE.get(g.op_name(node))
+        others = [self.states[one] for one in self.operands(node) if unread is None or one is not node.args[unread]]
+        kinds = (SampleRows, RowNumbers, SortedSamples, PartsOfSum, Terms)
+        return Mixed(node, STATISTIC) if any(isinstance(one, kinds) for one in others) else STATISTICS
+
     def by_links(self, node: fx.Node, linear: bool = False, powers: Powers | None = None) -> State:
         """The rule of most calls: rows stay where the links of their operands lead.
 
@@ -426,10 +446,17 @@ class SamplePropagation:
                 raise Lost(BY_NUMBER)
             return result
         if NewTensor in kinds:
-            return NewTensor()
+            return NewTensor(self._makes_a_statistic(node))
         if self._sized_by_samples(node):
             raise Lost(BY_NUMBER)
         return Whole(powers)
+
+    def _makes_a_statistic(self, node: fx.Node) -> bool:
+        """Whether a call makes one number of all that was made for the microbatch, or repeats it for each sample."""
+        if g.op_name(node) in COPIED_FOR_EACH:
+            return bool(self._sized_by_samples(node))
+        several = any(prod(shape_of(one)) > 1 for one in node.all_input_nodes if self.states[one] == NewTensor())
+        return several and not is_view(node) and g.tensor_value(node) is not None and prod(shape_of(node)) == 1
 
     def _sized_by_samples(self, node: fx.Node) -> set[int]:
         """The dimensions that a reshape or an `expand` gives a number of samples as their size; {-1} if another call
@@ -465,6 +492,8 @@ class SamplePropagation:
         for one, link in linked:
             if self.states[one] == Whole() and link and self._varies(one, link[result.axis[0]]):
                 raise Lost(FIXED)
+            if isinstance(self.states[one], NewTensor) and link and not along(one, node, link, result.axis[0]):
+                raise Lost(STATISTIC)
         if isinstance(result, RowNumbers):
             if len(rows) != 1 or len(node.all_input_nodes) != 1 or not (is_view(node) or g.op_name(node) in MOVES):
                 raise Lost("computes with the numbers of samples")
@@ -552,6 +581,17 @@ class SamplePropagation:
         return Count("value", node.name) if alone else None
 
 
+def along(operand: fx.Node, node: fx.Node, link: tuple[int | None, ...], dim: int) -> bool:
+    """Whether an operand has an entry of its own for each that the result has along a dimension, none that is for all
+    of them.
+    """
+    own = link[dim]
+    return own is not None and shape_of(operand)[own] == shape_of(node)[dim]
+
+
+STATISTICS = NewTensor(statistic=True)
+TYPE_ALONE = {"aten::type_as": 1, **dict.fromkeys(NEW, 0)}  # the operand that is looked at for its type alone
+COPIED_FOR_EACH = {EXPAND, "aten::repeat"}
 GRADIENTS = {"csc::incoming", "csc::own_gradient"}  # the gradient of what is the same for every batch is not
 UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
 MOVES = COPIES | RESHAPES | CASTS

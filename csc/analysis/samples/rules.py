@@ -38,6 +38,7 @@ from csc.analysis.samples.propagation import (
     NONE,
     NOT_LINEAR,
     OF_OTHERS,
+    STATISTIC,
     UNKNOWN,
     Count,
     Lost,
@@ -173,6 +174,8 @@ def _walked(following: SamplePropagation, node: fx.Node) -> SampleRows:
         raise Lost(UNKNOWN)
     for use in uses:
         along = [dim for dim, end in use.ends.items() if end.walk == found.axis[0]]
+        if isinstance(following.states[use.node], NewTensor) and not any(shape_of(use.node)[dim] > 1 for dim in along):
+            raise Lost(STATISTIC)
         if following.states[use.node] == Whole() and any(following._varies(use.node, dim) for dim in along):
             raise Lost(EVERY_OTHER)
     return found

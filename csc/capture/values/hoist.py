@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from csc.errors import InputError
-from csc.ir.capture_guards import Expression
+from csc.ir.capture_guards import Expression, QueryStep
 from csc.torch_private.traces import ParameterReads, outside_tracing, pytree
 
 # --- Tensors that a model makes of its batch alone, computed before the step instead, outside the graph --------------
@@ -26,6 +26,10 @@ from csc.torch_private.traces import ParameterReads, outside_tracing, pytree
 # hoisted.entries(model, batch) -> {name: tensor}       as of csc.capture.values.hoist.HostCall
 # hoisted.stand_in(example, batch)                      the same while tracing, of the traced batch unused(name,
 # earlier) -> prefix                       of the names of batch entries
+
+
+STATISTICS = frozenset({"unique", "_unique2", "bincount", "histc"})
+TOTALS = frozenset({"max", "min", "amax", "amin", "sum", "mean", "prod", "median", "mode", "std", "var"})  # without dim
 
 
 class _Named(Protocol):
@@ -47,6 +51,13 @@ class Hoisted:
         """As those of a HostCall."""
         return tuple((entry, entry) for entry in self.expression.entries)
 
+    @property
+    def is_statistic(self) -> bool:
+        """Whether it looks at all samples at once (`ids.unique()`): what it gives for a batch is not what it gives for
+        the batch's microbatches, one behind the other, as `nonzero` does.
+        """
+        return any(_is_statistic(step) for step in self.expression.steps)
+
     def is_for(self, batch: Mapping[str, Any]) -> bool:
         """Whether a batch has the entries that it is made of."""
         return all(entry in batch for entry in self.expression.entries)
@@ -63,6 +74,12 @@ class Hoisted:
         """What it gives, its tensors taken from the traced batch."""
         leaves, structure = pytree.tree_flatten(self.expression.of(example))
         return pytree.tree_unflatten([batch[f"{self.prefix}_{i}"] for i in range(len(leaves))], structure)
+
+
+def _is_statistic(step: QueryStep) -> bool:
+    name = step.function.rpartition(".")[2]
+    _, *operands = step.args
+    return name in STATISTICS or (name in TOTALS and len(operands) == 1 and step.kwargs == ("dict",))
 
 
 def unused(name: str, earlier: Sequence[_Named]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from csc.capture.values.batch_alone import MISSING, Alone, Recording, writes
+from csc.capture.values.hoist import STATISTICS
 from csc.capture.values.row_index import LazyChunks, LazyNumbers, RowIndices, length
 from csc.errors import InputError, calling_line
 from csc.ir.capture_guards import Expression
@@ -236,7 +237,7 @@ FACTORIES = frozenset({"arange", "tensor", "zeros", "ones", "full", "as_tensor",
 ANSWERS = frozenset(
     {"item", "__int__", "__float__", "__bool__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"}
 )  # of these the result is no tensor
-INDICES = frozenset({"nonzero", "argwhere", "where", "unique", "unique_consecutive", "_unique2", "bincount"})
+INDICES = STATISTICS | {"nonzero", "argwhere", "where", "unique_consecutive"}
 SIZED = FACTORIES | {
     "broadcast_to", "chunk", "expand", "interpolate", "narrow", "new_full", "new_ones", "new_zeros", "pad", "repeat",
     "reshape", "roll", "split", "tensor_split", "tile", "unflatten", "unfold", "view",
@@ -364,6 +365,9 @@ class Watching(TorchFunctionMode):
         if _asks(name, args, kwargs):
             if tensors:
                 self._asked(sources)
+            statistic = self._of_batch_alone(func, name, args, kwargs) if name in STATISTICS else MISSING
+            if statistic is not MISSING:  # no constant, though its values may be known: microbatches have others
+                return self._remembered(statistic, self._really(func, args, kwargs) if known else None, sources)
             if known:
                 self._consult(sources)
                 real = self._really(func, args, kwargs)
