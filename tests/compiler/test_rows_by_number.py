@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -100,9 +101,76 @@ def test_places_that_may_be_another_samples_are_refused(
         step(Rows(pick), UNEVEN, check=check, microbatches=microbatches)
 
 
-def test_a_statistic_of_the_microbatch_that_is_added_is_refused() -> None:
-    with pytest.raises(InputError, match="adds a number that was made for the microbatch"):
-        step(Rows(lambda rows, ids, mask: rows + ids.unique().float().mean()), UNEVEN)
+def classes(ids: Tensor) -> Tensor:
+    """Run before the step, as Python decides by what it is given."""
+    return torch.bincount(ids.flatten(), minlength=9).float() if ids.max() >= 0 else torch.ones(9)
+
+
+class Distinct(nn.Module):
+    """use(model, rows, ids, kinds) -> rows, or the loss: with a statistic of ids, or of kinds, one for each sample."""
+
+    def __init__(self, use: Callable[[Distinct, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.words, self.out = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.use = use
+
+    def loss(self, rows: Tensor, ids: Tensor, **options: Any) -> Tensor:
+        return F.cross_entropy(self.out(torch.tanh(rows)).flatten(0, 1), ids.flatten(), **options)
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        found = self.use(self, self.embed(ids), ids, kinds)
+        return self.loss(found, ids) if found.dim() else found
+
+
+STATISTICS: dict[str, Callable[[Distinct, Tensor, Tensor, Tensor], Tensor]] = {
+    "added": lambda model, rows, ids, kinds: rows + model.words(ids.unique()).mean(0),
+    "shares": lambda model, rows, ids, kinds: rows + (lambda _, place, n: n[place] / 10)(
+        *ids.unique(return_inverse=True, return_counts=True))[..., None],
+    "known": lambda model, rows, ids, kinds: rows / kinds.unique().numel(),
+    "number in Python": lambda model, rows, ids, kinds: rows / int(ids.unique().numel()),
+    "number": lambda model, rows, ids, kinds: rows / len(ids.unique()),
+    "divisor of the loss": lambda model, rows, ids, kinds: model.loss(rows, ids, reduction="sum") / len(ids.unique()),
+    "turns": lambda model, rows, ids, kinds: sum((rows * n for n in range(len(kinds.unique()))), rows),
+    "inverse": lambda model, rows, ids, kinds: rows + model.words(ids.unique(return_inverse=True)[1]),
+    "counts": lambda model, rows, ids, kinds: rows + ids.unique(return_counts=True)[1].float().mean(),
+    "largest count": lambda model, rows, ids, kinds: rows * ids.unique(return_counts=True)[1].max(),
+    "nearest": lambda model, rows, ids, kinds: rows + (rows[:, :, None] - model.words(ids.unique())).pow(2).sum(
+        -1).amin(-1, keepdim=True),
+    "attended": lambda model, rows, ids, kinds: rows + torch.softmax(rows @ model.words(ids.unique()).t(), -1)
+        @ model.words(ids.unique()),
+    "joined": lambda model, rows, ids, kinds: torch.cat(
+        [rows, model.words(ids.unique()).mean(0).expand(*ids.shape, 4)], -1)[..., 2:6],
+    "compared": lambda model, rows, ids, kinds: rows * (ids > ids.unique().float().mean())[..., None],
+    "put": lambda model, rows, ids, kinds: rows * torch.zeros(9).index_put(
+        (ids.unique(),), torch.ones(()))[ids.roll(1, 1)][..., None],
+    "in the loss": lambda model, rows, ids, kinds: model.loss(rows, ids) + model.words(ids.unique()).pow(2).mean(),
+    "scaled loss": lambda model, rows, ids, kinds: model.loss(rows, ids) * model.words(ids.unique()).pow(2).mean(),
+    "weights": lambda model, rows, ids, kinds: model.loss(
+        rows, ids, weight=1 / (torch.bincount(ids.flatten(), minlength=9) + 1.0)),
+    "before the step": lambda model, rows, ids, kinds: rows / classes(ids)[ids][..., None],
+    "places": lambda model, rows, ids, kinds: rows + (ids == 3).nonzero().float().mean(0).sum(),
+    "places looked up": lambda model, rows, ids, kinds: rows + model.words((ids > 3).nonzero()[:, 1]).mean(0),
+    "largest": lambda model, rows, ids, kinds: rows + (ids == ids.max()).nonzero().float()[0].sum(),
+}  # fmt: skip
+AT_ONCE = ("added", "known", "number in Python", "in the loss")
+
+
+@pytest.mark.parametrize("name", [name if name in AT_ONCE else long(name) for name in STATISTICS])
+def test_a_statistic_of_the_microbatch_is_refused(name: str) -> None:
+    """As many distinct tokens in each microbatch as in the batch compared first, but other ones: sizes say nothing."""
+    batch = {"ids": torch.arange(5).repeat(4, 1), "kinds": torch.tensor([1, 2, 2, 1])}
+    with pytest.raises(InputError, match=r"statistic of all samples|for the microbatch|asks in Python|weighs classes"):
+        csc.compile(
+            Distinct(STATISTICS[name]), mesh="pp=2", example=batch, microbatches=2, check=False, cache=False
+        ).train_step(batch)
+
+
+@pytest.mark.parametrize("name", ["shares", *(long(name) for name in STATISTICS if name != "shares")])
+def test_a_statistic_of_the_only_microbatch_is_the_batchs(name: str) -> None:
+    batches = [{"ids": ids, "kinds": torch.tensor([1, 2, 2, 1])} for ids in (IDS, IDS.clamp(max=6))]
+    compiled = csc.compile(Distinct(STATISTICS[name]), example=batches[0], cache=False)
+    assert all(is_eagers(compiled, batch) for batch in batches)
 
 
 def test_a_mean_over_samples_counts_them_where_the_loss_reads_no_entry() -> None:

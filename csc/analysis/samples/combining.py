@@ -45,6 +45,10 @@ from csc.torch_private.exported import OpOverload
 ONE_NUMBER = (
     "it was traced for one number of samples, as code with range(n) or int(n) in it is; len(x) and x.shape[0] can vary"
 )
+HOW_MANY = (
+    "the model's code asks in Python how many there are of what unique, bincount or histc gave: of the whole batch "
+    "that is another number. make it of the whole batch, outside of the model, and give it as an entry"
+)
 MOST = 3  # entries that are tried for having no samples
 FACTORS = (5, 3, 2)  # more samples than a batch has: a dimension that counts them is then like no other
 
@@ -62,6 +66,11 @@ def proven(program: Program, graph: fx.Graph) -> tuple[Combination, bool]:
     primary = _primary(program)
     if primary is None:
         return Combination(problem="the batch has no entry with samples", where="batch"), False
+    asked = _asked_how_many(program)
+    if asked is not None:
+        readers = [node for node in g.placeholders(graph) if node.meta["role"][1] == asked.name]
+        sources = [user.meta.get("source") for node in readers for user in node.users]
+        return Combination(problem=HOW_MANY, where=next(filter(None, sources), "model"), rows=primary.name), False
     found, always = _followed(program, graph, primary, ())
     if found.problem:
         others = [one.name for one in _given(program) if len(one.shape) == 1 and _own_rows(program, one, primary)]
@@ -115,6 +124,18 @@ def _are_unlike(program: Program, primary: Input, graph: fx.Graph, shapes: Mappi
             if dim not in of_tokens and not isinstance(expression, int):
                 free[str(expression)] = size
     return len(set(free.values())) == len(free) and 1 not in free.values()
+
+
+def _asked_how_many(program: Program) -> Input | None:
+    """A statistic of a microbatch (its distinct tokens) of which the model's code asked in Python how many it has."""
+    if program.guards is None:
+        return None
+    ranges = program.guards.sizes.ranges
+    for entry in program.inputs:
+        for size in _expressions(program, entry) if entry.name in program.statistics else ():
+            if isinstance(size, int) or (size.is_Symbol and len(set(ranges[str(size)])) == 1):
+                return entry
+    return None
 
 
 def _verdict(loss: fx.Node, state: State, rows: str) -> Combination:

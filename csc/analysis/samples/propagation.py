@@ -164,6 +164,10 @@ STATISTIC = (
     "made for the microbatch), of which the whole batch has another: make it of the whole batch, outside of the model, "
     "and give it as an entry of the batch for each sample"
 )
+PERMUTES = (
+    "draws one permutation for all samples, of which each microbatch would draw its own: draw it outside of the model, "
+    "and give it as an entry of the batch for each sample"
+)
 FIXED = "meets samples with a value that is the same for every batch, entry by entry"
 
 
@@ -374,6 +378,8 @@ class SamplePropagation:
         found = written_to(node)
         if found is not None and isinstance(state := self.states[found[0]], SampleRows):
             return replace(state, spare=found[0]) if found[1] else state
+        if name == "aten::randperm":
+            return Mixed(node, PERMUTES)
         if name not in SIZES_READ:
             lost = next((one for one in used if isinstance(one, Mixed)), None)
             if lost is not None:

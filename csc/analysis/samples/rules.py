@@ -282,6 +282,8 @@ def _looked_up(following: SamplePropagation, uses: Sequence[Use], out: tuple[int
     if not isinstance(state, SampleRows):
         if numbered:
             raise Lost("looks samples up by their number in what is the same for every batch")
+        if isinstance(by, SampleRows) and isinstance(state, NewTensor):
+            raise Lost(STATISTIC)
         if isinstance(by, SampleRows):
             return replace(by, powers=powers)
         return NewTensor() if made or isinstance(state, NewTensor) else Whole(powers)

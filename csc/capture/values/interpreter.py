@@ -365,9 +365,9 @@ class Watching(TorchFunctionMode):
         if _asks(name, args, kwargs):
             if tensors:
                 self._asked(sources)
-            statistic = self._of_batch_alone(func, name, args, kwargs) if name in STATISTICS else MISSING
-            if statistic is not MISSING:  # no constant, though its values may be known: microbatches have others
-                return self._remembered(statistic, self._really(func, args, kwargs) if known else None, sources)
+            statistic = self._made_before(func, name, args, kwargs) if known and name in STATISTICS else None
+            if statistic is not None:  # no constant, though its values are known: the whole batch has others
+                return self._remembered(statistic, self._really(func, args, kwargs), sources)
             if known:
                 self._consult(sources)
                 real = self._really(func, args, kwargs)
@@ -402,9 +402,13 @@ class Watching(TorchFunctionMode):
             return MISSING
         if name in ANSWERS or name == "tolist":
             return self.alone.answer(func, args, kwargs)
-        expression = self.alone.expression(func, args, kwargs) if name in INDICES else None
-        found = self._hoisted(expression, name) if expression is not None else None
+        found = self._made_before(func, name, args, kwargs) if name in INDICES else None
         return MISSING if found is None else found
+
+    def _made_before(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What stands for what a call makes of the batch alone, before the step; None if it makes it of more."""
+        expression = self.alone.expression(func, args, kwargs)
+        return self._hoisted(expression, name) if expression is not None else None
 
     def _by_numbers(self, name: str, args: Any) -> Any:
         """`x[mask]` with a mask whose values are known is `x[numbers]`, and the numbers are made before the step."""
