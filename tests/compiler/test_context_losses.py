@@ -19,6 +19,7 @@ import csc
 from csc.errors import InputError
 from tests.launching import ranks
 from tests.models import hf
+from tests.tiers import in_turn
 
 V, D, TOKENS = 50, 48, 19
 Loss = Callable[..., torch.Tensor]
@@ -120,8 +121,9 @@ def agrees(found: float, gradients: dict[str, torch.Tensor], loss: Loss) -> None
         assert (gradient - right[name]).abs().max() <= 1e-9 * right[name].abs().max(), name
 
 
-@pytest.mark.parametrize("options", MESHES, ids=lambda one: one["mesh"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "options"), in_turn(LOSSES, MESHES), ids=lambda value: value if isinstance(value, str) else value["mesh"]
+)
 def test_ranks_add_up_what_their_tokens_have(name: str, options: dict[str, Any]) -> None:
     loss = LOSSES[name]
     compiled = csc.compile(Model(loss).double(), example=batch(), check=False, **options)

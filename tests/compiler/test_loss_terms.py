@@ -18,6 +18,7 @@ import csc
 from csc.errors import CscError
 from csc.runtime.loaded_program import load
 from tests.launching import ranks
+from tests.tiers import in_turn
 
 V, D, TOKENS = 20, 16, 6
 Loss = Callable[..., torch.Tensor]
@@ -149,8 +150,11 @@ MESHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", MESHES, ids=lambda one: one.get("mesh", "one"))
-@pytest.mark.parametrize("loss", [*TERMS, by_quotients])
+def named(value: Any) -> str:
+    return value.get("mesh", "one") if isinstance(value, dict) else value.__name__
+
+
+@pytest.mark.parametrize(("loss", "options"), in_turn([*TERMS, by_quotients], MESHES), ids=named)
 def test_each_term_is_a_mean_over_what_the_whole_batch_has(loss: Loss, options: dict[str, Any]) -> None:
     agrees(compiled(loss, **options), loss, batch())
 
@@ -230,8 +234,7 @@ def scaled(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: tor
     return entropy(m.head(m.hidden(ids)), y) * torch.exp(-m.head.bias[0])
 
 
-@pytest.mark.parametrize("options", MESHES, ids=lambda one: one.get("mesh", "one"))
-@pytest.mark.parametrize("loss", [masked, over_half, normalised, scaled])
+@pytest.mark.parametrize(("loss", "options"), in_turn([masked, over_half, normalised, scaled], MESHES), ids=named)
 def test_what_counts_nothing_has_no_gradient(loss: Loss, options: dict[str, Any]) -> None:
     """The gradient of 0 over 0 is NaN, and times 0 it is NaN again."""
     agrees(compiled(loss, **options), loss, batch())
@@ -289,8 +292,10 @@ def less_one(m: Model, ids: torch.Tensor, y: torch.Tensor, w: torch.Tensor, v: t
     return m.hidden(ids).square().sum() / ((v > 0).sum() - 1) + entropy(m.other(m.hidden(ids)), ids)
 
 
-@pytest.mark.parametrize("options", MESHES, ids=lambda one: one.get("mesh", "one"))
-@pytest.mark.parametrize("loss", [signed_and_more, signed_and_decay, over_what_others_count, less_one])
+BY_ZERO = [signed_and_more, signed_and_decay, over_what_others_count, less_one]
+
+
+@pytest.mark.parametrize(("loss", "options"), in_turn(BY_ZERO, MESHES), ids=named)
 def test_a_term_that_a_microbatch_would_divide_by_zero(loss: Loss, options: dict[str, Any]) -> None:
     """Its share of the whole is no 0."""
     given = signed_batch()

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.errors import InputError
+from tests.tiers import long
 
 V, D = 30, 16
 Loss = Callable[..., torch.Tensor]
@@ -112,7 +113,7 @@ def focal(each: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [long(1), 2])
 def test_loss_and_gradients(name: str, microbatches: int) -> None:
     agrees(LOSSES[name], microbatches)
 
