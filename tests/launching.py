@@ -9,6 +9,7 @@ Terms
     script(processes, path, *arguments) -> [str]               the same of a file of Python
     alone(main, *arguments, **environment) -> str              main in one process of its own
     run_file(path, *arguments)                                 for these: a file of Python, as `python path ...` runs it
+    run_csc(*arguments)                                        for these: `python -m csc.run ...`, which has to succeed
 """
 
 from __future__ import annotations
@@ -66,6 +67,14 @@ def run_file(path: str, *arguments: str) -> None:
     os.chdir(ROOT)
     sys.argv, sys.path = [path, *arguments], [str(Path(path).parent), *sys.path]
     runpy.run_path(path, run_name="__main__")
+
+
+def run_csc(*arguments: str) -> None:
+    sys.argv = ["csc.run", *arguments]
+    try:
+        runpy.run_module("csc.run", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, f"exit code {end.code}"
 
 
 def ranks(main: Callable[..., None], processes: int, *arguments: Any) -> list[str]:

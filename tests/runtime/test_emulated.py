@@ -21,7 +21,7 @@ from csc.runtime.transport import InProcess
 from csc.simulation.pipeline import Link, Loads, Network, Pipeline, StageWork, from_json, to_json
 from csc.simulation.simulate import makespan
 from csc.simulation.timeline import from_json as read_timeline
-from tests.launching import torchrun
+from tests.launching import ranks, run_csc, torchrun
 from tests.simulation.random_loads import taken_for
 
 ALIKE = Pipeline(
@@ -132,8 +132,7 @@ def handmade_messages(table: dict) -> dict[tuple[str, int, int], float]:
 @pytest.mark.gloo
 def test_a_measured_run_writes_its_timeline(tmp_path: Path) -> None:
     directory = handmade.write(tmp_path / "p")
-    done = torchrun(3, "-m", "csc.run", directory, "--steps", 2, "--timeline", tmp_path / "out/measured.json")
-    assert done.returncode == 0, done.stderr[-4000:]
+    ranks(run_csc, 3, str(directory), "--steps", "2", "--timeline", str(tmp_path / "out/measured.json"))
     found = read_timeline(json.loads((tmp_path / "out/measured.json").read_text()))
     assert [tuple(e.action for e in events) for events in found.ranks] == list(load(directory).schedule.ranks)
     torch.testing.assert_close(found.start, 0.0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import handmade
@@ -13,7 +11,7 @@ import pytest
 import worker
 from safetensors.torch import save_file
 
-from tests.launching import alone, ranks, torchrun
+from tests.launching import alone, ranks, run_csc, torchrun
 
 pytestmark = pytest.mark.gloo
 
@@ -86,20 +84,12 @@ def test_ranks_that_run_several_stages(tmp_path: Path) -> None:
     )
 
 
-def run_module(*arguments: str) -> None:
-    """`python -m csc.run ...`"""
-    sys.argv = ["csc.run", *arguments]
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("csc.run", run_name="__main__", alter_sys=True)
-    assert not end.value.code
-
-
 def test_csc_run(tmp_path: Path) -> None:
     directory = handmade.write(tmp_path / "p", placement=(0, 1, 0))
     options = ["--steps", 3, "--lr", 0.1, "--optimizer", "sgd", "--clip", 1.0, "--json"]
     done = torchrun(2, "-m", "csc.run", directory, *options, "--save", tmp_path / "out")
     assert done.returncode == 0, done.stderr[-4000:]
-    one = alone(run_module, str(directory), *map(str, options))
+    one = alone(run_csc, str(directory), *map(str, options))
     rows, expected = ([json.loads(line) for line in said.splitlines()] for said in (done.stdout, one))
     assert len(rows) == 3
     for row, other in zip(rows, expected, strict=True):
