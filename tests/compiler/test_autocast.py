@@ -164,6 +164,36 @@ def test_casts_are_those_of_eager(cases: list[str]) -> None:
             assert float((found - right).norm()) <= LAST_BITS * float(right.norm()) + 1e-7, name
 
 
+class Pictures(nn.Module):
+    """As `accelerate` wraps a model of pictures and text: one block around all of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.eye, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(5, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    @torch.autocast("cpu", BF16)
+    def forward(self, ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        rows = self.embed(ids)
+        rows = rows.masked_scatter((ids == 0)[..., None], self.eye(pixel_values).to(rows.dtype))
+        return F.cross_entropy(self.head(rows).flatten(0, 1).float(), ids.flatten())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_pictures_are_put_in_place_under_autocast(microbatches: int) -> None:
+    given = {"ids": torch.tensor([[0, 1, 2, 0, 3], [0, 4, 5, 0, 1]]), "pixel_values": torch.randn(4, 5)}
+    eager, model = Pictures(), Pictures()
+    loss = eager(**given)
+    loss.backward()
+    compiled = csc.compile(model, mesh="pp=1", example=given, microbatches=microbatches, cache=False)
+    assert float(compiled.train_step(given)) == pytest.approx(loss.item(), rel=1e-2)
+    own = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in eager.named_parameters():
+        right, gradient = parameter.grad, own[name]
+        assert right is not None and gradient is not None, name
+        assert float((gradient - right).norm()) <= LAST_BITS * float(right.norm()) + 1e-7, name
+
+
 def written_with_gradients_off(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", BF16):
         with torch.no_grad():

@@ -21,7 +21,14 @@ from csc.ir import graph as g
 from csc.ir.graph import Writer, add_call, add_traced_call, replace_call, values_of
 from csc.ir.program import Checkpoint
 from csc.torch_private.exported import OpOverload, is_autocast_region, is_no_grad_region
-from csc.torch_private.traces import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, without_messages
+from csc.torch_private.traces import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    python_kernels,
+    pytree,
+    without_messages,
+)
 
 # --- Smoothed cross entropies over weighted classes, as a sum and what it is divided by ------------------------------
 #
@@ -111,7 +118,7 @@ def _casts(node: fx.Node, device: str, dtype: torch.dtype) -> Mapping[fx.Node, t
     if not floating:
         return {}
     own = _Work(node)
-    with torch.no_grad(), own, torch.autocast(device, dtype, cache_enabled=False):
+    with torch.no_grad(), python_kernels(), own, torch.autocast(device, dtype, cache_enabled=False):
         own.gave(node.target(*values_of(node.args), **values_of(node.kwargs)))  # type: ignore[operator]
     # What it casts at first may be the operation's own doing; products may cast behind views of their operands.
     for casts in ({}, own.casts, dict.fromkeys(floating, dtype), dict.fromkeys(floating, torch.float32)):
@@ -133,7 +140,7 @@ def _work(node: fx.Node, casts: Mapping[fx.Node, torch.dtype]) -> Work | None:
 
     watching = _Work(node)
     try:
-        with torch.no_grad(), without_messages():
+        with torch.no_grad(), python_kernels(), without_messages():
             args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
             with watching:
                 watching.gave(node.target(*args, **kwargs))  # type: ignore[operator]
