@@ -18,7 +18,7 @@ from benchmarks.mesh.summary import AIMS, document, summary
 from benchmarks.mesh.uniform import MeshRival
 from benchmarks.mllm.configurations import CONFIGURATIONS
 from benchmarks.pipeline import memory
-from csc.driver.mesh_candidates import SECONDS
+from csc.driver.search_clock import SECONDS
 
 WIDTH = 170
 

@@ -243,14 +243,6 @@ def _saved(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 # --- What the cache has of one model. Nothing here is an error: what cannot be found or kept is made, and not ... ----
 #
-# kept = ModelEntries(model, store) kept.guards(microbatch, known) -> iterator of Guards               those that
-# extend what is known kept.program(match, options) -> Packed | None                      kept.keep_program(packed,
-# match, options) kept.checked(match, options) -> str                                kept.keep_checked(text, match,
-# options) kept.met(pair, microbatch, options) -> bool                        kept.keep_met(pair, microbatch, options)
-# kept.trace(match, options) -> TracedProgram | None                 kept.keep_trace(traced, match, options)
-# kept.capture(match) -> Captured | None                             kept.keep_capture(captured, match)
-# kept.mesh(batch, options) -> text or ""                            kept.keep_mesh(text, batch, options)
-#
 # A match (csc.capture.guards) is by a capture: its key is what entries are found by.
 
 

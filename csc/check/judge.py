@@ -209,11 +209,6 @@ def _last_bits(shape: Sequence[int], epsilon: float, dtype: torch.dtype, generat
 
 
 # --- What eager PyTorch makes of a batch, each time with the same random numbers -------------------------------------
-#
-# eager = Reference(model, given, trainable, rule, masks, draws) eager.step() -> EagerStep     eager.again() -> loss of
-# another forward          eager.moved(right, epsilon) eager.in_half()
-# see csc.check.judge eager.masks                   those of the latest of these, None: nothing was left to chance
-# eager.look_again()            the model may be another from now on, as a training step leaves it
 
 
 class Reference:

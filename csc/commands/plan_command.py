@@ -22,7 +22,7 @@ from csc.commands.model_options import (
 from csc.commands.printing import Column, DebugOption, JsonOption, Rows, console, print_json, table
 from csc.commands.simulate_command import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.commands.tables import bound_text, memory_table, show_lengths_plan, show_limits, show_meshes, step_text
-from csc.driver.mesh_candidates import SECONDS
+from csc.driver.search_clock import SECONDS
 from csc.errors import InputError
 from csc.simulation.page import bytes_text, seconds_text
 

@@ -72,9 +72,6 @@ def _told(value: Any) -> str:
 
 
 # --- A checkpoint that is written while training goes on -------------------------------------------------------------
-#
-# saving = Saving(folder, write)                  write: what is left to do once values were copied
-# saving.begin(background)                        now, or in a thread saving.wait() -> folder     saving.done
 
 
 log = logging.getLogger("csc")
@@ -203,9 +200,6 @@ def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> 
 
 
 # --- Checkpoints of a training run: saved at one mesh and frozen set, taken up at any other --------------------------
-#
-# checkpoints = CheckpointManager("run", compiled, optimizer=optimizer, scheduler=scheduler, keep=3) restored =
-# checkpoints.load()                    None at the first start checkpoints.save(step)      checkpoints.wait()
 
 
 class CheckpointManager:

@@ -76,12 +76,6 @@ def instead(name: str, there: list[str], model: nn.Module | None) -> AttributeEr
 
 
 # --- What commands, reports and planners read of a compiled model, which takes no step for it ------------------------
-#
-# inspected.history(batch) -> [Program]         .program           of the example      .write(directory, ...)
-# inspected.problem(microbatch) -> Problem      .divided(microbatch) -> Program         traced, not compiled
-# inspected.microbatch, .microbatches(batch)    as steps divide batches                 .complete(batch)
-# inspected.step_without_chance(batch) -> EagerStep  .options_text      in a few words      .progress, while it
-# compiles
 
 
 class Inspected:

@@ -475,9 +475,6 @@ def uncollected() -> Iterator[None]:
 
 
 # --- Where the functions of a model's programs are compiled, and what is begun for that before there are any ---------
-#
-# ahead = FusingAhead(compiler) ahead.begin(options)         when a program is not in the cache: the model is going to
-# be traced ahead.folder                 for the programs' trainers
 
 
 class FusingAhead:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from csc.driver.options import changed
+from csc.driver.search_clock import TRACE, SearchClock
 from csc.errors import CscError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
@@ -22,60 +21,6 @@ from csc.passes.step_end import least_behind
 from csc.passes.tensor import Indivisible, OddAxis
 from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, least_seconds
 from csc.planning.problem import Problem, in_parts
-
-# --- How much of its time a search for a mesh has spent, and whether what comes next would end within it -------------
-#
-# SECONDS                                 that a search takes unless said otherwise, the capture of the model among
-# them clock = SearchClock(seconds, read)      from now on; read: gives seconds, time.monotonic by default clock.left
-# seconds; less than nothing when they are over with clock.of(PLAN): ...                work of a kind, from which is
-# told what the next of that kind takes clock.ends(PLAN) -> bool                whether the next of that kind would end
-# in time clock.over(part) -> bool                whether that part of the time is over clock.of_fork() -> SearchClock
-# of a process that was just forked, whose `read` may begin anew
-
-
-SECONDS = 45.0
-TRACE, DRAFT, PLAN = "trace", "draft", "plan"
-Kind = str
-
-
-class SearchClock:
-    """See the module."""
-
-    def __init__(self, seconds: float, read: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self._read, self._start = seconds, read, read()
-        self._took = dict[Kind, float]()
-        self._spent = 0.0
-
-    @property
-    def left(self) -> float:
-        """See the module."""
-        self._spent = self._read() - self._start
-        return self.seconds - self._spent
-
-    @contextmanager
-    def of(self, kind: Kind) -> Iterator[None]:
-        """See the module. Some take much longer than others: what took long is forgotten by and by."""
-        before = self.left
-        try:
-            yield
-        finally:
-            self._took[kind] = max(before - self.left, self._took.get(kind, 0.0) / 2)
-
-    def ends(self, kind: Kind, times: float = 1.0) -> bool:
-        """times: that of so many times the seconds."""
-        return self.left + (times - 1) * self.seconds >= self._took.get(kind, 0.0)
-
-    def of_fork(self) -> SearchClock:
-        """It goes on where this one was read last."""
-        found = SearchClock(self.seconds, self._read)
-        found._start -= self._spent
-        found._took = dict(self._took)
-        return found
-
-    def over(self, part: float) -> bool:
-        """See the module."""
-        return self.seconds - self.left > part * self.seconds
-
 
 # --- What a search for a mesh is asked, and what it finds. Terms: see csc.driver.mesh_search -------------------------
 

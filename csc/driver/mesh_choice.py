@@ -13,10 +13,11 @@ from csc.capture.batch import device_of, split_batch
 from csc.driver.batches import samples_of
 from csc.driver.compiled import CompiledModel
 from csc.driver.compiler import uncollected
-from csc.driver.mesh_candidates import NOTHING_FIXED, SECONDS, DividedModel, FixedChoices, MeshChoice, MeshRow
+from csc.driver.mesh_candidates import NOTHING_FIXED, DividedModel, FixedChoices, MeshChoice, MeshRow
 from csc.driver.mesh_search import MeshSearch, workers_here
 from csc.driver.model_programs import GivenBatches, ModelPrograms
 from csc.driver.options import changed
+from csc.driver.search_clock import SECONDS
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program

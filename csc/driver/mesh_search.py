@@ -21,31 +21,27 @@ import torch
 
 from csc import cores, devices
 from csc.driver.mesh_candidates import (
-    DRAFT,
     GAIN,
     NEAR,
-    PLAN,
     ROOM,
-    TRACE,
     BestOfWorkers,
     DividedModel,
     DividedProblems,
     FixedChoices,
     FoundMeshes,
-    Kind,
     MeshCandidate,
     MeshChoice,
     MeshRow,
     MeshTraces,
     OwnStages,
     Part,
-    SearchClock,
     UntracedDivisions,
     encoders,
     fitting_first,
     forms_of,
     own_stages,
 )
+from csc.driver.search_clock import DRAFT, PLAN, TRACE, Kind, SearchClock
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program

@@ -58,11 +58,6 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 # --- The programs of a model as it is now: its compiler, and the set of programs, made anew where the model ... ------
-#
-# programs = ModelPrograms(model, settings)           model: or a function that makes one programs.compiler
-# of the model; a function is called once programs.set: ProgramSet                             as it was last
-# programs.current() -> ProgramSet                     for the model as it is programs.after(directory, check),
-# .evaluating()      those of the same model with other options, and in eval mode
 
 
 log = logging.getLogger("csc")
@@ -203,13 +198,6 @@ class ModelPrograms:
 
 
 # --- What a compiled model is given to run on: the example, and the batch of each step, divided into microbatches ----
-#
-# given = GivenBatches(example, dividing, programs) given.example, .known                         the example batch,
-# and whether there is one given.ready(batch, options) -> [microbatch]   replica after replica
-# given.microbatch(options)                     the example's fullest one given.padded([microbatch]) -> [microbatch]
-# to a few widths (csc.driver.batches) given.untried([microbatch])                   microbatches, and widths to which
-# they may turn out to be padded given.check(batch)                            InputError for entries that the example
-# has not
 
 
 Example = Mapping[str, Any] | Sequence[Mapping[str, Any]]

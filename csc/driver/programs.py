@@ -370,11 +370,6 @@ def _key(match: Match, options: Options) -> Key:
 
 
 # --- A new program on every rank: found in the cache or compiled by the first one, handed to the others, ... ---------
-#
-# broadcast = ProgramBroadcast(compiler, compiled, directory) broadcast.shared(microbatch, options, directory,
-# progress) -> (Packed, how it came about)    all ranks call it broadcast.directory(index)           where a program is
-# written broadcast.of_first(make) -> files    what the first rank makes own_rank() -> [rank]                 None:
-# this process runs all of them
 
 
 class ProgramBroadcast:

@@ -14,9 +14,6 @@ from csc.errors import InputError
 from csc.ir.groups import Group
 
 # --- How ranks are numbered on a mesh, some positions of which may have fewer ranks than others ----------------------
-#
-# numbers = RankNumbers(order, sizes)      sizes by axis, for each position on the pp axis .count
-# of all ranks .number(dp, pp, cp, tp) -> rank           .place(rank) -> {axis: index}        unchecked
 
 
 class RankNumbers:

@@ -23,9 +23,9 @@ from csc.ir.program import LOSS, Program, Region, compute_dtypes
 from csc.passes.dropout import SEED
 from csc.planning.schedules import SCHEDULES
 from csc.runtime.compile_pool import FunctionFolder
-from csc.runtime.compiled_function import layouts_of, structure_of
 from csc.runtime.emulated import Emulated, emulated
 from csc.runtime.executor import Timed
+from csc.runtime.flat_tensors import layouts_of, structure_of
 from csc.simulation.pipeline import Pipeline, StageWork
 
 # --- What the runtime itself takes of a rank's time, measured on emulated ranks that send each other small ... -------

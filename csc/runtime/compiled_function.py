@@ -9,13 +9,11 @@ import fcntl
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import platform
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -27,6 +25,7 @@ import torch
 
 from csc import devices
 from csc.kernels.onednn import PRODUCT, is_worth, least_multiplications
+from csc.runtime.flat_tensors import Layout, empty_as, nesting, structure_of, tensors_of
 from csc.torch_private.artifacts import (
     Unwrapped,
     artifact,
@@ -121,106 +120,6 @@ def _gains(left: torch.Tensor, right: torch.Tensor, row: torch.Tensor | None = N
     if row is not None and row.shape != right.shape[1:]:  # a number, or other rows for each token
         return False
     return is_worth(*left.shape, right.shape[1])
-
-
-# --- Nested tuples and dicts of tensors as flat lists, and back ------------------------------------------------------
-#
-# Terms: the *structure* of one is None for a tensor, a list for a tuple, a dict for a dict: what JSON can hold.
-
-
-Layout = list[Any]
-IMAGES = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}  # dimensions of what torch knows channels_last of, the closest first
-
-
-def tensors_of(nested: Any) -> list[torch.Tensor]:
-    """In order. TypeError for what is no tensor, tuple or dict."""
-    found: list[torch.Tensor] = []
-    _collect((nested,), found)
-    return found
-
-
-def _collect(several: tuple[Any, ...] | dict[str, Any], found: list[torch.Tensor]) -> None:
-    """A call for each tuple and dict, not for each tensor: every call of a compiled function asks."""
-    for one in several.values() if isinstance(several, dict) else several:
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        elif isinstance(one, (tuple, dict)):
-            _collect(one, found)
-        else:
-            raise TypeError(f"a {type(one).__name__} is no tensor, tuple or dict")
-
-
-def structure_of(nested: Any) -> Any:
-    if isinstance(nested, dict):
-        return {name: structure_of(one) for name, one in nested.items()}
-    return [structure_of(one) for one in nested] if isinstance(nested, tuple) else None
-
-
-def layouts_of(tensors: Sequence[torch.Tensor]) -> list[Layout]:
-    """Of each. The stride of a dimension with one place means nothing, and is given as one that says nothing; but where
-    it tells whether the channels of images come last.
-    """
-    return [
-        [str(one.dtype).removeprefix("torch."), str(one.device), [*one.shape], _strides([*one.shape], [*one.stride()])]
-        for one in tensors
-    ]
-
-
-def _strides(sizes: list[int], strides: list[int]) -> list[int]:
-    """As kernels and compilers may give a dimension with one place any stride, so that which one is chance."""
-    found = list(strides)
-    for place in reversed(range(len(sizes))):
-        if sizes[place] == 1:
-            found[place] = sizes[place + 1] * found[place + 1] if place + 1 < len(sizes) else 1
-    return found if _have_channels_last(sizes, found) == _have_channels_last(sizes, strides) else strides
-
-
-def _have_channels_last(sizes: list[int], strides: list[int]) -> bool:
-    """Whether torch takes a tensor for images whose channels come last (c10's `is_channels_last_strides`), and makes
-    others of it in this format.
-    """
-    order = IMAGES.get(len(sizes))
-    if order is None or strides[1] == 0:
-        return False
-    least = 0
-    for place in order:
-        if sizes[place] == 0 or strides[place] < least or (place == 0 and least == strides[1]):
-            return False
-        least = strides[place] * max(sizes[place], 1)
-    return True
-
-
-def empty_as(layouts: Sequence[Layout]) -> list[torch.Tensor]:
-    """Tensors of these."""
-    return [
-        torch.empty_strided(sizes, strides, dtype=getattr(torch, dtype), device=device)
-        for dtype, device, sizes, strides in layouts
-    ]
-
-
-def nesting(structure: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """From a list of tensors, for many calls: the structure is looked at once."""
-    return _nesting(structure, 0)[0]
-
-
-def _nesting(structure: Any, start: int) -> tuple[Callable[[Sequence[torch.Tensor]], Any], int]:
-    """Of the tensors from `start` on; and where they end."""
-    if structure is None:
-        return lambda tensors: tensors[start], start + 1
-    parts, stop = [], start
-    members = list(structure.values() if isinstance(structure, dict) else structure)
-    for one in members:
-        part, stop = _nesting(one, stop)
-        parts.append(part)
-    flat = all(one is None for one in members)
-    if isinstance(structure, dict):
-        names = tuple(structure)
-        if flat:
-            return lambda tensors: dict(zip(names, tensors[start:stop])), stop
-        return lambda tensors: {name: part(tensors) for name, part in zip(names, parts)}, stop
-    if flat:
-        return lambda tensors: tuple(tensors[start:stop]), stop
-    return lambda tensors: tuple([part(tensors) for part in parts]), stop
 
 
 # --- One function compiled by Inductor for tensors of certain layouts, and kept on disk as text and torch's ... ------
@@ -539,127 +438,3 @@ def code(text: str) -> str:
     if ast.get_docstring(tree) is not None:
         tree.body = tree.body[1:]
     return ast.dump(tree)
-
-
-# --- A compiled function beside the one that it is to stand for: both are called once with the same tensors ----------
-#
-# Terms: an *own operator* is one of csc's that layer files call (attention, collectives, what runs a module of the
-# user's): both functions call the same kernels, which may meet other ranks, draw, or change a module. So the plain
-# function alone calls them; the compiled one is handed copies of what came of that, and what it gives them is compared
-# as its results are.
-#
-# How far two results may be apart is told by the coarsest dtype of the tensors that a function takes and returns: NEAR
-# times what it rounds by, of the norm of all entries (float32: 1e-5, docs/fusing.md); of gradients of parameters that
-# are no more than noise, such as those of biases of keys, of NOISE of the largest one. Whole numbers are the same
-# ones.
-
-
-NEAR = 84.0  # times 2**-23 is 1e-5
-HALF = 4.0  # of what keeps fewer digits: operators round each result, kernels the last one alone
-NOISE = 1e-2
-Given = tuple[str, list[torch.Tensor]]
-
-
-class _DiffersError(Exception):
-    """The compiled function goes another way."""
-
-
-def tried(
-    plain: Callable[..., Any], given: tuple[Any, ...], compiled: Callable[[Sequence[torch.Tensor]], Any],
-    tensors: Sequence[torch.Tensor],
-) -> tuple[Any, str]:  # fmt: skip
-    """tensors: those of `given`, in order. What the plain function raises is raised; what the other does, differs."""
-    made: list[tuple[Given, Any]] = []
-    with _own_operators(lambda call, run: _noted(made, call, run())):
-        results = plain(*given)
-    wanted = tensors_of(results)
-    near = _near([*tensors, *wanted])
-    left: dict[str, list[tuple[Given, Any]]] = defaultdict(list)
-    for one in made:
-        left[one[0][0]].append(one)
-    try:
-        with _own_operators(lambda call, _: _again(left, call, near)):
-            found = tensors_of(compiled(tensors))
-    except Exception as error:
-        return results, str(error) if isinstance(error, _DiffersError) else f"{type(error).__name__}: {error}"
-    largest = max(map(_norm, wanted), default=0.0) if isinstance(results, dict) else 0.0
-    return results, _difference(found, wanted, near, "result", NOISE * largest)
-
-
-def apart(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
-    """See the module; "": in nothing."""
-    return _difference(found, wanted, _near(wanted), "result")
-
-
-def _noted(made: list[tuple[Given, Any]], call: Given, results: Any) -> Any:
-    made.append((call, results))
-    return results
-
-
-def _again(left: dict[str, list[tuple[Given, Any]]], call: Given, near: float) -> Any:
-    """What came of the first call of the operator that is left."""
-    name, tensors = call
-    if not left[name]:
-        raise _DiffersError(f"it calls {name} more often")
-    (_, wanted), results = left[name].pop(0)
-    why = _difference(tensors, wanted, near, f"argument of {name}")
-    if why:
-        raise _DiffersError(why)
-    copies = (one.clone() if isinstance(one, torch.Tensor) else one for one in _listed(results))
-    return next(copies) if isinstance(results, torch.Tensor) else type(results)(copies)
-
-
-def _own_operators(call: Callable[[Given, Callable[[], Any]], Any]) -> Any:
-    """A context in which each call of one of csc's operators gives what call((its name, its tensors), run) gives."""
-    from csc.torch_private.traces import TorchDispatchMode
-
-    class OwnOperators(TorchDispatchMode):
-        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if getattr(operator, "namespace", "") != "csc" or operator is PRODUCT:
-                return operator(*args, **kwargs)
-            tensors = [one for value in (*args, *kwargs.values()) for one in _listed(value) if torch.is_tensor(one)]
-            return call((str(operator), tensors), lambda: operator(*args, **kwargs))
-
-    return OwnOperators()
-
-
-def _listed(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _near(tensors: Iterable[torch.Tensor]) -> float:
-    rounds = [torch.finfo(one.dtype).eps for one in tensors if one.is_floating_point() or one.is_complex()]
-    coarsest = max(rounds, default=0.0)
-    return coarsest * (NEAR if coarsest <= torch.finfo(torch.float32).eps else HALF)
-
-
-def _difference(
-    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], near: float, what: str, least: float = 0.0
-) -> str:
-    """The first tensor that is too far from the one that it should be, in words. least: of a norm."""
-    if len(found) != len(wanted):
-        return f"{len(found)} in place of {len(wanted)} of {what}"
-    for number, (one, other) in enumerate(zip(found, wanted)):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return f"{what} {number} is {one.dtype} {list(one.shape)}, not {other.dtype} {list(other.shape)}"
-        far = _far(one, other, least)
-        if not far <= (near if other.is_floating_point() or other.is_complex() else 0.0):
-            return f"{what} {number} differs by {far:.1e}, more than {near:.1e}"
-    return ""
-
-
-def _far(found: torch.Tensor, wanted: torch.Tensor, least: float) -> float:
-    """The norm of the difference over that of what is wanted; what is infinite, or no number, has to be so in both."""
-    same = (found == wanted) | ((found != found) & (wanted != wanted))
-    apart = _norm(torch.where(same, 0, _wide(found) - _wide(wanted)))
-    whole = max(_norm(torch.where(wanted.isfinite(), wanted, 0)), least)
-    return apart / whole if apart and whole else apart and math.inf
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(_wide(tensor).norm())
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -34,24 +34,19 @@ from csc.runtime.compiled_function import (
     CompiledFunction,
     FunctionOrder,
     KeptFunction,
-    Layout,
     TorchState,
     code,
-    empty_as,
     form_of,
-    layouts_of,
-    nesting,
     settings,
-    structure_of,
-    tensors_of,
-    tried,
     write_whole,
 )
 from csc.runtime.executor import NO_CHANCE
+from csc.runtime.flat_tensors import Layout, empty_as, layouts_of, nesting, structure_of, tensors_of
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import NOTHING, Meeting
 from csc.runtime.rank import Rank
 from csc.runtime.specs import StageSpec
+from csc.runtime.tried_function import tried
 from csc.runtime.weight_names import Under
 from csc.torch_private.fast_guards import same_layouts
 
@@ -386,10 +381,6 @@ def _read_of_w(function: Callable[..., Any]) -> list[str]:
 
 
 # --- What is kept of a program whose functions were compiled: what each is called with, and what has become of it ----
-#
-# kept = KeptProgram(folder, key) kept.forms() -> [Form] | None             that its functions are called with; None:
-# nothing is known kept.keep(rows, forms)                    nothing where that cannot be written rows_of(folder,
-# fingerprint) -> rows      of the latest start that compiled it
 
 
 PREFIX = 32  # of a fingerprint, in a key
@@ -830,12 +821,6 @@ def _named(function: Fused, form: str) -> str:
 
 
 # --- The programs of one trainer, whose functions Inductor compiles: see csc.runtime.fusing -------------------
-#
-# members = FusedMembers(folder, device, positions)      folder: where artifacts are kept; None: for this process alone
-# members.add(program)                              in the order in which the trainer takes them members.says(numbers)
-# -> flags                    before a step with these programs: see csc.runtime.fusing with members.step(calls,
-# flags, meeting): ...     around what computes; calls: (number of the program, call) members.is_settled(number)
-# whether the functions of a program are those that it goes on with members.rows() -> [FusedRow]
 
 
 class FusedMembers:

@@ -14,7 +14,6 @@ import torch
 from csc import devices
 from csc.ir.schedule import Action
 from csc.kernels.recordable import DRAWS, GATHERED, MEETS
-from csc.runtime.compiled_function import apart
 from csc.runtime.loaded_program import LoadedProgram, StageFunctions
 from csc.runtime.made_once import Constants
 from csc.runtime.rank import Rank
@@ -36,6 +35,7 @@ from csc.runtime.recorded_part import (
     tensors_in,
 )
 from csc.runtime.specs import StageSpec
+from csc.runtime.tried_function import apart
 
 if TYPE_CHECKING:
     from csc.runtime.fusing import FusedMembers

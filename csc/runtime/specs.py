@@ -19,8 +19,6 @@ from csc.ir.schedule import Message
 from csc.ir.strides import overlaps
 
 # --- How much a step is ----------------------------------------------------------------------------------------------
-#
-# Counts(tokens, samples, flops)      of one replica's microbatches, or of all replicas'
 
 
 @dataclass(frozen=True)
@@ -391,9 +389,6 @@ def _places(box: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
 
 
 # --- A JSON object read field by field: every complaint names the field, what it should be, and its place in ... -----
-#
-# fields = Fields(json, "program.json") fields.get("microbatches", int)      fields.rows("stages") -> [Fields]
-# ProgramError
 
 
 LARGEST = 2**53

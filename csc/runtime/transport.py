@@ -758,8 +758,6 @@ def room(into: torch.Tensor, chosen: Places) -> torch.Tensor:
 
 
 # --- Where the operators of csc.kernels.collectives meet the other ranks ---------------------------------------------
-#
-# met = Met(group, copies)        .number: what stands for it in a call        one rank's place in a group
 
 
 class Met:

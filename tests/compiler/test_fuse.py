@@ -18,7 +18,8 @@ from torch import nn
 import csc
 from csc.errors import InputError
 from csc.runtime import fusing
-from csc.runtime.compiled_function import KeptFunction, layouts_of, structure_of
+from csc.runtime.compiled_function import KeptFunction
+from csc.runtime.flat_tensors import layouts_of, structure_of
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from tests.compiler import small

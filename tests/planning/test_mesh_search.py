@@ -24,12 +24,12 @@ from csc.driver.mesh_candidates import (
     MeshCandidate,
     MeshRow,
     MeshTraces,
-    SearchClock,
     forms,
     forms_of,
 )
 from csc.driver.mesh_choice import choose
 from csc.driver.mesh_search import MESHES, MeshPlans, MeshSearch, in_turn
+from csc.driver.search_clock import SearchClock
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.planning.meshes import PLAIN, MeshDivision, MeshForm, MeshLayout, layouts

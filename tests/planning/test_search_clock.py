@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from csc.driver.mesh_candidates import PLAN, TRACE, SearchClock
+from csc.driver.search_clock import PLAN, TRACE, SearchClock
 
 
 class Time:

@@ -20,9 +20,10 @@ import torch
 
 import csc
 from csc.driver import mesh_search
-from csc.driver.mesh_candidates import BestOfWorkers, FixedChoices, FoundMeshes, MeshChoice, SearchClock
+from csc.driver.mesh_candidates import BestOfWorkers, FixedChoices, FoundMeshes, MeshChoice
 from csc.driver.mesh_choice import choose
 from csc.driver.mesh_search import MeshSearch, side_by_side, workers_here
+from csc.driver.search_clock import SearchClock
 from tests.compiler.tensor_models import BATCHES, MODELS
 from tests.launching import PATIENCE
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from csc.runtime import compiled_function as kept
-from csc.runtime.compiled_function import layouts_of, nesting, structure_of, tensors_of
+from csc.runtime.flat_tensors import layouts_of, nesting, structure_of, tensors_of
 from tests.launching import PATIENCE
 
 GIVEN = ({"weight": torch.eye(2)}, (torch.ones(2, 2), torch.zeros(3)))

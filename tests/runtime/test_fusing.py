@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from csc.runtime import compiled_function, fusing
-from csc.runtime.compiled_function import layouts_of
+from csc.runtime.flat_tensors import layouts_of
 from csc.runtime.weight_names import under
 
 CPU = torch.device("cpu")

@@ -10,7 +10,8 @@ import pytest
 import torch
 from csc.kernels.onednn import PRODUCT
 
-from csc.runtime.compiled_function import tensors_of, tried
+from csc.runtime.flat_tensors import tensors_of
+from csc.runtime.tried_function import tried
 
 X = torch.arange(1.0, 7.0).view(2, 3)
 Changed = Callable[[torch.Tensor], torch.Tensor]

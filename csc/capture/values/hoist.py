@@ -22,10 +22,6 @@ from csc.ir.capture_guards import Expression, QueryStep
 from csc.torch_private.traces import ParameterReads, outside_tracing, pytree
 
 # --- Tensors that a model makes of its batch alone, computed before the step instead, outside the graph --------------
-#
-# hoisted.entries(model, batch) -> {name: tensor}       as of csc.capture.values.hoist.HostCall
-# hoisted.stand_in(example, batch)                      the same while tracing, of the traced batch unused(name,
-# earlier) -> prefix                       of the names of batch entries
 
 
 STATISTICS = frozenset({"unique", "_unique2", "bincount", "histc"})

@@ -184,10 +184,6 @@ def _beside_each_other(largest: Floats, count: int, peak: float, least: float) -
 
 
 # --- What ways to fill microbatches take, many at a time: bytes beyond the room first, then seconds ------------------
-#
-# score = Score(step, room) score.each(ways) -> figures                        score.below(ways, least) -> those that
-# cost no more, the best first score.best_of_each(ways by replica) -> for each replica (groups, figures, which of its
-# ways)
 
 
 Figures = tuple[float, float]  # by how many bytes the room is exceeded, seconds

@@ -1,0 +1,50 @@
+"""How much of its time a search for a mesh has spent, and whether what comes next would end within it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SECONDS = 45.0
+TRACE, DRAFT, PLAN = "trace", "draft", "plan"
+Kind = str
+
+
+class SearchClock:
+    """See the module."""
+
+    def __init__(self, seconds: float, read: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._read, self._start = seconds, read, read()
+        self._took = dict[Kind, float]()
+        self._spent = 0.0
+
+    @property
+    def left(self) -> float:
+        """See the module."""
+        self._spent = self._read() - self._start
+        return self.seconds - self._spent
+
+    @contextmanager
+    def of(self, kind: Kind) -> Iterator[None]:
+        """See the module. Some take much longer than others: what took long is forgotten by and by."""
+        before = self.left
+        try:
+            yield
+        finally:
+            self._took[kind] = max(before - self.left, self._took.get(kind, 0.0) / 2)
+
+    def ends(self, kind: Kind, times: float = 1.0) -> bool:
+        """times: that of so many times the seconds."""
+        return self.left + (times - 1) * self.seconds >= self._took.get(kind, 0.0)
+
+    def of_fork(self) -> SearchClock:
+        """It goes on where this one was read last."""
+        found = SearchClock(self.seconds, self._read)
+        found._start -= self._spent
+        found._took = dict(self._took)
+        return found
+
+    def over(self, part: float) -> bool:
+        """See the module."""
+        return self.seconds - self.left > part * self.seconds
