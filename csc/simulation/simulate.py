@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from csc.errors import InputError, ScheduleError
@@ -12,10 +12,10 @@ from csc.ir.schedule import PARTS, WHOLE, Action, Message, Schedule
 from csc.simulation.pipeline import Pipeline, changes, check_pipeline, states
 from csc.simulation.timeline import Curve, Event, Timeline, Transfer
 
-# --- Jitter: computes that now and then take longer than modelled ----------------------------------------------------
+# --- Jitter: computes and messages that now and then take longer than modelled ---------------------------------------
 #
-# alpha max(burst, e) (0.5 + U) seconds to one compute, U uniform on [0, 1); each compute is hit with `probability`.
-# The model and the figures of J3 are those of RRFP (arXiv 2605.18750).
+# another, e = 0.9 e + 0.1 c. A *hit* adds alpha max(burst, e) (0.5 + U) seconds to one of them, U uniform on [0, 1);
+# each is hit with `probability`. The model and the levels J0 to J3 are those of RRFP (arXiv 2605.18750).
 
 
 MEMORY = 0.9  # share of the running mean that the next compute leaves in place
@@ -38,7 +38,38 @@ class Jitter:
                 raise InputError(f"{name} is {value}", "jitter", "It is a finite number of at least 0")
 
 
-J3 = Jitter(probability=0.3, burst=0.015, alpha=1.5)
+LEVELS = {
+    "J0": Jitter(probability=0.0, burst=0.0, alpha=0.0),
+    "J1": Jitter(probability=0.1, burst=0.005, alpha=0.5),
+    "J2": Jitter(probability=0.2, burst=0.010, alpha=1.0),
+    "J3": Jitter(probability=0.3, burst=0.015, alpha=1.5),
+}
+J3 = LEVELS["J3"]
+
+
+def level(name: str, seed: int = 0) -> Jitter:
+    """One of LEVELS, with a seed. InputError for any other name."""
+    if name not in LEVELS:
+        raise InputError(f"there is no level of jitter {name!r}", "jitter", f"Choose one of {', '.join(LEVELS)}")
+    return replace(LEVELS[name], seed=seed)
+
+
+class Delays:
+    """The delays of one rank's computes, or of the messages from one rank to another, in turn. who: the rank, or both;
+    each has a stream of its own. first: modelled seconds of the first, from which the mean starts.
+    """
+
+    def __init__(self, jitter: Jitter, who: object, first: float) -> None:
+        self._jitter = jitter
+        self._draw = random.Random(f"{jitter.seed} {who}").random
+        self._mean = first
+
+    def of(self, cost: float) -> float:
+        """Seconds that the next one takes on top of these."""
+        jitter = self._jitter
+        self._mean = MEMORY * self._mean + (1 - MEMORY) * cost
+        hit, length = self._draw(), self._draw()
+        return jitter.alpha * max(jitter.burst, self._mean) * (0.5 + length) if hit < jitter.probability else 0.0
 
 
 def disturbed(jitter: Jitter, seconds: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -50,16 +81,8 @@ def disturbed(jitter: Jitter, seconds: Sequence[Sequence[float]]) -> list[list[f
 
 
 def _rank(jitter: Jitter, rank: int, modelled: Sequence[float]) -> list[float]:
-    draw = random.Random(f"{jitter.seed} {rank}").random
-    mean = modelled[0] if modelled else 0.0
-    longer = []
-    for cost in modelled:
-        mean = MEMORY * mean + (1 - MEMORY) * cost
-        hit, length = draw(), draw()
-        longer.append(
-            cost + (jitter.alpha * max(jitter.burst, mean) * (0.5 + length) if hit < jitter.probability else 0.0)
-        )
-    return longer
+    delays = Delays(jitter, rank, modelled[0] if modelled else 0.0)
+    return [cost + delays.of(cost) for cost in modelled]
 
 
 # --- The simulator: when every action of a schedule starts and ends on a pipeline ------------------------------------
@@ -105,7 +128,8 @@ def simulate(
     seconds: Lengths | None = None,
 ) -> Timeline:  # fmt: skip
     """The timeline of `schedule`, named after it unless `name` is given. The same arguments give the same timeline.
-    seconds: per rank of every compute in its order, where they are not the pipeline's.
+    jitter: delays of computes, and of messages, which hold up those behind them. seconds: per rank of every compute in
+    its order, where they are not the pipeline's.
 
     ScheduleError if it deadlocks (the circle of waits) or has an action that the pipeline does not know. InputError for
     times and sizes that are no finite numbers of at least 0.
@@ -163,6 +187,7 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None, given: L
     starts: list[list[float]] = [[] for _ in range(count)]
     moves: list[tuple[int, Action, float, float]] = []
     free: dict[tuple[int, int], float] = {}  # by directed pair of ranks, when its link is
+    delays: dict[tuple[int, int], Delays] = {}
     arrival: dict[tuple[Message, int], float] = {}
     waiting: list[tuple[Message, int] | None] = [None] * count
     whole = _Whole(pipeline, count)
@@ -187,6 +212,10 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None, given: L
                     raise _unknown_message(schedule, rank, action)
                 seconds_of, latency, target = channels[channel]
                 busy = seconds_of[0 if alike else action.microbatch]
+                if jitter is not None:
+                    if (rank, target) not in delays:
+                        delays[rank, target] = Delays(jitter, f"{rank}>{target}", latency + busy)
+                    busy += delays[rank, target].of(latency + busy)
                 departure = free.get((rank, target), 0.0)
                 if now > departure:
                     departure = now

@@ -47,16 +47,25 @@ def one_f_one_b(work: WorkTables, room: Sequence[float] | None = None) -> Orders
     return [joined(work, order) for order in _in_turn(work, depths(work), [0] * len(work.pipeline.stages))]
 
 
-def eager(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
-    """1F1B with a warm-up of up to twice the depth, as much as the room allows; below the depth if it must be."""
+def eager(
+    work: WorkTables, room: Sequence[float] | None = None, times: float = 2.0, late: bool = False
+) -> Orders:  # fmt: skip
+    """1F1B with a warm-up of up to so many times the depth, as much as the room allows; below the depth if it must be.
+
+    times: 2 covers messages as long as computes; where they are now and then held up, more is faster
+    (csc.planning.schedules.robust). late: B and W apart, and W's behind as in zb_h1, so that every rank holds as many
+    microbatches as the first.
+    """
     depth = depths(work)
+    # Beyond all microbatches a longer warm-up changes nothing.
+    most_ahead = [max(1, math.floor(min(times * d, max(2 * d, work.microbatches + d)) + 1e-9)) for d in depth]
     ahead = [1] * len(depth)
     for rank, own in enumerate(_stages_of(work)):
         held = reserve(work, rank)
         most = [max(held.saved[s]) for s in own]
-        # Try the largest share of twice the depths first; one microbatch at a time always fits.
-        for share in sorted({n / (2 * depth[s]) for s in own for n in range(1, 2 * depth[s] + 1)}, reverse=True):
-            counts = [max(1, math.floor(2 * share * depth[s] + 1e-9)) for s in own]
+        # Try the largest share of the warm-ups first; one microbatch at a time always fits.
+        for share in sorted({n / most_ahead[s] for s in own for n in range(1, most_ahead[s] + 1)}, reverse=True):
+            counts = [max(1, math.floor(share * most_ahead[s] + 1e-9)) for s in own]
             bytes_ = sum(min(n, work.microbatches) * size for n, size in zip(counts, most)) + max(held.extra)
             if room is None or bytes_ <= room[rank] * (1 + 1e-9):
                 break
@@ -64,9 +73,11 @@ def eager(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
             ahead[s] = n
     # A stage that runs as far ahead as the one before it would wait for forwards with its gradients at hand.
     for _, source, destination in sorted(work.pipeline.messages, key=lambda channel: max(channel[1:])):
-        early, late = sorted((source, destination))
+        early, after = sorted((source, destination))
         if work.pipeline.stages[early].has_b:
-            ahead[late] = max(1, min(ahead[late], ahead[early] - 1))
+            ahead[after] = max(1, min(ahead[after], ahead[early] - 1))
+    if late:
+        return _in_turn(work, ahead, [max(ahead) - n for n in ahead])
     return [joined(work, order) for order in _in_turn(work, ahead, [0] * len(depth))]
 
 
