@@ -23,12 +23,16 @@ MEMORY = 0.9  # share of the running mean that the next compute leaves in place
 
 @dataclass(frozen=True)
 class Jitter:
-    """How often and how long computes are held up. `burst` is in seconds. The same seed gives the same delays."""
+    """How often and how long computes and messages are held up. `burst` is in seconds. The same seed gives the same
+    delays. computes, messages: whether these are.
+    """
 
     probability: float
     burst: float
     alpha: float
     seed: int = 0
+    computes: bool = True
+    messages: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.probability <= 1:
@@ -77,6 +81,8 @@ def disturbed(jitter: Jitter, seconds: Sequence[Sequence[float]]) -> list[list[f
 
     Each rank draws from a stream of its own: what one rank is held up by does not depend on the others.
     """
+    if not jitter.computes:
+        return [list(modelled) for modelled in seconds]
     return [_rank(jitter, rank, modelled) for rank, modelled in enumerate(seconds)]
 
 
@@ -212,7 +218,7 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None, given: L
                     raise _unknown_message(schedule, rank, action)
                 seconds_of, latency, target = channels[channel]
                 busy = seconds_of[0 if alike else action.microbatch]
-                if jitter is not None:
+                if jitter is not None and jitter.messages:
                     if (rank, target) not in delays:
                         delays[rank, target] = Delays(jitter, f"{rank}>{target}", latency + busy)
                     busy += delays[rank, target].of(latency + busy)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from csc.errors import InputError
-from csc.simulation.pipeline import Pipeline, StageWork
-from csc.simulation.simulate import J3, Jitter, disturbed, makespan, simulate
+from csc.simulation.pipeline import Link, Network, Pipeline, StageWork
+from csc.simulation.simulate import J3, LEVELS, Jitter, disturbed, level, makespan, simulate
 
 from .orders import chain, one_f_one_b
 
@@ -53,6 +53,30 @@ def test_ranks_are_held_up_independently() -> None:
     assert first != second
     assert disturbed(jitter, [[1.0] * 7, [1.0] * 50])[1] == second
     assert disturbed(jitter, [[], [1.0] * 50])[1] == second
+
+
+def test_messages_are_held_up_too() -> None:
+    """Of messages alone: computes last as long as modelled, arrivals are late, and those of a pair stay in order."""
+    linked = Pipeline(PIPELINE.stages, PIPELINE.messages, Network(Link(0.002, 1e3)))
+    only = Jitter(0.5, 0.015, 1.5, computes=False)
+    run, calm = simulate(linked, SCHEDULE, only), simulate(linked, SCHEDULE)
+    assert [event.seconds for events in run.ranks for event in events] == pytest.approx(
+        [event.seconds for events in calm.ranks for event in events]
+    )
+    late = [t.end - t.start - 0.002 - t.size / 1e3 for t in run.transfers]
+    assert 0.3 < sum(delay > 1e-9 for delay in late) / len(late) < 0.7 and min(late) > -1e-9
+    for pair in {(t.source_rank, t.destination_rank) for t in run.transfers}:
+        ends = [t.end for t in run.transfers if (t.source_rank, t.destination_rank) == pair]
+        assert ends == sorted(ends)
+    assert run.makespan > calm.makespan
+    assert simulate(linked, SCHEDULE, Jitter(0.5, 0.015, 1.5, messages=False)).transfers != run.transfers
+
+
+def test_levels_rise() -> None:
+    spans = [makespan(PIPELINE, SCHEDULE, level(name, seed=2)) for name in LEVELS]
+    assert spans == sorted(spans) and spans[0] == makespan(PIPELINE, SCHEDULE) and level("J3") == J3
+    with pytest.raises(InputError, match="no level of jitter 'J4'. Choose one of J0, J1, J2, J3"):
+        level("J4")
 
 
 @pytest.mark.parametrize(
