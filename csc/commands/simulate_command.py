@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -15,10 +15,15 @@ from rich.markup import escape
 from csc.commands.model_options import Opening, PipelineOption, on_target, over
 from csc.commands.printing import Column, DebugOption, JsonOption, console, print_json, table
 from csc.commands.tables import bound_text, memory_table, show_forecast, show_limits, step_text
+from csc.errors import InputError
 from csc.simulation.page import bytes_text, chrome_trace, seconds_text
 from csc.simulation.page import page as page_text
 from csc.simulation.page import svg as svg_text
 from csc.simulation.timeline import Timeline, to_json
+
+if TYPE_CHECKING:
+    from csc.reports.forecast import Forecast, JitteredSchedule
+
 
 # --- Timelines as the files that commands write: JSON, a page, a picture, a trace for Perfetto -----------------------
 
@@ -58,6 +63,15 @@ def write_timelines(
 # --- `csc simulate` and `csc timeline`: what a plan expects, and what was measured -----------------------------------
 
 
+class JitterLevel(StrEnum):
+    """J0: none."""
+
+    J0 = "J0"
+    J1 = "J1"
+    J2 = "J2"
+    J3 = "J3"
+
+
 @on_target
 def simulate(
     opening: Opening,
@@ -66,8 +80,15 @@ def simulate(
         str, typer.Option("--baseline", help="schedule of the split to compare with, or none")
     ] = "1f1b",
     jitter: Annotated[
-        bool, typer.Option("--jitter", help="disturb every action as a busy cluster does (J3 of arXiv 2605.18750)")
-    ] = False,
+        JitterLevel | None,
+        typer.Option(
+            "--jitter", help="delay computes and messages as a busy cluster does (levels of arXiv 2605.18750)"
+        ),
+    ] = None,
+    robust: Annotated[
+        Path | None,
+        typer.Option("--robust", help="write the order that is fastest on average under --jitter, for --schedule"),
+    ] = None,
     output: OutputOption = None,
     page: PageOption = None,
     svg: SvgOption = None,
@@ -76,19 +97,28 @@ def simulate(
     debug: DebugOption = False,
 ) -> None:
     """What the plan will take: makespan, bubble and memory by rank, the lower bound, and a frozen-agnostic baseline."""
-    from csc.reports.forecast import forecast, memory_forecast
-    from csc.simulation.simulate import J3
+    from csc.reports.forecast import forecast, jittered, memory_forecast
+    from csc.simulation.simulate import level
 
+    if robust is not None and jitter is None:
+        raise InputError(
+            "an order for jitter depends on how much there is", "--robust", "Give --jitter J1, J2 or J3 too"
+        )
+    delays = None if jitter is None else level(jitter)
     with opening as compiled:
         compiled = over(pp, compiled)
-        found = forecast(compiled, None if baseline == "none" else baseline, J3 if jitter else None)
+        found = forecast(compiled, None if baseline == "none" else baseline, delays)
         held = memory_forecast(compiled.program, compiled.options)
+        rows, order = jittered(compiled, delays) if delays is not None else ((), None)
+    if robust is not None:
+        robust.write_text(str(order))
     timelines = [found.plan, *([found.baseline] if found.baseline is not None else [])]
     write_timelines(
         timelines, f"{compiled.program.name}: {found.layout}", output, page, chrome, svg, found.bound, found.memory
     )
     if json_output:
-        print_json({**found.as_dict(), "memory": [row.as_dict() for row in held]})
+        orders = {} if jitter is None else {"jitter": {"level": jitter, "schedules": [vars(row) for row in rows]}}
+        print_json({**found.as_dict(), "memory": [row.as_dict() for row in held], **orders})
         return
     show_forecast(found)
     console.print(memory_table(held, found.memory, found.devices))
@@ -96,11 +126,25 @@ def simulate(
     console.print(escape(step_text(found)), highlight=False)
     console.print(bound_text(found), highlight=False)
     if found.baseline is not None:
-        console.print(
-            f"{found.baseline.name}: {seconds_text(found.baseline.makespan)}, peak memory "
-            f"{bytes_text(max(found.baseline.peak_memory))}; the plan is {found.speedup:.2f} x as fast",
-            highlight=False,
-        )
+        console.print(_baseline_text(found), highlight=False)
+    if jitter is not None:
+        _show_orders(rows, jitter)
+
+
+def _baseline_text(found: Forecast) -> str:
+    """The baseline beside the plan."""
+    assert found.baseline is not None
+    peak = bytes_text(max(found.baseline.peak_memory))
+    seconds = seconds_text(found.baseline.makespan)
+    return f"{found.baseline.name}: {seconds}, peak memory {peak}; the plan is {found.speedup:.2f} x as fast"
+
+
+def _show_orders(rows: Sequence[JitteredSchedule], jitter: str) -> None:
+    """What jitter does to each order, beside its memory."""
+    means = table("schedule", f"mean at {jitter}", "without", "peak memory", title="orders of these stages by jitter")
+    for row in rows:
+        means.add_row(escape(row.name), *map(seconds_text, (row.mean, row.calm)), bytes_text(row.peak_memory))
+    console.print(means)
 
 
 def timeline(

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from csc.analysis.costs import stored_dtypes, variant_cost
 from csc.driver.compiled import CompiledModel
-from csc.errors import InputError
+from csc.errors import CscError, InputError
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.ir.schedule import PARTS, Schedule
 from csc.passes.pipeline_problem import problem, recorded
 from csc.passes.step_end import StepEnd, step_ends
+from csc.planning.gathers import with_gathers
 from csc.planning.partition import balance
 from csc.planning.partition_bound import lower_bound, shared_lower_bound
 from csc.planning.plan import plan
 from csc.planning.problem import Problem
+from csc.planning.schedules import SCHEDULES
+from csc.planning.schedules.named import ORDERS
+from csc.planning.schedules.robust import mean_makespan, robust
 from csc.runtime.loaded_program import load
 from csc.simulation.idle import CAUSES, Causes, idle, longest_path
 from csc.simulation.idle import Path as LongestPath
@@ -28,7 +33,7 @@ from csc.simulation.page import bytes_text
 from csc.simulation.pipeline import Pipeline, peak_memory, states
 from csc.simulation.pipeline import from_json as read_pipeline
 from csc.simulation.pipeline import peaks as peaks_of_run
-from csc.simulation.simulate import Jitter, simulate
+from csc.simulation.simulate import Jitter, makespan, simulate
 from csc.simulation.timeline import Timeline, from_json
 
 # --- What limits a planned step: the lower bound and what it comes from, the busiest rank, idle seconds by cause -----
@@ -264,6 +269,46 @@ def forecast(compiled: CompiledModel, baseline: str | None = "1f1b", jitter: Jit
         devices=devices_of(numbers),
         ends=tuple(step_ends(program, options)),
     )
+
+
+@dataclass(frozen=True)
+class JitteredSchedule:
+    """A schedule of the plan's stages. mean: seconds over seeded delays; calm: without; peak_memory: of the fullest
+    rank, in bytes.
+    """
+
+    name: str
+    mean: float
+    calm: float
+    peak_memory: float
+
+
+def jittered(compiled: CompiledModel, jitter: Jitter) -> tuple[tuple[JitteredSchedule, ...], Schedule]:
+    """What jitter does to the plan and to other orders on its stages, the fastest first, all within the memory limit.
+
+    Returns:
+        A row for the plan's schedule, for each named one that takes these stages where they are and fits, and for the
+        one of `csc.planning.schedules.robust`; and that one, which can be given as a schedule file.
+    """
+    program, options = compiled.program, compiled.options
+    assert program.plan is not None and program.schedule is not None
+    limits = problem(program, options).limits
+    pipeline = read_pipeline(program.plan.pipeline)
+    plans, home = program.schedule, tuple(program.schedule.placement.values())
+    count = plans.microbatches
+    tried = {f"plan: {plans.name}": plans}
+    for name in ORDERS:
+        with suppress(CscError):
+            tried[name] = with_gathers(pipeline, SCHEDULES[name](pipeline, home, count, limits), limits)
+    best = with_gathers(pipeline, robust(pipeline, home, count, limits, jitter), limits)
+    tried[f"for this jitter: {best.name}"] = best
+    rows = [
+        JitteredSchedule(
+            name, mean_makespan(pipeline, each, jitter), makespan(pipeline, each), max(peak_memory(pipeline, each))
+        )
+        for name, each in tried.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: row.mean)), best
 
 
 def devices_of(numbers: Problem) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None, given: L
     starts: list[list[float]] = [[] for _ in range(count)]
     moves: list[tuple[int, Action, float, float]] = []
     free: dict[tuple[int, int], float] = {}  # by directed pair of ranks, when its link is
-    delays: dict[tuple[int, int], Delays] = {}
+    delays = None if jitter is None or not jitter.messages else _WireDelays(jitter)
     arrival: dict[tuple[Message, int], float] = {}
     waiting: list[tuple[Message, int] | None] = [None] * count
     whole = _Whole(pipeline, count)
@@ -218,10 +218,8 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None, given: L
                     raise _unknown_message(schedule, rank, action)
                 seconds_of, latency, target = channels[channel]
                 busy = seconds_of[0 if alike else action.microbatch]
-                if jitter is not None and jitter.messages:
-                    if (rank, target) not in delays:
-                        delays[rank, target] = Delays(jitter, f"{rank}>{target}", latency + busy)
-                    busy += delays[rank, target].of(latency + busy)
+                if delays is not None:
+                    busy += delays.of(rank, target, latency + busy)
                 departure = free.get((rank, target), 0.0)
                 if now > departure:
                     departure = now
@@ -261,6 +259,20 @@ class _Whole:
         if action.kind == "GATHER":
             self._done[rank] = self.ready[action.stage] = max(now, self._done[rank]) + stage.gather
         self.held[rank].append((now, stage.gathered if action.kind == "GATHER" else -stage.gathered))
+
+
+class _WireDelays:
+    """Delays of messages, of each directed pair of ranks on its own."""
+
+    def __init__(self, jitter: Jitter) -> None:
+        self._jitter = jitter
+        self._wires: dict[tuple[int, int], Delays] = {}
+
+    def of(self, rank: int, target: int, seconds: float) -> float:
+        """What the next message takes on top of these seconds."""
+        if (rank, target) not in self._wires:
+            self._wires[rank, target] = Delays(self._jitter, f"{rank}>{target}", seconds)
+        return self._wires[rank, target].of(seconds)
 
 
 def compute_seconds(pipeline: Pipeline, schedule: Schedule) -> list[list[float]]:

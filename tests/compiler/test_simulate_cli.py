@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from csc.ir.schedule import parse
+from csc.planning.schedules.robust import ALIKE
 from csc.runtime.loaded_program import load
 from csc.simulation.pipeline import Pipeline, StageWork, slower, to_json
 from csc.simulation.simulate import simulate
@@ -49,9 +51,30 @@ def test_simulate_prints_a_table(run: Run) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-def test_jitter_takes_longer(run: Run) -> None:  # noqa: F811
-    calm, busy = (json.loads(run("simulate", TARGET, "--json", *flag).out) for flag in ((), ("--jitter",)))
-    assert busy["makespan"] > calm["makespan"]
+def test_jitter_takes_longer(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    """And each order stands beside its memory; the one for this jitter is a schedule file that compiles."""
+    file = tmp_path / "robust.txt"
+    calm, busy = (
+        json.loads(run("simulate", TARGET, "--pp", "2", "--json", *flags).out)
+        for flags in ((), ("--jitter", "J3", "--robust", file))
+    )
+    assert busy["makespan"] > calm["makespan"] and "jitter" not in calm
+    rows = busy["jitter"]["schedules"]
+    means = [row["mean"] for row in rows]
+    assert busy["jitter"]["level"] == "J3" and means == sorted(means) and all(row["peak_memory"] > 0 for row in rows)
+    named = {row["name"].partition(":")[0] for row in rows}
+    assert {"plan", "1f1b", "for this jitter"} <= named
+    best = next(row for row in rows if row["name"].startswith("for this jitter"))
+    assert best["mean"] <= means[0] * ALIKE
+    done = run("compile", TARGET, "--mesh", "pp=2", "--schedule", file, "-o", tmp_path / "program")
+    assert done.code == 0, done.err
+    assert load(tmp_path / "program", ranks=()).schedule.ranks == parse(file.read_text()).ranks
+
+
+@pytest.mark.slow
+def test_an_order_for_jitter_asks_how_much(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    done = run("simulate", TARGET, "--robust", tmp_path / "robust.txt")
+    assert done.code == 1 and "Give --jitter J1, J2 or J3 too" in done.err
 
 
 @pytest.mark.slow

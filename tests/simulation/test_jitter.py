@@ -75,7 +75,7 @@ def test_messages_are_held_up_too() -> None:
 def test_levels_rise() -> None:
     spans = [makespan(PIPELINE, SCHEDULE, level(name, seed=2)) for name in LEVELS]
     assert spans == sorted(spans) and spans[0] == makespan(PIPELINE, SCHEDULE) and level("J3") == J3
-    with pytest.raises(InputError, match="no level of jitter 'J4'. Choose one of J0, J1, J2, J3"):
+    with pytest.raises(InputError, match=r"no level of jitter 'J4'\. Choose one of J0, J1, J2, J3"):
         level("J4")
 
 
