@@ -210,8 +210,7 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None, given: L
                 if arrived is None:
                     waiting[rank] = token
                     break
-                if arrived > now:
-                    now = arrived
+                now = max(now, arrived)
             elif kind == "SEND":
                 channel = (action.message, action.source, action.destination)
                 if channel not in channels:
@@ -220,9 +219,7 @@ def _run(pipeline: Pipeline, schedule: Schedule, jitter: Jitter | None, given: L
                 busy = seconds_of[0 if alike else action.microbatch]
                 if delays is not None:
                     busy += delays.of(rank, target, latency + busy)
-                departure = free.get((rank, target), 0.0)
-                if now > departure:
-                    departure = now
+                departure = max(now, free.get((rank, target), 0.0))
                 free[rank, target] = departure + busy
                 token = (channel, action.microbatch)
                 arrival[token] = arrived = departure + busy + latency

@@ -74,7 +74,7 @@ def test_jitter_takes_longer(run: Run, tmp_path: Path) -> None:  # noqa: F811
 @pytest.mark.slow
 def test_an_order_for_jitter_asks_how_much(run: Run, tmp_path: Path) -> None:  # noqa: F811
     done = run("simulate", TARGET, "--robust", tmp_path / "robust.txt")
-    assert done.code == 1 and "Give --jitter J1, J2 or J3 too" in done.err
+    assert done.code == 2 and "Give --jitter J1, J2 or J3 too" in done.err
 
 
 @pytest.mark.slow

@@ -112,10 +112,11 @@ class _ReplicaWork:
                     return None
                 for i, peer in enumerate(peers):
                     turn = (i + r) % len(peers)  # so that several lost ranks do not all begin with the same peer
-                    logical.append((r, s))
-                    home.append(number[peer])
-                    own.append(tuple(range(turn, microbatches[r], len(peers))))
-                    guest.append(peer != (r, s))
+                    if turn < microbatches[r]:
+                        logical.append((r, s))
+                        home.append(number[peer])
+                        own.append(tuple(range(turn, microbatches[r], len(peers))))
+                        guest.append(peer != (r, s))
         stage_of = {(*place, mb): stage for stage, place in enumerate(logical) for mb in own[stage]}
         stages = tuple(
             replace(template.pipeline.stages[s], state=0.0) if away else template.pipeline.stages[s]
@@ -172,8 +173,8 @@ def _messages(numbers: Pipeline, logical: Sequence[tuple[int, int]]) -> dict[Mes
         (kind, source, target): size
         for (kind, a, b), size in numbers.messages.items()
         for replica in {r for r, _ in logical}
-        for source in stages[replica, a]
-        for target in stages[replica, b]
+        for source in stages.get((replica, a), ())
+        for target in stages.get((replica, b), ())
     }
 
 

@@ -10,7 +10,7 @@ Terms
     depths(ranks, least, failures, units)                   -> the depths that templates are made for
     covered(ranks, depths, replicas)                        -> depths of that many replicas or more, which add up
     templates(problem, depths, microbatches)                -> {depth: PipelineTemplate}, of those that fit
-    arrangements(templates, ranks, microbatches, replicas)  -> {number of ranks: ReplicaArrangement}, the fastest
+    arrangements(templates, ranks, microbatches, replicas, equal) -> {number of ranks: ReplicaArrangement}, the fastest
     survival(problem, ranks, microbatches, failures)        -> SurvivalPlan: for every number of ranks left
 
 Depths are those of Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125): from n0, the least, to N - f n0. Its guarantee:
@@ -249,7 +249,11 @@ class ReplicaArrangement:
 
 
 def arrangements(
-    templates: Mapping[int, PipelineTemplate], ranks: Iterable[int], microbatches: int, replicas: int = 1
+    templates: Mapping[int, PipelineTemplate],
+    ranks: Iterable[int],
+    microbatches: int,
+    replicas: int = 1,
+    equal: bool = False,
 ) -> dict[int, ReplicaArrangement]:
     """For each number of ranks that has room for so many replicas the arrangement of least seconds.
 
@@ -258,10 +262,11 @@ def arrangements(
         ranks: The numbers of ranks.
         microbatches: Of a step in all; every arrangement has as many.
         replicas: The fewest; none has fewer microbatches than one.
+        equal: Replicas of one depth and as many microbatches each, as a csc.Mesh has; else of any.
 
     Returns:
-        Seconds never rise with the number of ranks: an arrangement may leave ranks to spare. They are within CLOSE of
-        the least.
+        Numbers of ranks that no arrangement fits are left out. Seconds never rise with the number of ranks: an
+        arrangement may leave ranks to spare. They are within CLOSE of the least.
     """
     if microbatches < replicas:
         raise InputError(
@@ -273,7 +278,8 @@ def arrangements(
     found: dict[int, ReplicaArrangement] = {}
     before: ReplicaArrangement | None = None
     for n in wanted:
-        arrangement = _fastest(templates, n, microbatches, replicas, before)
+        search = _fastest_equal if equal else _fastest
+        arrangement = search(templates, n, microbatches, replicas, before)
         if arrangement is not None:
             found[n] = before = arrangement
     return found
@@ -303,6 +309,22 @@ def _fastest(
             low = middle
         else:
             best = other
+    return best
+
+
+def _fastest_equal(
+    templates: Mapping[int, PipelineTemplate], ranks: int, microbatches: int, replicas: int,
+    before: ReplicaArrangement | None,
+) -> ReplicaArrangement | None:  # fmt: skip
+    """Each depth with each number of replicas that divides the microbatches; of equals the one with more replicas."""
+    best = None if before is None else replace(before, ranks=ranks)
+    for count in range(min(ranks, microbatches), replicas - 1, -1):
+        if microbatches % count:
+            continue
+        for depth, template in sorted(templates.items()):
+            seconds = template.seconds(microbatches // count) if depth * count <= ranks else math.inf
+            if seconds < (math.inf if best is None else best.seconds * (1 - 1e-9)):
+                best = ReplicaArrangement(ranks, (Replica(depth, microbatches // count),) * count, seconds)
     return best
 
 
@@ -410,8 +432,13 @@ class SurvivalPlan:
 
 
 def survival(
-    problem: Problem, ranks: int, microbatches: int, failures: int, names: Sequence[str] = NAMES
-) -> SurvivalPlan:  # fmt: skip
+    problem: Problem,
+    ranks: int,
+    microbatches: int,
+    failures: int,
+    names: Sequence[str] = NAMES,
+    equal: bool = False,
+) -> SurvivalPlan:
     """Plan every number of ranks from `ranks` down to ranks - failures.
 
     Args:
@@ -420,6 +447,7 @@ def survival(
         microbatches: Of a step in all replicas; a step keeps them whatever is lost.
         failures: How many ranks may fail, at once or one after the other.
         names: Of schedules that templates may have.
+        equal: As of `arrangements`. A number of replicas that does not divide the microbatches is then none.
 
     Raises:
         InputError: What cannot be covered, and what would cover it.
@@ -437,7 +465,15 @@ def survival(
     found: dict[int, ReplicaArrangement] = {}
     for replicas in range(1, failures + 2):
         numbers = [n for n in range(ranks - failures, ranks + 1) if min(failures + 1, n // least) == replicas]
-        found |= arrangements(kept, numbers, microbatches, replicas)
+        found |= arrangements(kept, numbers, microbatches, replicas, equal)
+    missing = [n for n in range(ranks - failures, ranks + 1) if n not in found]
+    if missing:
+        replicas = min(failures + 1, missing[0] // least)
+        raise InputError(
+            f"{_count(missing[0], 'rank')} would have no {replicas} equal replicas or more that share "
+            f"{microbatches} microbatches out evenly",
+            "survive", f"Ask for a step of a multiple of {failures + 1} microbatches, or for replicas that differ",
+        )  # fmt: skip
     return SurvivalPlan(ranks, failures, least, kept, found)
 
 

@@ -96,6 +96,29 @@ def test_arrangements_are_the_fastest(replicas: int, problem: Problem, microbatc
     assert math.isclose(found.seconds, max(made[r.depth].seconds(r.microbatches) for r in found.replicas))
 
 
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(most=5), microbatches=st.sampled_from([2, 4, 6]), ranks=st.integers(2, 8))
+def test_equal_replicas_are_what_a_mesh_has(problem: Problem, microbatches: int, ranks: int) -> None:
+    made = templates(problem, range(1, len(problem.units) + 1), microbatches)
+    found = arrangements(made, range(2, ranks + 1), microbatches, 2, equal=True)
+    assert sorted(found) == list(range(2, ranks + 1))
+    for n, each in found.items():
+        assert len(set(each.replicas)) == 1 and each.microbatches == microbatches and each.spare >= 0
+        best = min(
+            made[depth].seconds(microbatches // count)
+            for depth in made for count in range(2, microbatches + 1)
+            if not microbatches % count and depth * count <= n
+        )  # fmt: skip
+        assert each.seconds <= best * (1 + 1e-6)
+    assert [found[n].seconds for n in sorted(found)] == sorted((e.seconds for e in found.values()), reverse=True)
+
+
+def test_equal_replicas_need_microbatches_that_they_can_share() -> None:
+    with pytest.raises(InputError, match="no 2 equal replicas or more that share 9 microbatches out evenly"):
+        survival(chain(4), 2, 9, 1, equal=True)
+    assert survival(chain(4), 4, 8, 1, equal=True).arrangements[4].survives >= 1
+
+
 @settings(max_examples=30, deadline=None)
 @given(problem=problems(most=6), microbatches=st.integers(3, 12), replicas=st.integers(1, 3))
 def test_one_rank_more_is_never_slower(problem: Problem, microbatches: int, replicas: int) -> None:

@@ -59,6 +59,14 @@ def test_a_lost_ranks_work_fits_the_bubbles_of_its_peers() -> None:
         assert run is not None and run.seconds <= made.seconds(8) * 16 / 15 * 1.03
 
 
+def test_more_peers_than_microbatches() -> None:
+    made = templates(chain(8), [4], 2)[4]
+    run = rerouted(made, [2] * 5, [(0, 1)])
+    assert run is not None and run.seconds >= made.seconds(2)
+    guests = [a for actions in run.schedule.ranks for a in actions if a.computes and run.stages[a.stage] == (0, 1)]
+    assert sum(len(a.kind) for a in guests) == 6
+
+
 def test_a_stage_that_nobody_holds_is_not_rerouted() -> None:
     made = templates(chain(8), [4], 4)[4]
     assert rerouted(made, [4, 4], [(0, 1), (1, 1)]) is None
