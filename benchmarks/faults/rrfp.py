@@ -4,8 +4,8 @@
     slowdowns(quick) -> [SlowdownCell]          by how much J0 to J3 lengthen a step
     cells(quick) -> [RrfpCell]                  its 20 configurations: csc's plan over 1F1B, beside its own figures
 
-A stage takes 20 ms for each of F, B and W, and a message 30 % of F and B and W together (10 % in some cells): that is
-where simulated 1F1B stands to its ideal as RRFP's table 3 says. In 1F1B as RRFP measures it messages *block*: a rank
+A stage takes 20 ms for each of F, B and W, and a message 30 % of all three (10 % in some cells): 1F1B then takes 1.6 of
+its step without messages, where RRFP's table 3 measured 2.05. In 1F1B as RRFP measures it messages *block*: a rank
 sends in its own time. Memory counts microbatches that a rank holds, 1x is what 1F1B's first rank holds.
 
 RRFP's delays cannot all have been of computes: those of J3 add .45 of a compute to each on average, and its 1F1B lost
