@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from csc.analysis.operators.execution import is_view
-from csc.analysis.operators.table import COPIES, LABELS
+from csc.analysis.operators.table import CASTS, COPIES, LABELS
 from csc.analysis.samples.combining import assumed, proven
 from csc.analysis.samples.rules import MEAN
 from csc.errors import InputError
@@ -191,6 +191,8 @@ def loss(program: Program, options: Options) -> Program:
     (result,) = g.outputs(program.graph)
     program, found = _combination(program)
     found = replace(found, summed=options.mesh.cp > 1 and labels_of(result) is None)
+    if found.problem:
+        found = _as_it_ends(found, result)
     weight = found.weight if options.loss_weight == "auto" else options.loss_weight
     counted = _node_named(program.graph, found.counted)
     if (options.mesh.cp > 1 and not found.summed) or not weight or (weight == "tokens" and counted is None):
@@ -199,7 +201,7 @@ def loss(program: Program, options: Options) -> Program:
             weight = "mean" if counted is None else "tokens"
     if found.problem and _is_mean_of_one_sample(program, found, result):
         program = replace(program, notes=(*program.notes, ONE_SAMPLE))
-        found = replace(found, problem="", where="")
+        found = replace(found, problem="", where="", ends="")
     if weight == "terms":
         return _of_terms(program, found)
     program = replace(program, combination=found, loss_weight=weight)
@@ -247,14 +249,26 @@ def _combination(program: Program) -> tuple[Program, Combination]:
 
 def check_combination(program: Program, options: Options) -> None:
     """InputError if the batch is cut into microbatches and nothing proves how their losses combine."""
-    problem = program.combination.problem
-    if problem and options.loss_weight == "auto" and options.microbatches * options.mesh.dp > 1:
+    found = program.combination
+    if found.problem and options.loss_weight == "auto" and options.microbatches * options.mesh.dp > 1:
         raise InputError(
-            f"csc cannot prove that the losses of microbatches make the loss of the batch: {problem}",
-            program.combination.where,
+            f"csc cannot prove that the losses of microbatches make the loss of the batch: {found.problem}",
+            found.where,
             "use one microbatch and dp=1, with which the step is the model's own; or, if its samples do not depend on "
-            "each other, say how their losses combine: loss_weight='mean' (by the number of samples) or 'sum'",
+            f"each other, {possible_weights(found)}",
         )
+
+
+def possible_weights(found: Combination) -> str:
+    """Each `loss_weight` that may be right where nothing is proven, and how to tell which it is; a remedy's clause."""
+    at = f", as by {found.ends}" if found.ends else ""
+    offered = ["loss_weight='mean' where it is divided by a number of samples", "loss_weight='sum' where by nothing"]
+    if found.counted:
+        offered.insert(0, f"loss_weight='tokens' where it is divided by a number of labels or the sum of a mask{at}")
+    return (
+        f"say by what the loss is divided: {', '.join(offered)}. A weight that does not make eager "
+        "PyTorch's loss and gradients of the whole batch is refused in the first step, unless check=False"
+    )
 
 
 def _is_mean_of_one_sample(program: Program, found: Combination, result: fx.Node) -> bool:
@@ -277,6 +291,49 @@ def labels_of(result: Any) -> fx.Node | None:
     bound = g.bind(node)
     whole = bound["target"].meta["val"].dtype is torch.int64 and bound.get("weight") is None
     return node if whole and bound["reduction"] == MEAN and not g.reads_parameters([bound["target"]]) else None
+
+
+def _as_it_ends(found: Combination, result: Any) -> Combination:
+    """What the loss is divided by in its last operation, if that can be counted: nothing proves that it adds up over
+    microbatches, but `loss_weight="tokens"` may say so.
+    """
+    node = result
+    while isinstance(node, fx.Node) and _scales_only(node):
+        node = node.args[0]
+    if not isinstance(node, fx.Node):
+        return found
+    if g.op_name(node) in LABELS:
+        bound = g.bind(node)
+        known = not bound["target"].meta["val"].dtype.is_floating_point and bound["reduction"] == MEAN
+        if known and not g.reads_parameters([bound["target"], bound.get("weight")]):
+            return replace(found, counted=node.name, ends=_at(node))
+    if g.op_name(node) == "aten::div" and isinstance(node.args[1], fx.Node):
+        count, added, least = _counted_value(node.args[1])
+        alone = count.meta["val"].numel() == 1 and not g.reads_parameters([count])
+        if alone and any(one.meta.get("role", ("",))[0] == "input" for one in g.ancestors([count])):
+            return replace(found, counted=count.name, added=added, least=least, ends=_at(node))
+    return found
+
+
+def _at(node: fx.Node) -> str:
+    return f"{g.op_name(node)} at {g.line(node)}"
+
+
+def _counted_value(divisor: fx.Node) -> tuple[fx.Node, float, float]:
+    """A divisor as `max(count + added, least)`: (count, added, least), 0 where there is no limit."""
+    added = least = 0.0
+    while divisor.op == "call_function":
+        name, number = g.op_name(divisor), divisor.args[1] if len(divisor.args) > 1 else None
+        if name in COPIES | CASTS or is_view(divisor):
+            pass
+        elif name in ("aten::clamp", "aten::clamp_min") and len(divisor.args) == 2 and not added and not least:
+            least = float(number)  # type: ignore[arg-type]
+        elif name == "aten::add" and isinstance(number, (int, float)) and len(divisor.args) == 2:
+            added += float(number)
+        else:
+            break
+        divisor = divisor.args[0]  # type: ignore[assignment]
+    return divisor, added, least
 
 
 def _scales_only(node: fx.Node) -> bool:

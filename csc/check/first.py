@@ -20,16 +20,7 @@ from csc import devices
 from csc.capture.batch import device_of
 from csc.capture.trace.export import training, without_kv_cache
 from csc.check.compiling import Compiles
-from csc.check.eager import (
-    IN_HALF,
-    EagerStep,
-    SameMasks,
-    WithoutChance,
-    eager_step,
-    generators,
-    loss_again,
-    undisturbed,
-)
+from csc.check.eager import IN_HALF, EagerStep, SameMasks, WithoutChance, eager_step, generators, joined, undisturbed
 from csc.check.judge import Judgement, Reference, judge
 from csc.errors import DifferenceError, InputError
 from csc.ir import graph as g
@@ -250,6 +241,7 @@ log = logging.getLogger("csc")
 
 # What is put down to rounding without asking: in float32 sums in another order, more so over several ranks of a layer.
 EXACT, SPREAD, HALF = 1e-5, 1e-4, 0.05
+WEIGHTS = ("tokens", "mean", "sum")  # that a user may say
 ROOM = 0.5  # of a device's memory
 WRONG = "what csc would train is not what eager PyTorch trains"
 OTHERS = "eager PyTorch draws other random numbers than the program lists"
@@ -323,8 +315,7 @@ def check(
     model = compiler.model
     rule = options.loss_weight
     try:
-        eager = Reference(model, batch if rule == "auto" else ready, trainable, rule, masks, draws)
-        right = eager.step()
+        eager, right, at_once = _reference(model, batch, ready, trainable, rule, masks, draws)
     except torch.OutOfMemoryError:
         return Checked(skipped="a step of the whole batch in one process takes more memory than there is")
     except Exception as error:  # the user's model, on the user's batch
@@ -332,8 +323,6 @@ def check(
     taken = eager.masks
     if taken is not None and not taken.fit:
         return Checked(skipped=OTHERS)
-    if rule != "auto" and len(ready) > 1:
-        _compare_with_whole(model, batch, trainable, right.loss, rule)
     if not steady:  # at once: what goes round returns to where it was
         _refuse_unsteady(model, right.loss, eager.again())
     began = time.perf_counter()
@@ -363,9 +352,37 @@ def check(
             return Checked(skipped="the microbatches differ in length, and how their losses combine was not seen")
         allowed = result.allowed if precision.half else 0.0
         return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own, allowed=allowed)
+    if rule != "auto" and at_once and len(ready) > 1:
+        _refuse_weight(model, ready, trainable, rule, right, found, precision)
     if apart:
         raise DifferenceError(f"{WRONG}: {_told(result)}; {apart}", type(model).__name__, TOGETHER)
     raise _difference(compiler, ready[0], options, result, precision.tolerance)
+
+
+def _reference(
+    model: nn.Module,
+    batch: Any,
+    ready: Sequence[Mapping[str, Any]],
+    trainable: Set[str],
+    rule: str,
+    masks: SameMasks | None,
+    draws: bool,
+) -> tuple[Reference, EagerStep, bool]:
+    """What eager PyTorch makes of the whole batch, and True; or, where the user says how losses combine and the model
+    takes no such batch, of its microbatches as he says, and False.
+    """
+    whole = batch if rule == "auto" or isinstance(batch, Mapping) else joined(batch)
+    if whole is not None:
+        eager = Reference(model, whole, trainable, "auto", masks, draws)
+        try:
+            return eager, eager.step(), True
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if rule == "auto":
+                raise
+    eager = Reference(model, ready, trainable, rule, masks, draws)
+    return eager, eager.step(), False
 
 
 def _refuse_unsteady(model: nn.Module, loss: float, again: float) -> None:
@@ -379,14 +396,49 @@ def _refuse_unsteady(model: nn.Module, loss: float, again: float) -> None:
         )
 
 
-def _compare_with_whole(model: nn.Module, batch: Any, trainable: Set[str], loss: float, rule: str) -> None:
-    """Say so if the user has losses combined into another one than that of the whole batch."""
-    try:
-        whole = loss_again(model, batch, trainable)
-    except Exception:  # a batch that the model cannot take at once has no such loss
+def _refuse_weight(
+    model: nn.Module,
+    ready: Sequence[Mapping[str, Any]],
+    trainable: Set[str],
+    rule: str,
+    right: EagerStep,
+    found: EagerStep,
+    precision: _Precision,
+) -> None:
+    """DifferenceError if the program does what the user says, and that is not what the model does to the whole batch.
+
+    right: of the whole batch; found: the program's.
+    """
+
+    def by(weight: str) -> EagerStep | None:
+        try:
+            return Reference(model, ready, trainable, weight).step()
+        except Exception:  # what this weight counts eager PyTorch does not show
+            return None
+
+    said = by(rule)
+    if said is None or not precision.judge(said, found).good:
         return
-    if abs(whole - loss) > EXACT * abs(whole):
-        log.warning("loss_weight=%r makes a loss of %.7g of this batch; that of the whole is %.7g", rule, loss, whole)
+    result = precision.judge(right, found)
+    fitting = [
+        weight
+        for weight in WEIGHTS
+        if weight != rule and (step := by(weight)) is not None and precision.judge(right, step).good
+    ]
+    if fitting:
+        remedy = f"loss_weight={fitting[0]!r} makes the loss and gradients of the whole batch: use it"
+    else:
+        remedy = (
+            "No loss_weight makes them: the loss or a layer mixes samples (a norm, a mean, a product over them), or "
+            "terms of the loss are divided by different numbers. Use microbatches=1 and dp=1, with which the step is "
+            "the model's own"
+        )
+    raise DifferenceError(
+        f"loss_weight={rule!r} does not make of the microbatches what eager PyTorch makes of the whole batch: "
+        f"{_told(result)}",
+        type(model).__name__,
+        f"{remedy}. check=False trains by {rule!r} all the same",
+    )
 
 
 def _difference(

@@ -32,7 +32,7 @@ from csc.ir.capture_guards import Joints
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.passes.attention import attention
-from csc.passes.loss import ONE_SAMPLE, check_combination, loss
+from csc.passes.loss import ONE_SAMPLE, check_combination, loss, possible_weights
 from csc.passes.regions import regions
 from csc.passes.runner import CAPTURE, DIVIDING, PLANNING, TRACING, run
 from csc.passes.shapes import shapes
@@ -146,8 +146,7 @@ class MoreSamples:
                 "the model computes with the number of samples in Python, and of a batch with more of them "
                 f"{found}", "model",
                 "use one microbatch and dp=1, with which the step is the model's own; or compute with x.shape[0] in "
-                "tensor operations; or say how the losses combine: loss_weight='mean' (by the number of samples) or "
-                "'sum'",
+                f"tensor operations; or {possible_weights(traced.program.combination)}",
             )  # fmt: skip
         return traced
 
@@ -164,8 +163,8 @@ class MoreSamples:
             raise InputError(
                 f"csc cannot prove that the losses of microbatches of one sample make the loss of the batch: {found}",
                 "model",
-                ("" if compared else COMPARED) + "if samples do not depend on each other, say loss_weight='tokens' (by "
-                "labels), 'mean' or 'sum'; or use one microbatch and dp=1",
+                ("" if compared else COMPARED) + "use one microbatch and dp=1; or, if samples do not depend on each "
+                f"other, {possible_weights(traced.program.combination)}",
             )
         log.warning(
             "how the losses of microbatches of one sample combine is taken to be by labels, and not proven: %s; the "

@@ -77,7 +77,8 @@ class Combination:
     as its subject) and `where` say why. rows: the batch entry whose rows count, with "mean"; counted, added, least: see
     Divisor, with "tokens". terms: those that do not weigh alike; what is added to them is a sum over samples. whole:
     batch entries without a sample dimension, which every microbatch has whole. summed: ranks that share the tokens of a
-    microbatch have parts of its loss, and count alike; else each has a loss over its own labels.
+    microbatch have parts of its loss, and count alike; else each has a loss over its own labels. ends: where a problem
+    is, name and place of the call that the loss ends in, if what it divides by can be counted; "": it cannot.
     """
 
     weight: str = ""
@@ -90,6 +91,7 @@ class Combination:
     summed: bool = False
     problem: str = ""
     where: str = ""
+    ends: str = ""
 
     def renamed(self, names: Mapping[str, str]) -> Combination:
         """With other names for the calls of the captured graph."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,14 +127,86 @@ def test_samples_that_depend_on_each_other(loss: Callable[..., torch.Tensor]) ->
             csc.compile(Model(loss), example=tokens(), **options)
 
 
-def test_a_weight_that_the_user_says_is_taken() -> None:
+def test_a_weight_that_the_user_says_is_taken_where_nothing_compares_it() -> None:
     model = Model(centred)
-    with pytest.raises(InputError, match="loss_weight='mean'"):
-        csc.compile(model, example=tokens(), microbatches=2)
-    compiled = csc.compile(model, example=tokens(), microbatches=2, loss_weight="mean")
+    compiled = csc.compile(model, example=tokens(), microbatches=2, loss_weight="mean", check=False)
     loss = compiled.train_step(tokens())
     halves = [model(**half).item() for half in cut(tokens(), [3, 3])]
     assert float(loss) == pytest.approx(sum(halves) / 2, rel=1e-6)
+
+
+# --- where no proof is found: the weights that could be right, and the one that is --------------------------------
+
+
+def unknown(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Of each sample alone, by an operation of which csc does not know that."""
+    return model.head(torch.renorm(hidden, 2, 0, 1.0))
+
+
+def of_labels(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(unknown(model, hidden).flatten(0, 1), labels.flatten())
+
+
+def of_classes(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor) -> torch.Tensor:
+    logits = unknown(model, hidden).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), weight=torch.linspace(1, 2, WORDS)) * 2
+
+
+def of_a_mask(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor) -> torch.Tensor:
+    each = unknown(model, hidden).logsumexp(-1)
+    return (each * (labels != -100)).sum() / ((labels != -100).sum().clamp(min=12) + 0.0)
+
+
+def of_samples(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor) -> torch.Tensor:
+    return unknown(model, hidden).logsumexp(-1).mean()
+
+
+def of_none(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor) -> torch.Tensor:
+    return unknown(model, hidden).logsumexp(-1).sum()
+
+
+BY = {of_labels: "tokens", of_classes: "tokens", of_a_mask: "tokens", of_samples: "mean", of_none: "sum"}
+
+
+@pytest.mark.parametrize("loss", BY)
+def test_where_no_proof_is_found_every_weight_is_offered_and_the_right_one_is_right(loss: Any) -> None:
+    with pytest.raises(InputError, match="csc cannot prove") as refusal:
+        csc.compile(Model(loss), example=tokens(), microbatches=2)
+    said = str(refusal.value)
+    assert "loss_weight='mean'" in said and "loss_weight='sum'" in said
+    if BY[loss] == "tokens":
+        assert re.search(r"loss_weight='tokens' .* divided by .*as by aten::\w+ at test_losses.py:\d+", said), said
+    else:
+        assert "'tokens'" not in said, "nothing could be counted"
+    check(Model(loss), tokens(), tokens(), microbatches=2, loss_weight=BY[loss])
+
+
+@pytest.mark.parametrize("wrong", ["mean", "sum"])
+def test_a_weight_that_the_comparison_contradicts_is_an_error(wrong: str) -> None:
+    compiled = csc.compile(Model(of_labels), example=tokens(), microbatches=2, loss_weight=wrong)
+    with pytest.raises(csc.DifferenceError, match=rf"loss_weight='{wrong}' .*loss_weight='tokens' makes the loss"):
+        compiled.train_step(tokens())
+    halves = csc.compile(Model(of_labels), example=tokens(), microbatches=2, loss_weight=wrong)
+    with pytest.raises(csc.DifferenceError, match="loss_weight='tokens' makes the loss"):
+        halves.train_step(cut(tokens(), [3, 3]))
+
+
+def test_no_weight_is_right_where_samples_depend_on_each_other() -> None:
+    compiled = csc.compile(Model(centred), example=tokens(), microbatches=2, loss_weight="tokens")
+    with pytest.raises(csc.DifferenceError, match=r"No loss_weight makes .*microbatches=1 and dp=1.*check=False"):
+        compiled.train_step(tokens())
+
+
+def equal_in_value(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of each half is that of the whole; its gradients are not."""
+    pooled = hidden.mean(0).square().mean()
+    return pooled - pooled.detach() + 1
+
+
+def test_gradients_contradict_a_weight_as_losses_do() -> None:
+    compiled = csc.compile(Model(equal_in_value), example=tokens(), microbatches=2, loss_weight="mean")
+    with pytest.raises(csc.DifferenceError, match=r"loss_weight='mean' .*gradients .*No loss_weight makes"):
+        compiled.train_step(tokens())
 
 
 def scaled(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
