@@ -6,6 +6,7 @@ csc.
 
     CscError(what, where="", remedy="")    str(): "WHERE: WHAT. REMEDY."
     user_line(error), calling_line()       `file:line: code` of the user's, where one was raised or where it runs
+    raised_in_csc(error) -> str            `file:line, in function` of csc's, where its own code raised one; ""
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import linecache
 import os
 import sysconfig
 import traceback
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -115,6 +117,18 @@ def calling_line() -> str:
     return _innermost(traceback.extract_stack())
 
 
+def raised_in_csc(error: BaseException) -> str:
+    """`file:line, in function` of the innermost frame, if that is csc's own: then csc failed, whatever it was given.
+    "" if other code raised the error.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not is_of_csc(frames[-1].filename):
+        return ""
+    last = frames[-1]
+    folder = next(one for one in _csc_folders() if last.filename.startswith(one))
+    return f"{os.path.relpath(last.filename, Path(folder).parent)}:{last.lineno}, in {last.name}"
+
+
 def _innermost(frames: traceback.StackSummary) -> str:
     innermost = ""
     for frame in frames:
@@ -128,6 +142,20 @@ def _innermost(frames: traceback.StackSummary) -> str:
 def is_of_libraries(file: str) -> bool:
     """Whether a file is torch's, csc's or Python's own."""
     standard = sysconfig.get_paths()["stdlib"]
-    ours = os.path.dirname(os.path.abspath(__file__))
     torch_home = str(Path(find_spec("torch").origin).parent)  # type: ignore[union-attr, arg-type]
-    return file.startswith((torch_home, ours)) or (file.startswith(standard) and "site-packages" not in file)
+    of_python = file.startswith(standard) and "site-packages" not in file
+    return of_python or file.startswith(torch_home + os.sep) or is_of_csc(file)
+
+
+def is_of_csc(file: str) -> bool:
+    """Whether a file is csc's own, wherever its packages lie."""
+    return file.startswith(_csc_folders())
+
+
+@cache
+def _csc_folders() -> tuple[str, ...]:
+    """Of a checkout several; found without importing what stands on higher floors."""
+    inside = [find_spec(f"csc.{name}") for name in ("passes", "codegen", "kernels")]
+    folders = [place for spec in inside if spec is not None for place in spec.submodule_search_locations or ()]
+    ours = os.path.dirname(os.path.abspath(__file__))
+    return tuple(os.path.abspath(folder) + os.sep for folder in (ours, *folders))

@@ -142,12 +142,22 @@ def _constant(item: Any) -> Any:
 # --- Where code comes from, as far as it decides what a model computes -----------------------------------------------
 #
 # Terms
-#   installed  code of a distribution in site-packages: its name and version say what it is
-#   own        the user's file: its content counts, and that of the own files that it imports, and of those
+#   installed  code of a distribution that an installer put into a folder of Python's path, site-packages or another
+#     (`pip
+#              install --target`): its name and version say what it is
+#   own        the user's file: its content counts, and that of the own files that it imports, and of those. So is what
+#     is
+#              installed as editable or cloned, whose version says nothing. Of a large package all files count at once,
+#                so
+#              that none but those are parsed that import own files from elsewhere
 #   csc        csc's own files: the hash of all of them is in every key (see csc.cache.keys)
 #
 #     origins = Origins(); origins.file(path, module) ...; origins.tree() -> [["torch", "2.13.0"], ["net.py", sha256]]
 #     is_own(path) -> bool          csc_folders() -> where csc's own files lie
+
+
+LARGE = 100  # Python files of a package that is taken as a whole: to parse them takes 20 ms each
+IMPORTS = re.compile(rb"(?:^|[;:])[ \t]*(?:from[ \t]+([\w.]+)[ \t]|import[ \t]+([^\n#;]+))", re.MULTILINE)
 
 
 class Origins:
@@ -165,10 +175,34 @@ class Origins:
         if name is not None:
             self._installed(name)
         elif is_own(path):
+            if (folder := _large_package(path)) is not None:
+                self._whole(folder)
+                return
             content = Path(path).read_bytes()
             self._files[path] = hashlib.sha256(content).hexdigest()
             for found, inside in _imported(content, path, package):
                 self.file(found, inside)
+
+    def _whole(self, folder: Path) -> None:
+        """Take in a large package: all of its files, and what these import from elsewhere."""
+        if str(folder) in self._files:
+            return
+        self._files[str(folder)] = ""  # what it imports may import it
+        digest = hashlib.sha256()
+        elsewhere: dict[str, tuple[str, str] | None] = {folder.name: None}
+        for file in sorted(folder.rglob("*.py")):
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(folder)} {len(content)} ".encode() + content)
+            for name in _packages_named(content):
+                if name not in elsewhere:
+                    elsewhere[name] = file_of(name, str(folder.parent))
+                    self.file(*(elsewhere[name] or ("", "")))
+                if (found := elsewhere[name]) is not None and is_own(found[0]):
+                    package = ".".join((folder.name, *file.relative_to(folder).parts[:-1]))
+                    for path, inside in _imported(content, str(file), package):
+                        if not Path(path).is_relative_to(folder):
+                            self.file(path, inside)
+        self._files[str(folder)] = digest.hexdigest()
 
     def _installed(self, name: str) -> None:
         if name not in self._distributions:
@@ -205,13 +239,33 @@ def is_own(path: str) -> bool:
 
 @cache
 def distribution(path: str) -> str | None:
-    """The distribution in site-packages that a file belongs to."""
-    for root in _site_packages():
-        for candidate in (Path(path), Path(path).resolve()):
+    """The installed distribution that a file belongs to."""
+    for candidate in (Path(path), Path(path).resolve()):
+        for root in _site_packages():
             if _within(candidate, root):
-                top = candidate.relative_to(root).parts[0].removesuffix(".py")
-                return _distributions().get(top)
+                return _distributions().get(_top(candidate, root))
+        for root in _targets(tuple(sys.path)):
+            if _within(candidate, root) and (name := _installed_at(root).get(_top(candidate, root))) is not None:
+                return name
     return None
+
+
+def _top(path: Path, root: Path) -> str:
+    return path.relative_to(root).parts[0].removesuffix(".py")
+
+
+@cache
+def _targets(searched: tuple[str, ...]) -> tuple[Path, ...]:
+    """Folders of Python's path, other than site-packages, that an installer has put packages into."""
+    folders = dict.fromkeys(Path(entry).resolve() for entry in searched if entry)
+    return tuple(one for one in folders if one not in _site_packages() and any(one.glob("*.dist-info/RECORD")))
+
+
+@cache
+def _installed_at(root: Path) -> dict[str, str]:
+    """What is installed in a folder, by what can be imported. An editable distribution's files are elsewhere."""
+    found = importlib.metadata.distributions(path=[str(root)])
+    return {top: one.metadata["Name"] for one in found if one.read_text("RECORD") is not None for top in _tops(one)}
 
 
 @cache
@@ -242,6 +296,28 @@ def _site_packages() -> tuple[Path, ...]:
     named = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     named += [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
     return tuple(dict.fromkeys(Path(entry).resolve() for entry in named))
+
+
+@cache
+def _large_package(path: str) -> Path | None:
+    """The folder of the outermost package that an own file is in, if it has many files."""
+    folder, outermost = Path(path).resolve().parent, None
+    while (folder / "__init__.py").is_file():
+        outermost, folder = folder, folder.parent
+    return outermost if outermost is not None and _is_large(outermost) else None
+
+
+@cache
+def _is_large(folder: Path) -> bool:
+    return sum(1 for _ in folder.rglob("*.py")) > LARGE
+
+
+def _packages_named(content: bytes) -> set[str]:
+    """The first parts of all that a source's lines import by a full name, and perhaps of what its texts speak of."""
+    found = set()
+    for source, names in IMPORTS.findall(content.replace(b"\\\n", b" ")):
+        found.update(name.split()[0] for name in (source or names).split(b",") if name.split())
+    return {top for name in found if (top := name.partition(b".")[0].decode(errors="replace")).isidentifier()}
 
 
 @cache

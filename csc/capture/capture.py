@@ -275,4 +275,4 @@ def _flat(exported: Exported, model: nn.Module) -> Flattened:
             raise Undecided from error
         raise
     except Exception as error:
-        raise untraceable(error, gradients=exported.gradients, transformed=exported.transformed) from error
+        raise untraceable(error, model, gradients=exported.gradients, transformed=exported.transformed) from error

@@ -1,17 +1,18 @@
 """What a model that cannot be traced did, and where, as a sentence.
 
-untraceable(error, ...) -> CscError
+untraceable(error, model, ...) -> CscError       also where csc itself failed, which it says
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import traceback
 
-import torch
+from torch import nn
 
-from csc.errors import CscError, InputError, user_line
+from csc.errors import CscError, InputError, is_of_libraries, raised_in_csc, user_line
 from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 
 # What torch.export says when a parameter's `.data`, or a tensor from elsewhere, was written to. With three dimensions
@@ -42,9 +43,14 @@ TRACED_TRANSFORMS = os.path.join("_functorch", "predispatch.py")  # of vmap too,
 
 
 def untraceable(
-    error: Exception, asked: frozenset[str] = frozenset(), gradients: str = "", transformed: str = ""
+    error: Exception,
+    model: nn.Module,
+    asked: frozenset[str] = frozenset(),
+    gradients: str = "",
+    transformed: str = "",
 ) -> CscError:
-    """The sentence for a model that export cannot trace: the cause, the user's line, the remedy.
+    """The sentence for a model that export cannot trace: the cause, the user's line, the remedy. Where csc's own code
+    raised the error, the sentence says so.
 
     asked: the batch entries whose values the model asked for last. gradients: the line that asked autograd for some.
     transformed: the first line that ran within a function that torch.func transforms.
@@ -92,11 +98,30 @@ def untraceable(
             "call the function behind the cache (function.__wrapped__); or make the table for the longest length once, "
             "in __init__, and take a part of it",
         )
+    where = where or _forward_line(model)
+    if (place := raised_in_csc(root)) != "":
+        return CscError(
+            f"csc itself failed while it traced the model, at {place}: {type(root).__name__}: {first}",
+            where,
+            "This is a fault of csc, not of the model: please report it with the named line of the model, the whole "
+            "traceback (CSC_DEBUG=1 prints it) and the versions of torch and csc. Until it is mended, "
+            "csc.opaque(module) keeps the module of that line out of the trace",
+        )
     return InputError(
         f"the model cannot be traced: {type(root).__name__}: {first}",
         where,
         "run model(**batch) in eager mode first; if that works, make the named line traceable by torch.export",
     )
+
+
+def _forward_line(model: nn.Module) -> str:
+    """`file:line: code` where a model's forward begins; its class's name if that is in no file."""
+    forward = inspect.unwrap(type(model).forward)
+    try:
+        code, line = inspect.getsourcelines(forward)
+    except (OSError, TypeError):
+        return type(model).__name__
+    return f"{inspect.getsourcefile(forward)}:{line}: {code[0].strip()}"
 
 
 def _changes(where: str, gradients: str) -> InputError:
@@ -140,9 +165,7 @@ def _differentiates(frame: traceback.FrameSummary) -> bool:
 def _traced_line(error: BaseException) -> str:
     """`file:line` out of the traceback that fx prints for a node ("Original traceback"); "" if there is none."""
     found = re.findall(r'File "([^"\n]+)", line (\d+)', str(error).partition("Original traceback:")[2])
-    torch_home = os.path.dirname(torch.__file__)
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    outside = [f"{file}:{line}" for file, line in found if not file.startswith((torch_home, ours))]
+    outside = [f"{file}:{line}" for file, line in found if not is_of_libraries(file)]
     return outside[-1] if outside else ""
 
 

@@ -218,6 +218,23 @@ def test_a_model_that_fails_by_itself() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("file", ["csc/capture/lower/flatten.py", "passes/loss.py"])
+def test_a_model_with_which_csc_itself_fails(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the traceback ends in csc, that is said, and which line of the model it was about."""
+    folder, _, name = file.partition("/")
+    space: dict[str, Any] = {}
+    place = f"{(csc if folder == 'csc' else csc.passes).__path__[0]}/{name}"
+    exec(compile("def broken(*given): return {}['absent']", place, "exec"), space)
+    monkeypatch.setattr(csc.capture.capture, "flatten", space["broken"])
+    error = refused(
+        lambda: csc.compile(Squared(), example=batch()),
+        f"{file}:1, in broken: KeyError: 'absent'", line_of(Squared.forward, "def forward"),
+        "a fault of csc, not of the model: please report it with the named line",
+    )  # fmt: skip
+    assert error.what.startswith("csc itself failed while it traced the model, at ")
+    assert not isinstance(error, InputError) and "eager mode" not in str(error)
+
+
 class Logits(Base):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"logits": self.second(self.first(x))}

@@ -340,3 +340,62 @@ def test_what_distributions_are_is_what_python_says() -> None:
     assert {top: told[top] for top in found if top != "__pycache__"} == {
         top: sorted(names)[0] for top, names in found.items() if top != "__pycache__"
     }
+
+
+def wheel(folder: Path, name: str, version: str) -> Path:
+    """A package as `pip install --target` leaves it; its file."""
+    file = folder / name / "__init__.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("VALUE = 1\n")
+    told = folder / f"{name}-{version}.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (told / "RECORD").write_text(f"{name}/__init__.py,,\n{told.name}/METADATA,,\n{told.name}/RECORD,,\n")
+    return file
+
+
+def test_what_is_installed_beside_site_packages_is_no_code_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install --target`: known by its version. What lies beside it and was not installed is the user's."""
+    file, beside = wheel(tmp_path, "towers", "1.4"), tmp_path / "mine.py"
+    beside.write_text("import towers\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert describe.distribution(str(file)) == "towers" and not describe.is_own(str(file))
+    assert describe.distribution(str(beside)) is None and describe.is_own(str(beside))
+    both = describe.Origins()
+    both.file(str(beside))
+    assert [row[0] for row in both.tree()] == ["towers", "mine.py"] and both.tree()[0] == ["towers", "1.4"]
+
+
+def test_a_large_package_is_taken_whole_and_hardly_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is cloned, or installed as editable: all its files count, and own files that it imports."""
+    package = tmp_path / "large"
+    package.mkdir()
+    for number in range(describe.LARGE + 20):
+        (package / f"part{number}.py").write_text(f"from . import part0\nimport os, \\\n  json\nVALUE = {number}\n")
+    (package / "__init__.py").write_text("from .part1 import VALUE\n")
+    (package / "part7.py").write_text("if True: from aside import inner\n")
+    (tmp_path / "aside").mkdir()
+    (tmp_path / "aside" / "__init__.py").write_text("")
+    (tmp_path / "aside" / "inner.py").write_text("VALUE = 2\n")
+    (tmp_path / "script.py").write_text("from large import part3\nfrom torch import nn\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    parsed: list[bytes] = []
+    monkeypatch.setattr(
+        describe, "_imported", lambda *given, old=describe._imported: parsed.append(given) or old(*given)
+    )
+
+    def tree() -> Any:
+        found = describe.Origins()
+        found.file(str(tmp_path / "script.py"))
+        return found.tree()
+
+    before = tree()
+    assert {"large", "inner.py", "script.py", "torch"} <= {row[0] for row in before} and len(parsed) <= 4
+    for changed in (package / "part119.py", tmp_path / "aside" / "inner.py"):
+        text = changed.read_text()
+        changed.write_text("VALUE = -1\n")
+        assert tree() != before
+        changed.write_text(text)
+        assert tree() == before

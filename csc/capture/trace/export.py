@@ -395,7 +395,8 @@ def _attempts(
             if layers.hidden:  # perhaps it fails for something that was hidden from it
                 raise NotHidden(layers.hidden) from error
             autograd = wrapped.autograd
-            failed = untraceable(error, wrapped.watching.asked_last, autograd.gradients, autograd.transformed)
+            asked = wrapped.watching.asked_last
+            failed = untraceable(error, wrapped.model, asked, autograd.gradients, autograd.transformed)
             failed.__cause__ = error
             if wrapped.watching.undecided:
                 raise Undecided from failed
