@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.step_time.cases import FULL, HEAD, QUICK, Case, select
-from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED, RIVALS, WHOLE
+from benchmarks.step_time.measure import COMPILE, CSC, EAGER, FUSED, OF_HEAD, RIVALS
 from benchmarks.step_time.models import MODELS
 from benchmarks.step_time.overhead import fitted
 from benchmarks.step_time.overhead import measure as measure_overhead
@@ -53,7 +53,7 @@ def run(case: Case, given: argparse.Namespace) -> Row:
     allocator = {"LD_PRELOAD": given.preload} if given.preload else {}
     rivals = [EAGER, *(name for name in given.rivals if name != EAGER)]
     alone = [name for name in rivals if case.pp == 1 or name in (EAGER, CSC, FUSED)]
-    alone = [name for name in alone if name != WHOLE or case.model == HEAD.model]
+    alone = [name for name in alone if name not in OF_HEAD or case.model == HEAD.model]
     rounds = ["--rounds", str(given.rounds), "--seconds", str(given.seconds), "--rivals", *alone]
     with tempfile.TemporaryDirectory() as home:
         found = [_process(case, home, allocator, *rounds) for _ in range(given.processes)]

@@ -32,7 +32,9 @@ from csc.commands.tables import peak_memory
 
 EAGER, COMPILE, CSC, FUSED = "eager", "torch.compile", "csc", "csc fused"
 WHOLE = "csc, whole logits"  # of cases in which csc would not make them whole
-RIVALS = (EAGER, COMPILE, CSC, FUSED, WHOLE)
+TORCH_CHUNKS = "torch's LinearCrossEntropyLoss"  # of the case that is a head, from torch 2.13 on
+OF_HEAD = (WHOLE, TORCH_CHUNKS) if hasattr(nn, "LinearCrossEntropyLoss") else (WHOLE,)
+RIVALS = (EAGER, COMPILE, CSC, FUSED, *OF_HEAD)
 Step = Callable[[], torch.Tensor]
 
 
@@ -42,6 +44,8 @@ def step_of(name: str, model: nn.Module, batch: Mapping[str, torch.Tensor], case
         options: dict[str, Any] = {"fuse": name == FUSED, "loss_chunk": 0 if name == WHOLE else None}
         compiled = csc.compile(model, example=dict(batch), mesh={"pp": case.pp}, check=False, **options)
         return lambda: compiled.train_step(dict(batch))
+    if name == TORCH_CHUNKS:
+        model.chunked = True  # type: ignore[assignment]
     forward: Any = torch.compile(model, dynamic=False) if name == COMPILE else model
 
     def step() -> torch.Tensor:

@@ -169,7 +169,11 @@ def whisper(case: Case) -> tuple[nn.Module, Batch]:
 
 
 class Head(nn.Module):
-    """A linear layer and the end of a language model with many words, as Hugging Face's give it: logits too."""
+    """A linear layer and the end of a language model with many words, as Hugging Face's give it: logits too. chunked:
+    torch's own linear layer with its loss instead, in chunks, without logits.
+    """
+
+    chunked = False
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -177,6 +181,12 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(case.width, MANY_WORDS, bias=False)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+        if self.chunked:
+            options = nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
+            rows = self.first(hidden).flatten(0, 1)
+            return CausalLMOutput(
+                loss=nn.functional.linear_cross_entropy(rows, self.lm_head.weight, labels.flatten(), options=options)  # type: ignore[attr-defined]
+            )
         logits = self.lm_head(self.first(hidden))
         loss = nn.functional.cross_entropy(logits.float().view(-1, MANY_WORDS), labels.view(-1))
         return CausalLMOutput(loss=loss, logits=logits)

@@ -336,3 +336,22 @@ def test_a_sample_without_labels_beside_one_with_few(mesh: str) -> None:
 def test_a_chunk_that_is_no_number_of_tokens_is_refused(given: Any) -> None:
     with pytest.raises(InputError, match="loss_chunk"):
         csc.compile(Head(TAKEN["half a loss"]), example=batch(), loss_chunk=given)
+
+
+LINEAR_CROSS_ENTROPY: Any = getattr(nn, "LinearCrossEntropyLoss", None)
+
+
+@pytest.mark.skipif(LINEAR_CROSS_ENTROPY is None, reason="torch 2.13 brings nn.LinearCrossEntropyLoss")
+@pytest.mark.parametrize("chunked", [False, True])
+def test_torchs_own_head_with_its_loss_is_found(chunked: bool) -> None:
+    """Whatever torch is told of how to make its gradients."""
+
+    def loss(model: Head, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model.own(hidden.flatten(0, 1), labels.flatten())
+        return result
+
+    model: Any = Head(loss)
+    options = nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions() if chunked else None  # type: ignore[attr-defined]
+    model.own = LINEAR_CROSS_ENTROPY(16, VOCABULARY, bias=True, ignore_index=-100, options=options)
+    compiled = parity(csc.compile(model, example=batch(), cache=False, loss_chunk=CHUNK, microbatches=2))
+    assert heads(compiled.program) == [[True, True, True, True]] and not widest(compiled.program)

@@ -50,11 +50,15 @@ from csc.torch_private.traces import FakeTensor, address_of_storage, in_functorc
 #     no_grad inside autocast       export loses it: each result is detached, and writes are refused
 #     enable_grad inside autocast   refused, where gradients were off before it: export loses it
 #     embedding(.., max_norm)       refused: it changes the table
+#     F.linear_cross_entropy(..,    traced as the linear layer and the cross entropy that it is: `options` say how
+#       torch
+#       options=..)                 makes gradients chunk by chunk, which is csc's to choose (pass `head`)
 #     F.relu = mine, which calls    refused: torch tells of F.relu by its name, so that `mine` would run once more for
 #     the one before                each mode of a trace
 
 
 EMBEDDINGS = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
+CHUNKED_LOSS = getattr(torch.nn.functional, "linear_cross_entropy", None)  # from torch 2.13 on
 GRAD_FN, DATA, NEEDS, LEAF = (
     getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "data", "requires_grad", "is_leaf")
 )
@@ -87,6 +91,8 @@ class AutogradQueries(TorchFunctionMode):
             self.transformed = calling_line()
         if func == DATA:
             return torch.Tensor.detach(*args)
+        if func is CHUNKED_LOSS and CHUNKED_LOSS is not None:
+            kwargs = {**kwargs, "options": None}
         if func in FLAGS and not self.flags and not in_functorch_transform() and _is_asked_by_the_model():
             self.flags = calling_line()
         lost = bool(self.autocasts) and self.autocasts[0] != torch.is_grad_enabled() and not in_functorch_transform()
