@@ -14,23 +14,24 @@ from torch import nn
 from csc.composition import encoders as known
 from csc.composition.encoders import REDUCING, Modality, ProjectorSpec, build, keywords, projector_spec
 from csc.composition.model import TEXT_INPUTS, ComposedModel
+from csc.composition.towers import Tower
 from csc.errors import InputError
 
 
 def compose(
     *,
-    encoders: Mapping[str, nn.Module],
+    encoders: Mapping[str, nn.Module | Tower],
     projectors: Mapping[str, str | Mapping[str, Any] | nn.Module],
     language_model: nn.Module,
     placeholders: Mapping[str, int],
     feature_layer: int | Mapping[str, int | None] | None = None,
     keep_prefix: bool | Mapping[str, bool] = False,
 ) -> ComposedModel:
-    """One multimodal LLM out of unimodal Hugging Face models, which stay as they are and keep their weights.
+    """One multimodal LLM out of unimodal models, which stay as they are and keep their weights.
 
     Args:
-        encoders: By modality (a name of your choice): CLIPVisionModel, SiglipVisionModel, Dinov2Model, ViTModel or a
-            WhisperEncoder.
+        encoders: By modality (a name of your choice): CLIPVisionModel, SiglipVisionModel, Dinov2Model, ViTModel, a
+            WhisperEncoder, a model of timm or a TimmWrapperModel; any other nn.Module as a csc.composition.Tower.
         projectors: For each "linear", "mlp", "pixel-shuffle-mlp", "stack-mlp", {"kind": ..., "factor": r}, or an
             nn.Module of (items, tokens, width) -> (items, tokens, hidden).
         language_model: A decoder-only ...ForCausalLM (Llama, Qwen2, Qwen3, Mistral, Gemma, Gemma 3 text were tried).
@@ -55,7 +56,7 @@ def compose(
         given, layer = projectors[name], _for_modality("feature_layer", feature_layer, name, kinds)
         prefix = _for_modality("keep_prefix", keep_prefix, name, kinds) or False
         spec = None if isinstance(given, nn.Module) else projector_spec(name, given)
-        known.check_layer(name, encoders[name], kinds[name], layer)
+        known.check_layer(name, encoders[name], kinds[name], layer)  # type: ignore[arg-type]
         _check_reduction(name, kinds[name], spec, prefix)
         if isinstance(given, nn.Module):
             modules[name] = given
@@ -65,7 +66,8 @@ def compose(
                 embedding.weight.device, embedding.weight.dtype
             )
         modalities.append(Modality(name, kinds[name], keyword, placeholders[name], spec, layer, prefix))
-    return ComposedModel(language_model, modalities, encoders, modules)
+    own = {name: one.module if isinstance(one, Tower) else one for name, one in encoders.items()}
+    return ComposedModel(language_model, modalities, own, modules)
 
 
 def _check_names(encoders: Any, projectors: Any, placeholders: Any) -> None:
@@ -130,7 +132,7 @@ def _check_reduction(name: str, kind: known.EncoderFamily, spec: ProjectorSpec |
     where = f"compose, projector {name!r}"
     if spec is None or spec.kind not in REDUCING:
         return
-    right = "stack-mlp" if kind.input == "input_features" else "pixel-shuffle-mlp"
+    right = "stack-mlp" if kind.is_of_sound else "pixel-shuffle-mlp"
     if spec.kind != right:
         raise InputError(f"{spec.kind} does not fit the output of a {kind.name}", where, f"use {right}")
     if keep_prefix and kind.prefix:

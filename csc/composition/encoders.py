@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from csc.composition.towers import Outputs, Tower, outputs, tokens_of, tower_of
 from csc.errors import InputError
 
 # --- Projectors: from features of an encoder to embeddings of the language model -------------------------------------
@@ -127,7 +128,9 @@ def token_count(
     return count // spec.factor
 
 
-# --- Hugging Face encoders: what each takes, which of its outputs are features, and how many tokens they are ---------
+# --- Encoders, of Hugging Face and others (towers.py): what each takes, which of its outputs are features, ... -------
+#
+# tokens they are.
 #
 # Terms
 #   item      one picture or one clip of sound: what the encoder sees at once
@@ -149,7 +152,8 @@ def _vit_arguments(encoder: Any) -> dict[str, Any]:
 class EncoderFamily:
     """A family of encoders. name: the HF class; module: where transformers has it; input: the keyword it is fed under;
     item_dims: dimensions of one item; width, layers: config fields; prefix: tokens before the patches; arguments: what
-    its constructor takes besides the config, read off an instance.
+    its constructor takes besides the config, read off an instance. tower: of an encoder of another library, for which
+    module, width, layers and arguments say nothing.
     """
 
     name: str
@@ -160,6 +164,12 @@ class EncoderFamily:
     layers: str = "num_hidden_layers"
     prefix: int = 0
     arguments: Callable[[Any], dict[str, Any]] = _no_arguments
+    tower: Outputs | None = None
+
+    @property
+    def is_of_sound(self) -> bool:
+        """Whether an item is a clip and its tokens frames."""
+        return self.item_dims < 3
 
 
 _MODELS = "transformers.models"
@@ -177,25 +187,41 @@ KINDS: Mapping[str, EncoderFamily] = {
 }
 
 
-def kind_of(modality: str, encoder: nn.Module) -> EncoderFamily:
-    """The kind of an encoder, by its class or a class it derives from. InputError if none is listed."""
+def kind_of(modality: str, encoder: nn.Module | Tower) -> EncoderFamily:
+    """The kind of an encoder, by its class or a class it derives from, or as a Tower. InputError if it is none."""
     for base in type(encoder).__mro__:
         if base.__name__ in KINDS:
             return KINDS[base.__name__]
+    tower = encoder if isinstance(encoder, Tower) else tower_of(encoder)
+    if tower is not None:
+        known, name = outputs(modality, tower), type(tower.module).__name__
+        return EncoderFamily(name, "", tower.entry, len(tower.item), prefix=tower.prefix, tower=known)
     raise InputError(
         f"csc knows no output of a {type(encoder).__name__} that could stand for tokens",
         f"compose, encoder {modality!r}",
-        f"pass one of {', '.join(KINDS)}; of a larger model its encoder alone, for example whisper.model.encoder",
+        f"pass one of {', '.join(KINDS)}, or one of timm; of a larger model its encoder alone, for example "
+        "whisper.model.encoder; of any other library csc.composition.Tower(module, item=(3, 224, 224), "
+        "features='path.of.a.method')",
     )
 
 
 def width(encoder: Any, kind: EncoderFamily) -> int:
     """Size of one feature."""
+    if kind.tower is not None:
+        return kind.tower.width
     return getattr(encoder.config, kind.width)
 
 
 def check_layer(modality: str, encoder: Any, kind: EncoderFamily, layer: int | None) -> None:
     """InputError unless the encoder has the hidden state `layer`; there are as many as layers, and the embeddings."""
+    if kind.tower is not None:
+        if layer is None:
+            return
+        raise InputError(
+            f"feature_layer is {layer!r}, and csc knows no hidden states of a {kind.name}",
+            f"compose, encoder {modality!r}",
+            "leave it out, and give Tower(features=...) that returns those of that layer",
+        )
     count = getattr(encoder.config, kind.layers)
     if layer is not None and (
         isinstance(layer, bool) or not isinstance(layer, int) or not -count - 1 <= layer <= count
@@ -211,8 +237,11 @@ def features(
     encoder: nn.Module, kind: EncoderFamily, items: torch.Tensor, layer: int | None, keep_prefix: bool
 ) -> torch.Tensor:
     """(items, tokens, width) of items (items, *item shape), in the encoder's dtype."""
-    items = items.to(next(encoder.parameters()).dtype)
-    if layer is None:
+    weight = next(encoder.parameters(), None)
+    items = items if weight is None else items.to(weight.dtype)
+    if kind.tower is not None:
+        states = tokens_of(kind.tower, encoder, items)
+    elif layer is None:
         states = encoder(items).last_hidden_state
     else:
         states = encoder(items, output_hidden_states=True).hidden_states[layer]
@@ -221,6 +250,8 @@ def features(
 
 def grid(encoder: Any, kind: EncoderFamily, shape: Sequence[int]) -> tuple[int, ...]:
     """(rows, columns) of patches of a picture of this shape (3, height, width), or (frames,) of (mel bins, frames)."""
+    if kind.tower is not None:
+        return kind.tower.grid
     if kind.input == "input_features":
         return ((shape[-1] - 1) // 2 + 1,)  # the second convolution has stride 2
     patch = encoder.config.patch_size
@@ -230,6 +261,8 @@ def grid(encoder: Any, kind: EncoderFamily, shape: Sequence[int]) -> tuple[int, 
 
 def item_shape(encoder: Any, kind: EncoderFamily) -> tuple[int, ...] | None:
     """The shape of items that the encoder takes; None if it takes several sizes (DINOv2 stretches its positions)."""
+    if kind.tower is not None:
+        return kind.tower.item
     config = encoder.config
     if kind.input == "input_features":
         return (config.num_mel_bins, 2 * config.max_source_positions)

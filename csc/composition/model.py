@@ -20,6 +20,7 @@ from torch import nn
 
 from csc.composition import encoders
 from csc.composition.encoders import Composed, Modality, ProjectorSpec, build, keywords
+from csc.composition.towers import Tower
 from csc.errors import InputError
 
 # --- Features at the placeholders of the text, and the check that they fit -------------------------------------------
@@ -255,14 +256,14 @@ class Processor:
     def _preprocessed(self, name: str, flat: list[Any], sampling_rate: int | None) -> torch.Tensor:
         kind = self.model.modalities[name].kind
         preprocessor = self.preprocessors[name]
-        if kind.input == "input_features":
+        if kind.is_of_sound:
             rate = preprocessor.sampling_rate if sampling_rate is None else sampling_rate
             return preprocessor(flat, sampling_rate=rate, return_tensors="pt")[kind.input]
         return preprocessor(images=flat, return_tensors="pt")[kind.input]
 
     def _blank(self, name: str) -> Any:
         """An item to learn the shape from, where a batch has none and slots wants some."""
-        if self.model.modalities[name].kind.input == "input_features":
+        if self.model.modalities[name].kind.is_of_sound:
             return torch.zeros(1).numpy()
         return torch.zeros(32, 32, 3, dtype=torch.uint8).numpy()
 
@@ -303,6 +304,8 @@ def save_config(model: nn.Module, modalities: Mapping[str, Modality], directory:
         part = (
             {"same_as": same}
             if same != name
+            else {"tower": type(encoder).__name__}
+            if it.kind.tower is not None
             else {**_part(encoder, it.kind.name), "arguments": it.kind.arguments(encoder)}
         )
         projector = model.get_submodule(f"{name}_projector")
@@ -358,7 +361,7 @@ def _replace(path: Path, write: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def parts(directory: Path, modules: Mapping[str, nn.Module]) -> Parts:
+def parts(directory: Path, modules: Mapping[str, nn.Module | Tower]) -> Parts:
     """The arguments of ComposedModel, from config.json: the parts with their configurations, not yet their weights."""
     table = _config(directory / CONFIG)
     try:
@@ -381,7 +384,7 @@ def _config(path: Path) -> Any:
     return table
 
 
-def _built(table: Any, modules: Mapping[str, nn.Module], where: str) -> Parts:
+def _built(table: Any, modules: Mapping[str, nn.Module | Tower], where: str) -> Parts:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -397,29 +400,42 @@ def _built(table: Any, modules: Mapping[str, nn.Module], where: str) -> Parts:
     for name, it in table["modalities"].items():
         part = it["encoder"]
         same = part.get("same_as")
-        kinds[name] = kinds[same] if same else encoders.KINDS[part["class"]]
-        with no_init_weights():
-            made[name] = made[same] if same else _encoder(kinds[name], part)
+        if same:
+            kinds[name], made[name] = kinds[same], made[same]
+        elif "tower" in part:
+            tower = _given(given, f"{name}_encoder", part["tower"], where)
+            kinds[name] = encoders.kind_of(name, tower)
+            made[name] = tower.module if isinstance(tower, Tower) else tower
+        else:
+            kinds[name] = encoders.KINDS[part["class"]]
+            with no_init_weights():
+                made[name] = _encoder(kinds[name], part)
         if "kind" in it["projector"]:
             spec = specs[name] = ProjectorSpec(**it["projector"])
             projectors[name] = build(spec, encoders.width(made[name], kinds[name]), hidden)
             continue
         specs[name] = None
-        component = f"{name}_projector"
-        if component not in given:
-            raise InputError(
-                f"{component} was a module of your own, a {it['projector']['class']}",
-                where,
-                f'pass one: from_pretrained(directory, modules={{"{component}": ...}})',
-            )
-        projectors[name] = given.pop(component)
+        projectors[name] = _given(given, f"{name}_projector", it["projector"]["class"], where)
     if given:
-        raise InputError(f"modules names {next(iter(given))!r}", where, "give only projectors that were your own")
+        raise InputError(
+            f"modules names {next(iter(given))!r}", where, "give only encoders and projectors that were your own"
+        )
     modalities = [
         Modality(name, kinds[name], keyword, it["placeholder"], specs[name], it["feature_layer"], it["keep_prefix"])
         for (name, keyword), it in zip(keywords(kinds).items(), table["modalities"].values())
     ]
     return language_model, modalities, made, projectors
+
+
+def _given(given: dict[str, Any], component: str, kind: str, where: str) -> Any:
+    """Taken out of the user's modules."""
+    if component not in given:
+        raise InputError(
+            f"{component} was a module of your own, a {kind}",
+            where,
+            f'pass one: from_pretrained(directory, modules={{"{component}": ...}})',
+        )
+    return given.pop(component)
 
 
 def _hf_config(table: dict[str, Any]) -> Any:
@@ -626,11 +642,11 @@ class ComposedModel(nn.Module):
         save_config(self, self.modalities, Path(directory))
 
     @staticmethod
-    def from_pretrained(directory: str | Path, modules: Mapping[str, nn.Module] | None = None) -> ComposedModel:
+    def from_pretrained(directory: str | Path, modules: Mapping[str, nn.Module | Tower] | None = None) -> ComposedModel:
         """The model of a directory, on the CPU, in the dtypes of its files; one file or shards with an index.
 
-        modules: for each projector that was a module of the user's own, a module of its kind by component name:
-        {"vision_projector": Resampler()}. Its weights are read like all others.
+        modules: for each projector or tower that was a module of the user's own, one of its kind by component name:
+        {"vision_projector": Resampler(), "vision_encoder": Tower(...)}. Its weights are read like all others.
         """
         model = ComposedModel(*parts(Path(directory), modules or {}))
         fill(model, Path(directory))
