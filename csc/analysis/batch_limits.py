@@ -181,7 +181,10 @@ class Places:
                     f"features ({by_sample})",
                     scatter.source,
                     "give the text one placeholder for each row that its images or sounds become; the model's "
-                    "processor writes them",
+                    "processor writes them. If the model picks tokens by their ids and an entry has a row for each, "
+                    "say whose they are, divide={'entry': lambda batch: (batch['input_ids'] == token).sum(1)}; or make "
+                    "their places an entry (samples, slots), and pick hidden[torch.arange(len(hidden))[:, None], "
+                    "places]",
                 )
 
 

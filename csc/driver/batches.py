@@ -40,7 +40,11 @@ from csc.runtime.trainer import SAID
 #   measure    an entry with a row for each item that tells how many places it has: a grid, a size, a mask of frames
 
 
-KINDS = {"video": ("video",), "audio": ("audio", "input_features", "feature_attention"), "image": ("image", "pixel")}
+KINDS = {
+    "video": ("video", "second_per_grid"),
+    "audio": ("audio", "input_features", "feature_attention"),
+    "image": ("image", "pixel"),
+}
 TYPES = {"image": 1, "video": 2, "audio": 3}  # of tokens, in Hugging Face's mm_token_type_ids
 GRIDS = ("grid_thw", "grid_hws")  # of patches, whose rows the features are
 SIZES = (*GRIDS, "image_sizes", "spatial_shapes")

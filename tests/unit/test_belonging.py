@@ -117,3 +117,15 @@ def test_what_nothing_is_known_of() -> None:
     )
     assert rows([[4], [4]], "chunks", chunks=torch.zeros(6, 2)) is None
     assert belongings({"x": torch.zeros(4, 2)}, IMAGE) == {}
+
+
+def test_what_has_a_row_for_each_video_goes_with_the_videos() -> None:
+    """Hugging Face's `second_per_grid_ts` of Qwen2.5-VL: one number a video, in no entry's name."""
+    grids = torch.tensor([[1, 4, 4], [2, 4, 4], [1, 4, 6]])
+    batch = {
+        "input_ids": text([[4, 8], [6]]), "pixel_values_videos": torch.zeros(16 + 32 + 24, 5),
+        "video_grid_thw": grids, "second_per_grid_ts": torch.tensor([1.0, 0.5, 2.0]),
+    }  # fmt: skip
+    found = belongings(batch, {"video": 99})
+    assert found["second_per_grid_ts"] == found["video_grid_thw"] == Belonging((2, 1))
+    assert found["pixel_values_videos"] == Belonging((48, 24))
