@@ -98,19 +98,24 @@ def untraceable(
             "call the function behind the cache (function.__wrapped__); or make the table for the longest length once, "
             "in __init__, and take a part of it",
         )
-    where = where or _forward_line(model)
-    if (place := raised_in_csc(root)) != "":
-        return CscError(
-            f"csc itself failed while it traced the model, at {place}: {type(root).__name__}: {first}",
-            where,
-            "This is a fault of csc, not of the model: please report it with the named line of the model, the whole "
-            "traceback (CSC_DEBUG=1 prints it) and the versions of torch and csc. Until it is mended, "
-            "csc.opaque(module) keeps the module of that line out of the trace",
-        )
-    return InputError(
+    return _of_csc(root, first, where or _forward_line(model)) or InputError(
         f"the model cannot be traced: {type(root).__name__}: {first}",
-        where,
+        where or _forward_line(model),
         "run model(**batch) in eager mode first; if that works, make the named line traceable by torch.export",
+    )
+
+
+def _of_csc(root: BaseException, first: str, where: str) -> CscError | None:
+    """The sentence for an error that csc's own code raised; None for any other. first: its first line."""
+    place = raised_in_csc(root)
+    if not place:
+        return None
+    return CscError(
+        f"csc itself failed while it traced the model, at {place}: {type(root).__name__}: {first}",
+        where,
+        "This is a fault of csc, not of the model: please report it with the named line of the model, the whole "
+        "traceback (CSC_DEBUG=1 prints it) and the versions of torch and csc. Until it is mended, "
+        "csc.opaque(module) keeps the module of that line out of the trace",
     )
 
 

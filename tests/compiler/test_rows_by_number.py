@@ -215,3 +215,38 @@ def test_labels_that_weigh_nothing_are_smoothed_all_the_same(penalty: bool) -> N
     else:
         with pytest.raises(CscError, match="the loss of microbatch 0 is not finite"):
             compiled.train_step(alone)
+
+
+class Segments(nn.Module):
+    """A row for each token of one id, as of a model that draws masks: picked by the batch, or by places that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.hidden, self.mask = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(
+        self, input_ids: Tensor, wanted: Tensor, places: Tensor | None = None, kept: Tensor | None = None
+    ) -> Tensor:
+        hidden = self.hidden(self.embed(input_ids)).tanh()
+        if places is None or kept is None:
+            return (self.mask(hidden[input_ids == 8]) - wanted).square().mean()
+        rows = self.mask(hidden[torch.arange(hidden.shape[0])[:, None], places])
+        return ((rows - wanted).square().mean(-1) * kept).sum() / kept.sum()
+
+
+def test_tokens_picked_by_the_batch_have_a_remedy_and_both_ways_work() -> None:
+    """One entry has a row for each of them: as many as samples, by chance, and not one each."""
+    ids = torch.tensor([[8, 1, 8, 2], [1, 8, 2, 3], [3, 4, 5, 6], [4, 5, 8, 6]])
+    batch = {"input_ids": ids, "wanted": torch.linspace(-1, 1, 12).view(4, 3)}
+    model = Segments()
+    with pytest.raises(InputError, match=r"placeholders for .*divide=\{'entry': lambda batch.*hidden\[torch.arange"):
+        csc.compile(model, example=batch, microbatches=2).train_step(batch)
+    own = lambda batch: (batch["input_ids"] == 8).sum(1)  # noqa: E731
+    loss = csc.compile(model, example=batch, microbatches=2, divide={"wanted": own}).train_step(batch)
+    torch.testing.assert_close(loss, model(**batch).detach())
+    places, kept = torch.tensor([[0, 2], [1, 0], [0, 0], [2, 0]]), torch.tensor([[1.0, 1], [1, 0], [0, 0], [1, 0]])
+    slots = {"input_ids": ids, "wanted": torch.zeros(4, 2, 3), "places": places, "kept": kept}
+    slots["wanted"][kept.bool()] = batch["wanted"]
+    loss = csc.compile(model, example=slots, microbatches=2).train_step(slots)
+    torch.testing.assert_close(loss, model(**batch).detach())
