@@ -183,7 +183,7 @@ def operators(functions: Sequence[str]) -> list[str]:
     others = (
         seeded | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "linear_cross_entropy") | SINGLE
     )
-    families = ("opaque", "context", "linear_cross_entropy")
+    families = ("opaque", "context", "linear_cross_entropy", "quantised")
     return sorted({
         "collectives" if name.startswith(BEGUN)
         else next((family for family in families if name.startswith(family)), others.get(name, "attention"))

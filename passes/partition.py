@@ -167,11 +167,16 @@ def _basis(program: Program, profiles: Sequence[Hardware], fuse: bool) -> str:
 
 
 def _peak(program: Program, profile: Hardware) -> float:
-    """FLOP/s of a device in the dtype that most numbers of the model are computed in; 0: the profile does not say."""
+    """FLOP/s of a device in the dtype that most numbers of the model are computed in, packed weights aside; 0: the
+    profile does not say.
+    """
     sizes: dict[str, int] = {}
     dtypes = compute_dtypes(program)
     for one in program.parameters:
-        name = str(dtypes.get(one.name, one.dtype)).removeprefix("torch.")
+        dtype = dtypes.get(one.name, one.dtype)
+        if not dtype.is_floating_point:
+            continue
+        name = str(dtype).removeprefix("torch.")
         sizes[name] = sizes.get(name, 0) + math.prod(one.shape)
     most = max(sizes, key=lambda name: sizes[name], default="")
     return float(profile.peak.get(most, 0.0))
@@ -340,7 +345,8 @@ def _matching(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[l
 def _priced(context: Context, program: Program, options: Options) -> Context:
     """How tokens are spread, with the seconds that the dispatch of a batch weighs against each other."""
     hardware = numbers.chosen_hardware(program, options)
-    dtype = str(min(compute_dtypes(program).values(), key=lambda one: one.itemsize)).removeprefix("torch.")
+    computed = [one for one in compute_dtypes(program).values() if one.is_floating_point]  # not packed weights
+    dtype = str(min(computed, key=lambda one: one.itemsize)).removeprefix("torch.")
     wire = hardware.within if context.ranks <= hardware.ranks_per_node else hardware.between
     return replace(
         context,

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from csc.analysis.operators.execution import COMPUTE, FLOAT32, LOSSES, is_random, serves_in_low
+from csc.analysis.operators.table import QUANTISED
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer
@@ -38,6 +39,11 @@ def _serves(node: fx.Node) -> bool:
     numbers = [entry for entry in (*node.args, *node.kwargs.values()) if isinstance(entry, float)]
     beyond = any(math.isfinite(number) and abs(number) > torch.finfo(LOW).max for number in numbers)
     return not beyond and serves_in_low(g.op_name(node))
+
+
+def _as_it_is(used: fx.Node, reader: fx.Node) -> bool:
+    """Whether a value belongs to a quantised weight: the product takes it in any precision."""
+    return g.op_name(reader) in QUANTISED and used is not reader.args[0]
 
 
 def precision(program: Program, options: Options) -> Program:
@@ -121,7 +127,8 @@ class _Lowering:
         self.made[node] = self.last_placeholder = g.add_placeholder(self.new, node.name, val, role)
 
     def _only_in_float32(self, parameter: fx.Node) -> bool:
-        return all(reader.op == "call_function" and self._raises(reader) for reader in parameter.users)
+        readers = parameter.users
+        return all(one.op == "call_function" and (self._raises(one) or _as_it_is(parameter, one)) for one in readers)
 
     def _raises(self, node: fx.Node) -> bool:
         return g.op_name(node) in FLOAT32 or node.meta.get("module", "") in self.kept
@@ -154,12 +161,13 @@ class _Lowering:
         exact = raises and used in self.tables  # nothing is gained by rounding what every stage has
         if not parameter and not exact and (leaves or (g.op_name(reader) in COMPUTE and not raises)):
             new = self._cast(new, LOW, None)
-        return self._cast(new, HIGH, reader) if raises else new
+        return self._cast(new, HIGH, reader) if raises and not _as_it_is(used, reader) else new
 
     def _mixed(self, node: fx.Node, given: dict[fx.Node, fx.Node]) -> bool:
         """True for a call that promotes no operands by itself and has some of each dtype."""
         if not isinstance(node.target, OpOverload) or torch.Tag.pointwise in node.target.tags:
             return False
+        given = {used: new for used, new in given.items() if not _as_it_is(used, node)}
         return {LOW, HIGH} <= {v.dtype for new in given.values() if (v := g.tensor_value(new)) is not None}
 
     def _cast(self, new: fx.Node, dtype: torch.dtype, reader: fx.Node | None) -> fx.Node:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
 class Case:
     """model: of benchmarks.step_time.models. tokens: of a sample, of which there are two. frozen: "nothing", "encoder",
-    "rest" (all but the projector) or "lora". pp: pipeline ranks, all in one process, of csc alone.
+    "rest" (all but the projector), "lora" or "nf4" (the same on layers in NF4, by bitsandbytes). pp: pipeline ranks,
+    all in one process, of csc alone.
     """
 
     model: str
@@ -54,6 +56,7 @@ FULL = [
     *(Case(model, 128, 128, frozen="encoder") for model in MULTIMODAL),
     *(Case("llama", 512, 256, layers=layers) for layers in (16, 32)),
     *(Case(model, 512, 256, frozen="encoder", pp=2) for model in ("llama", "llava")),
+    *(Case("llama", 512, tokens, frozen="nf4", padded=False) for tokens in (256, 1024) if find_spec("bitsandbytes")),
     HEAD,
 ]
 

@@ -49,15 +49,32 @@ def build(case: Case) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
     model, batch = MODELS[case.model](case)
     freeze(model, case)
-    if case.frozen == "lora":
+    if case.frozen == "nf4":
+        in_four_bits(model)
+    if case.frozen in ("lora", "nf4"):
         scope = r".*(language_model|^model\.layers).*\.(q_proj|v_proj)" if case.model != "llama" else None
         targets: Any = scope or ["q_proj", "v_proj"]
         model = get_peft_model(model, LoraConfig(r=8, target_modules=targets))
     return model.train(), batch
 
 
+def in_four_bits(model: nn.Module) -> None:
+    """Put layers of bitsandbytes in place of the linear ones, but for the head."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and not path.endswith("lm_head"):
+            layer = Linear4bit(
+                module.in_features, module.out_features, module.bias is not None, torch.float32, quant_type="nf4"
+            )
+            layer.weight = Params4bit(module.weight.data, requires_grad=False, quant_type="nf4", module=layer)
+            layer.bias = module.bias
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, layer.to("cpu"))
+
+
 def freeze(model: nn.Module, case: Case) -> None:
-    """Set `requires_grad`; "lora" is peft's own business."""
+    """Set `requires_grad`; "lora" and "nf4" are peft's own business."""
     encoder, projector = PARTS[case.model]
     for name, parameter in model.named_parameters():
         if case.frozen == "encoder":

@@ -27,7 +27,7 @@ from csc.analysis.operators.execution import (
     is_view,
     maker,
 )
-from csc.analysis.operators.table import CONTEXT_ATTENTION
+from csc.analysis.operators.table import CONTEXT_ATTENTION, QUANTISED
 from csc.ir import graph as g
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
@@ -747,9 +747,18 @@ def call_of(node: fx.Node) -> KernelCall | None:
         moved += sum(map(_bytes, inputs))
     if name in g.HEADS:
         moved += traffic(node)
+    moved += 2 * made_dense(node)
     operands = [t for t in inputs if t.dtype.is_floating_point] or inputs or written
     dtype = str(operands[0].dtype).removeprefix("torch.")
     return KernelCall(name, dtype, call_flops(node), moved, mask_of(node), exchange(node))
+
+
+def made_dense(node: fx.Node) -> int:
+    """Bytes of the dense weight that a product with a quantised one makes, and that is gone behind it; 0 of others."""
+    if g.op_name(node) not in QUANTISED:
+        return 0
+    rows, columns = (g.bind(node)[name] for name in ("rows", "columns"))
+    return int(rows * columns * node.meta["val"].itemsize)
 
 
 def tensors_in(val: Any) -> Iterator[torch.Tensor]:
@@ -804,7 +813,8 @@ def held_bytes(nodes: Iterable[Any], without: str = "") -> int:
 #
 # Terms: a *block* is memory that a call allocates; views of it keep it alive. Emitted code deletes each value after
 # its last use (codegen.python), so what is alive where follows from the graph. What enters F or B stays until its end:
-# the executor holds it. What an operation takes for itself while it runs is not seen.
+# the executor holds it. What an operation takes for itself while it runs is not seen, but for the dense weight of a
+# product with a quantised one.
 #
 # fuse: for functions that Inductor compiles, whose values within a kernel are in no memory.
 
@@ -856,7 +866,7 @@ def peak(graph: fx.Graph, fuse: bool = False) -> int:
     for i, node in enumerate(nodes):
         if node in sizes and node.op != "placeholder":
             alive += sizes[node]
-            most = max(most, alive)
+            most = max(most, alive + made_dense(node))
         alive -= sum(sizes[base] for base in dying.get(i, ()))
     return most
 

@@ -314,7 +314,7 @@ def _is_large(folder: Path) -> bool:
 
 def _packages_named(content: bytes) -> set[str]:
     """The first parts of all that a source's lines import by a full name, and perhaps of what its texts speak of."""
-    found = set()
+    found: set[bytes] = set()
     for source, names in IMPORTS.findall(content.replace(b"\\\n", b" ")):
         found.update(name.split()[0] for name in (source or names).split(b",") if name.split())
     return {top for name in found if (top := name.partition(b".")[0].decode(errors="replace")).isidentifier()}

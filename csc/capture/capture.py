@@ -21,6 +21,7 @@ from csc.capture.diagnostics import untraceable
 from csc.capture.guards import Guards, frozen_in, plain_texts
 from csc.capture.lower.flatten import Flattened, flatten
 from csc.capture.module_tree import describe
+from csc.capture.quantised_weights import stand_ins
 from csc.capture.trace.export import Exported, Undecided, export, sizes_of, training, without_kv_cache
 from csc.capture.trace.meta_init import standing_in
 from csc.capture.trace.mutations import Changes, Slot, refuse_if_computed_with
@@ -60,7 +61,7 @@ def capture(model: nn.Module, example: Any, guards: Guards | None = None, whole:
     Raises CscError (a sentence with the source line) if the model cannot be traced.
     """
     guards = Guards() if guards is None else guards
-    with process_state_kept(), devices.forked(device_of(model)), one_is_no_special_size():
+    with process_state_kept(), devices.forked(device_of(model)), one_is_no_special_size(), stand_ins(model):
         tensors, extra = split_batch(example)
         doubled = twice(tensors, guards.axes)
         if doubled is not None:

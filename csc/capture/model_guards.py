@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from csc import devices
+from csc.capture.quantised_weights import QuantisedValues
 from csc.capture.reached import Reached
 from csc.capture.watches import (
     Holds,
@@ -127,6 +128,7 @@ class ModelGuards:
         }
         self._written = TensorValues((_place(*slot), tensor) for slot, tensor in self._tensors.items())
         self._parameters = list(model.parameters())
+        self._quantised = QuantisedValues(model)
         self._trainable, self._kept = self._trains(), self._kept_as()
         self._modules = list(model.modules())
         self._own = list(map(vars, self._modules))
@@ -145,6 +147,7 @@ class ModelGuards:
             and not any_gradient_hooks(self._parameters)  # as when it was compiled: csc refuses them
             and self._buffers.hold()
             and self._written.hold()
+            and self._quantised.hold()
             and all(map(is_, map(vars, self._modules), self._own))
             and self._kept_as() == self._kept
             and list(map(type, self._modules)) == self._classes
@@ -177,7 +180,7 @@ class ModelGuards:
                     parameters.append(f"{path.removesuffix('_parameters')}{name}".lstrip("."))
                 elif not _equal(old, self._contents.get((path, name), (old, old))[1], new):
                     structure.append(_place(path, name))
-        structure += [*self._buffers.changed(), *self._written.changed()]
+        structure += [*self._buffers.changed(), *self._written.changed(), *self._quantised.changed()]
         structure += [f"{path or 'the model'} has another structure" for path in now.keys() ^ self._before.keys()]
         if parameters and _kinds(self._model) != self._kinds:
             structure.append(

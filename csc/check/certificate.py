@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from csc.capture.quantised_weights import stand_ins
 from csc.check.judge import NOISE
 from csc.errors import InputError
 from csc.runtime.weights import bytes_of, published
@@ -83,7 +84,8 @@ def total(content: Mapping[str, Any]) -> str:
 
 def model_digests(model: nn.Module) -> dict[str, Digest]:
     """Of parameters and of the buffers that a state dict has, a tied one under each of its names."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    with stand_ins(model):
+        tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     stored = model.state_dict().keys()
     tensors |= {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in stored}
     return {name: digest(tensor, f"the weight {name!r}") for name, tensor in sorted(tensors.items())}

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from csc import devices
 from csc.capture.batch import device_of
+from csc.capture.quantised_weights import weights_of
 from csc.capture.trace.export import training, without_kv_cache
 from csc.check.compiling import Compiles
 from csc.check.eager import IN_HALF, EagerStep, SameMasks, WithoutChance, eager_step, generators, joined, undisturbed
@@ -129,7 +130,7 @@ def locate(compiler: Compiles, microbatch: Mapping[str, Any], options: Options, 
     with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
         compiler.emit(program, plain, Path(folder) / "program", complete)
         loaded = load(Path(folder) / "program")
-        trainer = Trainer(loaded, dict(compiler.model.named_parameters()), InProcess(loaded))
+        trainer = Trainer(loaded, weights_of(compiler.model), InProcess(loaded))
         found = step_of(trainer, [complete])
     return _gradients_part(program, right, found, tolerance)
 
@@ -202,7 +203,7 @@ def _run(
     """Every region with its outputs, in order of execution."""
     device = device_of(model)
     dtypes = compute_dtypes(program)
-    weights = {name: p.detach().to(dtypes.get(name, p.dtype)) for name, p in model.named_parameters()}
+    weights = {name: p.detach().to(dtypes.get(name, p.dtype)) for name, p in weights_of(model).items()}
     tables: dict[str, torch.Tensor] = {}
     if program.shared is not None:
         entries = {("input", n): t.to(device) for n, t in batch.items()}

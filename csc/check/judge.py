@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.capture.quantised_weights import is_quantised
 from csc.check.eager import (
     Chance,
     EagerStep,
@@ -167,7 +168,7 @@ def _nudged(model: nn.Module, epsilon: float) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     before = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not is_quantised(parameter):
             before[name] = parameter.detach().clone()
             parameter.mul_(_last_bits(parameter.shape, epsilon, parameter.dtype, generator).to(parameter.device))
     try:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from csc.capture.batch import device_of
+from csc.capture.quantised_weights import weights_of
 from csc.check.compiling import Compiles
 from csc.check.eager import joined
 from csc.check.first import BUG, ROOM, Checked, check, room_of, step_of
@@ -276,7 +277,7 @@ class _Shallow:
 
     def check(self, name: str) -> Checked:
         loaded = load(self.folder / name)
-        trainer = Trainer(loaded, dict(self.compiler.model.named_parameters()), InProcess(loaded))
+        trainer = Trainer(loaded, weights_of(self.compiler.model), InProcess(loaded))
         complete = map(self.compiler.complete, self.ready)
         trainable = {name for name, _ in trainer.named_parameters()}
         return check(

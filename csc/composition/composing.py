@@ -56,7 +56,7 @@ def compose(
         given, layer = projectors[name], _for_modality("feature_layer", feature_layer, name, kinds)
         prefix = _for_modality("keep_prefix", keep_prefix, name, kinds) or False
         spec = None if isinstance(given, nn.Module) else projector_spec(name, given)
-        known.check_layer(name, encoders[name], kinds[name], layer)  # type: ignore[arg-type]
+        known.check_layer(name, encoders[name], kinds[name], layer)
         _check_reduction(name, kinds[name], spec, prefix)
         if isinstance(given, nn.Module):
             modules[name] = given

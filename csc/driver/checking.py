@@ -19,6 +19,7 @@ from csc import devices
 from csc.cache.model_entries import Packed
 from csc.capture.batch import device_of
 from csc.capture.guards import Match
+from csc.capture.quantised_weights import weights_of
 from csc.capture.trace.export import caching
 from csc.check.eager import EagerStep, SameMasks, undisturbed
 from csc.check.first import Checked, ComparedStep, check, compared_step, step_of, too_much
@@ -467,11 +468,15 @@ class Checking:
         """What ranks 0 and 1 must have alike to share a comparison."""
         model = self._compiler.model
         entries = [value for microbatch in asked.ready for value in microbatch.values()]
-        return [*model.parameters(), *model.buffers(), *(one for one in entries if isinstance(one, torch.Tensor))]
+        return [
+            *weights_of(model).values(),
+            *model.buffers(),
+            *(one for one in entries if isinstance(one, torch.Tensor)),
+        ]
 
     def _own_step(self, asked: Comparison, drawn: int) -> EagerStep:
         """Of all ranks in this process, with the model's weights, in the programs that decide as those asked for."""
-        weights = dict(self._compiler.model.named_parameters())
+        weights = weights_of(self._compiler.model)
         with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
             programs = []
             made = self._made[asked.options.microbatches]

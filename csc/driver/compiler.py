@@ -24,6 +24,7 @@ from csc.cache.store import Store
 from csc.capture.batch import device_of, doubtful, repeated, split_batch
 from csc.capture.capture import capture, name_of, with_sizes_of
 from csc.capture.guards import Guards, Match
+from csc.capture.quantised_weights import stand_ins, weights_of
 from csc.capture.trace.autograd import refuse_hooks
 from csc.capture.trace.traced_model import refuse_tensors
 from csc.codegen.write import write
@@ -273,7 +274,8 @@ class Compiler:
 
     def __post_init__(self) -> None:
         refuse_hooks(self.model)
-        refuse_tensors(self.model)
+        with stand_ins(self.model):
+            refuse_tensors(self.model)
         self.guards.axes = self.axes
         self.kept = ModelEntries(self.model, self.store, self.axes)
         self.more = MoreSamples(self._in_size, self.axes)
@@ -415,7 +417,7 @@ class Compiler:
 
     def _as_the_model_says(self, program: Program) -> Program:
         """`requires_grad` may have changed since the capture."""
-        flags = {name: p.requires_grad for name, p in self.model.named_parameters()}
+        flags = {name: p.requires_grad for name, p in weights_of(self.model).items()}
         return replace(program, parameters=tuple(replace(p, trainable=flags[p.name]) for p in program.parameters))
 
     def whole_entries(self, batch: Mapping[str, Any], parts: int, known: Collection[str] = ()) -> frozenset[str]:
@@ -445,7 +447,7 @@ class Compiler:
     ) -> Path:
         """Write the program directory; see csc.codegen.write."""
         tensors, _ = split_batch(microbatch)
-        weights = dict(self.model.named_parameters()) if with_weights else None
+        weights = weights_of(self.model) if with_weights else None
         with uncollected():
             return write(program, options, directory, tensors, weights, ranks)
 

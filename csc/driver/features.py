@@ -18,6 +18,7 @@ from csc.cache.feature_entries import FeatureCache
 from csc.cache.keys import Opaque, model_key
 from csc.capture.batch import device_of, split_batch
 from csc.capture.guards import Match
+from csc.capture.quantised_weights import weights_of
 from csc.driver.batches import GRIDS, kind_of
 from csc.errors import InputError
 from csc.runtime.consistency import Sample, read
@@ -549,7 +550,7 @@ class FrozenEncoders:
             )  # fmt: skip
         if spec is None:
             return
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        parameters: Any = weights_of(self._model)
         without = next((name for name in spec.parameters if parameters[name].is_meta), None)
         if without is not None:
             raise InputError(

@@ -14,6 +14,7 @@ import sys
 from torch import nn
 
 from csc.capture.module_tree import describe
+from csc.capture.quantised_weights import entries
 from csc.passes.freeze import component_of
 from csc.runtime.specs import Manifest
 
@@ -44,8 +45,8 @@ def what_trains(model: nn.Module, manifest: Manifest) -> str:
     counts: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         row = counts.setdefault(component_of(name, modules), [0, 0])
-        row[0] += parameter.numel() if name in reached else 0
-        row[1] += parameter.numel()
+        row[0] += entries(parameter) if name in reached else 0
+        row[1] += entries(parameter)
     trained, whole = (sum(row[place] for row in counts.values()) for place in (0, 1))
     shares = [f"{name}: {_share(*row)}" for name, row in counts.items() if row[0]]
     text = f"{trained:,} of {whole:,} parameters train" + (f" ({', '.join(shares)})" if shares else "")

@@ -24,6 +24,7 @@ from csc.cache.model_entries import Files, Packed, packed_bytes, packed_from
 from csc.capture.batch import device_of, split_batch
 from csc.capture.guards import Guards, Match
 from csc.capture.model_guards import ModelGuards
+from csc.capture.quantised_weights import weights_of
 from csc.check.first import Checked
 from csc.check.one_of_each import check_by_layer
 from csc.codegen.write import MANIFEST, contents, install, of_ranks
@@ -738,7 +739,7 @@ class ProgramSet:
         if variants in self._trainers:
             self._trainers[variants].add(loaded)
         else:
-            own: dict[str, torch.Tensor] = dict(self._compiler.model.named_parameters())
+            own = weights_of(self._compiler.model)
             if self._training is not None:
                 check_held([one.program.manifest for one in self._training.trainers], loaded.manifest)
                 own |= self._training.trained_now
@@ -828,7 +829,7 @@ class ProgramSet:
         """
         if self._before is None or self._trainers or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        self._before.collect(dict(self._compiler.model.named_parameters()))
+        self._before.collect(weights_of(self._compiler.model))
         self._shards |= self._before.own.shards
         self._data = self._before.own.data
         self._before = None

@@ -15,6 +15,7 @@ from torch import nn
 from csc.capture.batch import split_batch
 from csc.capture.guards import Match
 from csc.capture.model_guards import ModelGuards, autocasts
+from csc.capture.quantised_weights import weights_of
 from csc.check.first import Checked, ComparedStep
 from csc.driver.batches import COUNTING, IDS, ReplicaShare, Share, fullest, widths_of
 from csc.driver.checking import meeting_in
@@ -451,7 +452,7 @@ class Steps:
         """Bring what any rank has trained or loaded into the model, in every process."""
         trained = self.programs.set.trained
         if trained is not None:
-            trained.collect(dict(self.programs.compiler.model.named_parameters()))
+            trained.collect(weights_of(self.programs.compiler.model))
 
     def _measure(self, trainer: Trainer) -> None:
         """The metrics of the step, with the planned memory; both are told once the first steps are over, where

@@ -20,6 +20,7 @@ from torch import nn
 
 import csc
 from csc import devices
+from csc.capture.quantised_weights import refuse_on_disk
 from csc.checkpoints import restoring, writing
 from csc.checkpoints.files import FILE, OLDER, StepIndex, packed, unpacked
 from csc.checkpoints.restoring import Expected
@@ -138,6 +139,7 @@ class Saved:
 
 def load(path: str | Path, saved: Saved) -> None:
     """Read it all, or raise InputError; the optimizer's state is read behind the weights that it belongs to."""
+    refuse_on_disk(saved.model, "load")
     positions: list[Any] = []
     meeting = saved.trainer.transport.meeting
 
@@ -168,6 +170,7 @@ def save(directory: str | Path, saved: Saved) -> None:
             write(saved.loader, directory, place(saved.mesh))
         return NOTHING, None
 
+    refuse_on_disk(saved.model, "save")
     if saved.loader is not None:
         check(saved.loader)
     saved.trainer.save(directory, saved.form)

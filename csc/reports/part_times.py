@@ -17,6 +17,7 @@ from csc import devices
 from csc.cache.inductor_folder import inductor_folder
 from csc.cache.store import store
 from csc.capture.batch import device_of
+from csc.capture.quantised_weights import weights_of
 from csc.ir import graph as g
 from csc.ir.groups import LOSS_WEIGHTS
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
@@ -212,7 +213,7 @@ def whole_step(
         for name, v in program.variants.items()
     }
     dtypes = compute_dtypes(program)
-    weights = {name: p.detach().to(dtypes.get(name, p.dtype)) for name, p in model.named_parameters()}
+    weights = {name: p.detach().to(dtypes.get(name, p.dtype)) for name, p in weights_of(model).items()}
     tables = _tables(program, batch, device_of(model))
     return lambda call: _step(program, functions, weights, tables, call)
 

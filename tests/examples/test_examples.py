@@ -74,6 +74,16 @@ def test_lora_reads_digits_and_its_adapters_come_back() -> None:
 
 @pytest.mark.long
 @pytest.mark.gloo
+def test_adapters_on_a_quantised_base_learn_and_come_back() -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install 'csc-compiler[quantised]')")
+    shown = output("examples/qlora.py")
+    assert "build/qlora_adapter read into a new model: the same bits" in shown
+    assert losses_in(shown, step=29)[0] < losses_in(shown)[0]
+    assert losses_in("".join(launching.script(2, "examples/qlora.py"))) == losses_in(shown)
+
+
+@pytest.mark.long
+@pytest.mark.gloo
 def test_the_demo_learns_to_read_and_says_what_to_open(tmp_path: Path) -> None:
     said = output("examples/digits/demo.py", "--output", str(tmp_path))
     result = json.loads((tmp_path / "result.json").read_text())

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from csc.analysis.operators import table
-from csc.analysis.operators.table import ATTENTION, ELEMENTS, LABELS, SAMPLES, SDPA
+from csc.analysis.operators.table import ATTENTION, ELEMENTS, LABELS, QUANTISED, SAMPLES, SDPA
 from csc.ir import graph as g
 from csc.ir.graph import METHOD
 from csc.torch_private.exported import OpOverload
@@ -137,7 +137,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 OF_MATRICES = frozenset({"aten::mm", "aten::addmm"})
-MATMULS = OF_MATRICES | {"aten::bmm", "aten::baddbmm"}
+MATMULS = OF_MATRICES | {"aten::bmm", "aten::baddbmm"} | QUANTISED
 ATTENTIONS = frozenset({ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu"})
 FUSED_REDUCTIONS = _names(
     "sum mean amax var_mean _to_copy native_layer_norm _softmax _log_softmax _softmax_backward_data "
@@ -148,7 +148,7 @@ LOOK_UPS = table.LOOK_UPS | {"aten::gather"}
 COMPUTE = _names(
     "mm addmm bmm baddbmm addbmm matmul linear einsum mv addmv addr dot vdot convolution conv1d conv2d conv3d "
     "conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu"
-) | {ATTENTION, SDPA}
+) | {ATTENTION, SDPA, *QUANTISED}
 LOSSES = frozenset({*LABELS, *ELEMENTS, *SAMPLES}) | _names("nll_loss_forward nll_loss2d_forward")
 # Their operands are raised. As torch.autocast's list for float32; batch and RMS norms stand here, too.
 FLOAT32 = LOSSES | _names(

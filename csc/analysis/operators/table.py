@@ -504,6 +504,7 @@ PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::matmul": (0, 1), "at
 GROUPED = {"transformers::grouped_mm_fallback": ("input", "weight", "offs"),
            "aten::_grouped_mm": ("self", "mat2", "offs")}  # fmt: skip
 GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
+QUANTISED = frozenset({"csc::quantised_linear", "csc::quantised_linear_backward"})  # csc.kernels.quantised
 ATTENTION = "csc::attention"
 CONTEXT_ATTENTION = "csc::context_attention"  # of a shard of the tokens: queries and keys are the rank's own
 SDPA = "aten::scaled_dot_product_attention"
@@ -530,6 +531,15 @@ def product(call: Call) -> list[Use]:
         uses.append(Use(right, link, ends={right_rank - 2: _SUMMED}))
     added = [used for used in call.tensors() if used not in (left, right)]
     return uses + [Use(used, same(shape_of(used), call.out, from_right=True)) for used in added]
+
+
+def quantised(call: Call) -> list[Use]:
+    """[.., K] and a packed weight, to [.., N]: who makes it needs all of K and of the weight, and makes all of N."""
+    operand, *rest = call.tensors()
+    own: Link = (*same(shape_of(operand)[:-1], call.out[:-1], from_right=True), None)
+    blocked = End("blocked")
+    uses = [Use(operand, own, ends={len(shape_of(operand)) - 1: blocked})]
+    return uses + [Use(one, (None,) * len(call.out), blocked) for one in rest]
 
 
 def grouped(call: Call) -> list[Use]:
@@ -644,6 +654,7 @@ def distances(call: Call) -> list[Use]:
 
 PRODUCT_RULES: dict[str, Rule] = {
     **dict.fromkeys(PRODUCTS, product),
+    **dict.fromkeys(QUANTISED, quantised),
     "aten::einsum": einsum,
     **dict.fromkeys((ATTENTION, CONTEXT_ATTENTION), attention),
     SDPA: written_attention,

@@ -24,6 +24,7 @@ from torch import nn
 from csc.capture.batch import device_of
 from csc.capture.dedup.layers import Layers, NotHidden
 from csc.capture.module_tree import describe
+from csc.capture.quantised_weights import stand_ins
 from csc.capture.trace.export import as_traced
 from csc.capture.trace.traced_model import HoistedCalls, LossOnly, metadata
 from csc.capture.values.row_index import PREFIX
@@ -67,7 +68,7 @@ def replay(
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
     wrapped = LossOnly(model, extra, host, own, layers, rows, replayed=True, decides=decides)
     try:
-        with as_traced(model, layers), warnings.catch_warnings(), replaying() as fake:
+        with stand_ins(model), as_traced(model, layers), warnings.catch_warnings(), replaying() as fake:
             warnings.simplefilter("ignore")
             loss = wrapped({name: fake(tensor).to(device) for name, tensor in own.items()})
     except NotHidden:
