@@ -17,9 +17,10 @@ from csc.ir.graph import extract, identifier
 from csc.ir.program import Context, Program, Region, Stage, Template, Variant
 from csc.torch_private.exported import OpOverload
 
-# --- Which tables a program does not make in each step: those that no batch changes (positions, rotary ... -----------
+# --- Which tables a program does not make in each step ---------------------------------------------------------------
 #
-# masks) are made once, and those that sizes alone change (windows of images) while these are the same.
+# Tables that no batch changes (positions, rotary tables, causal masks) are made once. Tables that sizes alone change
+# (windows of images) are made once while these are the same.
 #
 # Terms: a call is *fixed* if constants and numbers alone lead to it, *sized* if sizes of the batch (Program.sizes) do,
 # too. Of such calls those are *kept* that a function returns or that another call reads. Functions that need the same
@@ -370,7 +371,9 @@ def _by_name(variant: Variant, template: Template, names: dict[fx.Node, str], ma
     return [f"        {quoted(name)}: {names[node]}," for name, node in zip(trained, made)]
 
 
-# --- layers/tables.py: what each stage makes from the batch and the constants alone (masks, position tables, ... -----
+# --- layers/tables.py: what each stage makes from the batch and the constants alone ----------------------------------
+#
+# A stage makes masks, position tables and labels.
 
 
 DOCSTRING = '''"""What a stage makes from the batch and the constants alone: masks, position tables, shifted labels.

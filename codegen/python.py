@@ -40,7 +40,9 @@ class Written(NamedTuple):
 
 
 def as_users_write(node: fx.Node, target: OpOverload, names: Mapping[fx.Node, str]) -> Written | None:
-    """See the module. names: of values, as Python text."""
+    """Returns a call as users write it, in torch's own names; None where it is written by its own name. names: of
+    values, as Python text.
+    """
     operator, called = target.name(), target._schema.name.removeprefix("aten::")
     first, *others = node.args or (None,)
     if operator in FUNCTIONS and not node.kwargs and isinstance(first, (fx.Node, list, tuple)):
@@ -69,7 +71,7 @@ def _narrowed(node: fx.Node, first: fx.Node, names: Mapping[fx.Node, str]) -> Wr
 
 
 def written_over(node: fx.Node, target: OpOverload, names: Mapping[fx.Node, str]) -> Written:
-    """See the module."""
+    """Returns the text of a call that writes its result over its first operand. names: of values, as Python text."""
     called, way = target._schema.name.removeprefix("aten::"), node.meta["in_place"]
     first, *others = node.args
     assert isinstance(first, fx.Node)

@@ -19,7 +19,9 @@ from csc.ir.groups import Group, group_over
 from csc.ir.mesh import Mesh
 from csc.ir.program import LOSS, Features, Message, Program, Region, Stage, Template, Variant
 
-# --- What the emission looks up in a Program again and again, found once: with it the work is linear in the ... ------
+# --- What the emission looks up in a Program again and again, found once ---------------------------------------------
+#
+# With it the work is linear in the program.
 #
 # Terms: tables: what a stage makes from the batch and the constants alone; see csc.codegen.layer_file.
 
@@ -175,7 +177,9 @@ def prefixes_source(modules: Sequence[str]) -> str:
     return "[" + ", ".join(quoted(f"{module}.") for module in modules) + "]"
 
 
-# --- What the functions of one stage call things: values, gradients, what F saves and B keeps, tables, lists ... -----
+# --- What the functions of one stage call things ---------------------------------------------------------------------
+#
+# They name values, gradients, what F saves and B keeps, tables, and lists of prefixes.
 #
 # Terms: see csc.codegen.rank_file; a *companion* of a variable is its gradient, or what F saves or B keeps of it.
 
@@ -574,7 +578,9 @@ def _packed(name: str, items: Sequence[str]) -> list[str]:
     return wrapped(f"{name} = (", items, ",)" if len(items) == 1 else ")")
 
 
-# --- rank_R.py: what one rank holds, receives, computes and sends, top to bottom; position_P.py: what several ... ----
+# --- rank_R.py: what one rank holds, receives, computes and sends, top to bottom -------------------------------------
+#
+# `position_P.py` is what several ranks share.
 #
 # Terms: a *position* is an index on the pp axis. Its ranks, a replica and a shard of a sequence each, run the same
 # functions. A rank that is alone at its position has them in its own file; else they stand once, in the file of the

@@ -1,9 +1,4 @@
-"""How many cores this process may keep busy.
-
-here() -> int               at least 1: those that it may run on, or fewer where its container has a share of the
-                            machine's time
-environment(threads) -> {}  the variables of this process for one that it starts, with so many threads
-"""
+"""How many cores this process may keep busy, and the environment of processes that are started beside others."""
 
 from __future__ import annotations
 
@@ -19,7 +14,10 @@ QUOTA_1, PERIOD_1 = (Path("/sys/fs/cgroup/cpu") / name for name in ("cpu.cfs_quo
 
 
 def here() -> int:
-    """See the module. A container's share is rounded up: what is left of a core is better used than not."""
+    """Returns how many cores this process may keep busy, at least 1: those that it may run on, or fewer where its
+    container has a share of the machine's time. A container's share is rounded up: what is left of a core is better
+    used than not.
+    """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(allowed, _share())))
 

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch
 from csc.kernels.operators import Numbered, exact
 
-# --- Collectives of a group of ranks, as operators that a graph can hold, with the gradient that their types ... -----
+# --- Collectives of a group of ranks, as operators that a graph can hold ---------------------------------------------
+#
+# Their gradients are those that their types ask for.
 #
 # A shard has the entries of some of the samples that the outermost factor of dimension `dim` counts, as many on each
 # rank: where they do not divide, the last slots repeat the last sample (zeros without `repeat`); no gather takes them.
@@ -225,7 +227,9 @@ SHARE = torch.ops.csc.share.default
 GATHER_PIECES = torch.ops.csc.gather_pieces.default
 
 
-# --- Collectives in two calls: one that begins, one that waits. What stands between them runs while the ranks ... ----
+# --- Collectives in two calls: one that begins, one that waits -------------------------------------------------------
+#
+# What stands between them runs while the ranks meet.
 #
 #     csc::start_all_reduce(x, group) -> ticket
 #     csc::finish_all_reduce(x, ticket, group) -> what csc::all_reduce(x, group) gives, bit for bit

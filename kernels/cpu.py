@@ -32,7 +32,7 @@ def _scores(
 def capped_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the module's text."""
+    """Returns the output [b, H, rows, D] and its lse [b, H, rows] of attention with a soft cap, for one block."""
     wide = exact(q.dtype)
     scores, _ = _scores(q.to(wide), k.to(wide), bias, scale, softcap)
     lse = torch.logsumexp(scores, -1)
@@ -44,7 +44,9 @@ def capped_backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     bias: torch.Tensor | None, scale: float, softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See the module's text."""
+    """Returns the gradients of q, k and v of such a block, in the dtypes of these. d_out, out: [b, H, rows, D]; lse: as
+    `capped_forward` returns it.
+    """
     q_, k_, v_, o_, d_ = (x.to(lse.dtype) for x in (q, k, v, out, d_out))
     scores, bent = _scores(q_, k_, bias, scale, softcap)
     weights = torch.exp(scores - lse[..., None])
@@ -246,7 +248,9 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, tiles: Tiles | None,
     scale: float, softcap: float, reordered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See the module's text."""
+    """Returns the output of attention, laid out with heads last, and its lse [B, H, rows], which is -inf for a query
+    that sees nothing. tiles: the tiles of `mask` that are visited.
+    """
     walk = blocks(q, k.shape[2], mask, tiles, softcap, reordered and q.dtype in WIDE)
     if walk and walk[0].whole:
         found, found_lse = _forward(walk[0], q, k, v, scale, softcap)
@@ -304,7 +308,9 @@ def backward(
     d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     mask: Mask | None, tiles: Tiles | None, scale: float, softcap: float, reordered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See the module's text."""
+    """Returns the gradients of q, k and v, laid out with heads last and in the dtypes of these. out, lse: what
+    `forward` returned for the same arguments.
+    """
     grouped = reordered and q.dtype in WIDE
     walk = blocks(q, k.shape[2], mask, tiles, softcap, grouped)
     if walk and walk[0].whole:

@@ -20,8 +20,7 @@ from csc import devices
 #   logits     scale * (x @ weight.T + bias), bent to softcap * tanh(logits / softcap) if softcap > 0
 #   wide       the dtype of logits, losses and sums: float32, of float64 operands float64
 #   sweep      the walk over the labelled tokens: of each chunk its logits, its losses and what it gives to the
-#     gradients.
-#              While a device records what it launches, over all tokens: their number is then the same
+#              gradients. While a device records what it launches, over all tokens: their number is then the same
 #
 # x: [.., D]; weight: [V, D]; bias: [V] or None; labels: int64 [tokens], `ignored` where a token has none.
 #
@@ -230,8 +229,7 @@ class _Sweep:
 # --- A head and its cross entropy in chunks of tokens: the logits are never whole, nor are their gradients -----------
 #
 # Terms, and what is given: see csc.kernels.linear_cross_entropy. Pass `prune` narrows `output_mask`, so a frozen head
-# has no
-# d_weight.
+# has no d_weight.
 
 
 def linear_cross_entropy(
@@ -302,7 +300,9 @@ def _losses(logits: torch.Tensor, classes: torch.Tensor, share: torch.Tensor, wa
 HEAD = torch.ops.csc.linear_cross_entropy.default
 
 
-# --- Tables of words that tensor-parallel ranks divide by rows: look-ups in them, and the loss over logits ... -------
+# --- Tables of words that tensor-parallel ranks divide by rows -------------------------------------------------------
+#
+# Here are look-ups in them, and the loss over logits that they make.
 #
 # Rank r of a group has the rows from r * V / ranks on. `part` is zero where another rank has the row: the parts' sum
 # is what the whole table gives. padding: the row that has no gradient; -1: none. The loss is cross entropy, its sum or

@@ -16,15 +16,9 @@ from csc.errors import InputError
 # --- Attention masks as data: for every query a few ranges of keys, and the kinds of keys it admits there ------------
 #
 # Terms
-#   rule     query q sees key k if lo <= k < hi and some kind of k is admitted; a query has R rules and sees their
-#     union
+#   rule     query q sees key k if lo <= k < hi and some kind of k is admitted; a query has R rules and sees their union
 #   kinds    a bitset per key: what the key is (text, image, ...); 0 is padding, which nobody sees
 #   admits   a bitset per query and rule: the kinds of keys that it lets through
-#
-#     Mask(ranges, admits, kinds, keys)          int32 [B, R, Tq, 2], int64 [B, R, Tq], int64 [B, Tk], Tk
-#     mask.dense() -> bool [B, Tq, Tk]           for references and pictures of small masks only
-#     mask.hidden() -> bool [B, Tq]              queries that see nothing
-#     mask.union(other) -> Mask                  all rules of both
 #
 # All heads share a mask; B is the batch, or 1 for a mask that holds for the whole batch. 63 kinds can be told apart.
 
@@ -265,7 +259,9 @@ def counts(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
 
 
 def written_out(mask: Mask) -> Mask:
-    """See the module. A mask whose tensors are written to afterwards must not be asked again."""
+    """Returns a mask that knows its visible pairs as `dense`, under SEEN, if it is short and on a CPU; any other mask
+    as it is. A mask whose tensors are written to afterwards must not be asked again.
+    """
     if mask.ranges.device.type != "cpu" or mask.batch * mask.queries * mask.keys > SHORT:
         return mask
     if SEEN in mask.known:
@@ -355,7 +351,9 @@ def _few_lists(kinds: list[list[int]]) -> tuple[list[int], list[int]]:
     return index, counts
 
 
-# --- Groups of tokens (documents, images) as ranges of keys: what `group[q] == group[k]` means if groups are ... -----
+# --- Groups of tokens (documents, images) as ranges of keys ----------------------------------------------------------
+#
+# They are what `group[q] == group[k]` means if groups are contiguous.
 #
 # With numpy, on the host, where the numbers are in almost every model: a step asks it of hundreds of tokens, which two
 # dozen small calls of torch take ten times as long for.

@@ -31,7 +31,9 @@ OWN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """See the module."""
+    """Returns a @ b + bias, [M, N]: by oneDNN where `is_worth` says so, by ATen elsewhere. a: [M, K]; b: [K, N]; bias:
+    [N], or None.
+    """
     if a.dtype is torch.float32 and a.device.type == "cpu" and is_worth(a.shape[0], a.shape[1], b.shape[1]):
         return _by_onednn(a, b, bias)
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
@@ -46,8 +48,9 @@ def is_worth(m: int, k: int, n: int) -> bool:
 
 
 def least_multiplications() -> int:
-    """See the module. 0 under `torch.backends.mkldnn.flags(enabled=False)`, where the environment asks either library
-    for other instructions, and in "medium" precision, in which PyTorch takes oneDNN's products itself.
+    """Returns from how many multiplications on a product takes oneDNN less time, on this machine and as torch is set
+    now; 0 where none does: under `torch.backends.mkldnn.flags(enabled=False)`, where the environment asks either
+    library for other instructions, and in "medium" precision, in which PyTorch takes oneDNN's products itself.
     """
     onednn: Any = torch.backends.mkldnn
     if not onednn.enabled or onednn.matmul.fp32_precision == "bf16" or any(map(os.environ.get, OWN_LIMITS)):

@@ -15,7 +15,9 @@ from csc.errors import CscError
 from csc.torch_private.autograd import under_autograd
 from csc.torch_private.traces import pytree
 
-# --- What the forward of an opaque module begins with, as bytes: its backward begins its own run of it with ... ------
+# --- What the forward of an opaque module begins with, as bytes ------------------------------------------------------
+#
+# Its backward begins its own run of it with the same.
 #
 # Terms: *state* is a uint8 tensor of three parts: the random generator, the module's buffers in their order, and what
 # tells two results apart (the sum of a result, and of its absolute values, as float64).

@@ -40,12 +40,11 @@ def statistics(q: torch.Tensor) -> torch.Tensor:
 
 # --- Operators with little between a call and their kernel -----------------------------------------------------------
 #
-#     @light_operator("attention", backward, setup)       csc::attention, with the signature of the kernel, which
-#       changes
-#     def kernel(q: torch.Tensor, ...) -> ...: ...        and returns none of its arguments
+#     @light_operator("attention", backward, setup)
+#     def kernel(q: torch.Tensor, ...) -> ...: ...
 #
-# backward, setup: as torch.library.register_autograd has them; without them a backward through the operator is an
-# error. What it gives for tensors without values is said as of any operator, by torch.library.register_fake.
+# makes csc::attention, with the signature of the kernel, which changes and returns none of its arguments. What it gives
+# for tensors without values is said as of any operator, by torch.library.register_fake.
 #
 # `torch.library.custom_op` has three functions of its own between the two, which look whether a kernel returns an
 # argument and keep Dynamo away: some 20 us in a step, which drives them out of the caches.
@@ -58,7 +57,10 @@ Kernel = Callable[..., Any]
 def light_operator(
     name: str, backward: Callable[..., Any] | None = None, setup: Callable[..., None] | None = None
 ) -> Callable[[Kernel], Kernel]:
-    """See the module."""
+    """Returns a decorator that registers a kernel as csc::NAME, with the signature of the kernel, and returns the
+    kernel. backward, setup: as torch.library.register_autograd has them; without a backward one through the operator
+    raises RuntimeError.
+    """
 
     def no_gradient(*_: Any) -> None:
         raise RuntimeError(f"csc::{name} has no gradient")

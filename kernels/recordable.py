@@ -34,7 +34,9 @@ GATHERED = "its parameters are made whole for each microbatch (zero=3)"
 
 
 def unfit(operator: Any, tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> str:
-    """See the module. operator: an OpOverload."""
+    """Returns why a call cannot be recorded; "" where it can. operator: an OpOverload. tensors: its operands. device:
+    where all of them have to be, if it is given.
+    """
     name, space = operator._schema.name, operator.namespace
     if space == "csc":
         return "" if name in LAUNCHING else f"{name}: {_own(name)}"

@@ -31,7 +31,9 @@ def _(d: Any, mask: Any, sizes: Any) -> torch.Tensor:
 
 
 def taken_rows(d: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """See the module; for any device. Dimensions at the end along which the mask does not change are moved whole."""
+    """Returns what csc::masked_scatter_backward gives, on any device, of the shape `sizes`. Dimensions at the end along
+    which the mask does not change are moved whole.
+    """
     count = math.prod(sizes)
     if not d.numel() or not count:
         return d.new_zeros(sizes)

@@ -123,7 +123,9 @@ def capped(x):
     return tl.where(x < 0, -size, size)
 
 
-# --- The forward kernel: softmax(scores) V over the key tiles that a query tile sees, and the log-sum-exp of ... -----
+# --- The forward kernel ----------------------------------------------------------------------------------------------
+#
+# It computes softmax(scores) V over the key tiles that a query tile sees, and the log-sum-exp of each query.
 #
 # Terms: see csc.kernels.triton_kernels.
 #
@@ -230,7 +232,9 @@ def forward_kernel(
     tl.store(at + row, sums, mask=row < queries - start_q)
 
 
-# --- The backward kernels: statistics of rows, dQ over the key tiles of queries, dK and dV over the query ... --------
+# --- The backward kernels --------------------------------------------------------------------------------------------
+#
+# They compute statistics of rows, dQ over the key tiles of queries, dK and dV over the query tiles of keys.
 #
 # Terms: see csc.kernels.triton_kernels, and
 #   level    lse in base 2, +inf for a query that sees nothing or does not exist: its weights exp2(score - level) are 0
@@ -577,7 +581,9 @@ def _kinds_of(
 
 
 def tiles(mask: Mask, block_q: int, block_k: int) -> Tiles:
-    """See the module."""
+    """Returns the tile lists of a mask, counted and listed by kernels on the mask's device. block_q, block_k: queries
+    and keys of a tile.
+    """
     device, batch = mask.ranges.device, mask.batch
     rows, columns = triton.cdiv(mask.queries, block_q), triton.cdiv(mask.keys, block_k)
 

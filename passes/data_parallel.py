@@ -29,10 +29,8 @@ from csc.torch_private.traces import FakeTensorMode
 # Terms
 #   level    ranks along an axis that share samples out: first those of cp, then those of tp or within it
 #   samples  what the first dimension counts of what the component reads first: images, clips. Followed through its
-#     calls
-#            by csc.analysis.tensor_axes
-#   shard    a value's entries of a rank's own samples, as many on each rank: the last slots may repeat the last
-#     sample,
+#            calls by csc.analysis.tensor_axes
+#   shard    a value's entries of a rank's own samples, as many on each rank: the last slots may repeat the last sample,
 #            and their gradients are zero. What has no samples is whole, and equal on all ranks
 #   inside   the calls of the component; a call inside on shards reads nothing but shards and what is whole
 #

@@ -17,7 +17,9 @@ from csc.planning.plan import PipelinePlan
 from csc.planning.problem import Problem, RankKind, Unit, Value, unequal
 from csc.simulation.pipeline import Link, Network, RankNodes
 
-# --- The planning problem of a Program: its regions and values as numbers. The passes `partition` and ... ------------
+# --- The planning problem of a Program: its regions and values as numbers --------------------------------------------
+#
+# The passes `partition` and `schedule` ask it.
 
 
 def profiles(program: Program, options: Options) -> tuple[Hardware, ...]:
@@ -201,7 +203,9 @@ def names(program: Program) -> tuple[str, ...]:
     return tuple(value for region in program.regions for value in region.outputs if value in read)
 
 
-# --- Where ranks encode for the next step, of a program whose frozen encoder is no part of a step (pass ... ----------
+# --- Where ranks encode for the next step ----------------------------------------------------------------------------
+#
+# The program's frozen encoder is no part of a step (pass `features`).
 
 
 def encoded_ahead(program: Program, decided: PipelinePlan, options: Options) -> AheadPlan | None:

@@ -42,7 +42,7 @@ from csc.ir.program import LOSS, DividedAxis, Options, Program, Region, Template
 #   rows     the dimension of a value that ranks share out, of `length` entries: tokens, the longest but the last one
 #   shard    a value of which a rank has its rows; what is computed row by row from shards is one
 #   divided  of a call: pass `tensor` gave it heads, features or words of a rank, or a part of a sum
-#     (`meta["divided"]`)
+#            (`meta["divided"]`)
 #   view     of a shard that is none itself, since it joins rows with others: whoever reads it reads it whole
 #   flat     a sum over [samples * tokens, features], and its bias: a rank has the rows of the view behind them
 #
@@ -408,7 +408,7 @@ class TokenShards:
         return self._once((node, rows), f"own_{node.name}", node, OWN_PART, whole, *rows, self.ranks, True, self.group)
 
 
-# --- Pass `sequence`: what stands between the divided products of a layer as shards of tokens ("sequence ... ---------
+# --- Pass `sequence`: what stands between the divided products of a layer as shards of tokens ("sequence parallel") ---
 
 
 def sequence(program: Program, options: Options) -> Program:

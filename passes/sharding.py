@@ -38,7 +38,7 @@ class Views:
         self._known: dict[Any, bool] = {}
 
     def fit(self, val: torch.Tensor, shape: Sequence[int]) -> bool:
-        """See the module."""
+        """Returns whether a value of this layout can be viewed in a shape without a copy."""
         key = (tuple(val.shape), val.stride(), *shape)
         if key not in self._known:
             try:
@@ -51,7 +51,7 @@ class Views:
 
 
 def moved(node: fx.Node) -> set[fx.Node]:
-    """See the module."""
+    """Returns a value, with all that it is a mere view or copy of."""
     found: set[fx.Node] = set()
     here: Any = node
     while isinstance(here, fx.Node):
@@ -61,13 +61,11 @@ def moved(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-# --- What a program says of tokens that are spread: their sizes, and what the masks of their attention are ... -------
+# --- What a program says of tokens that are spread -------------------------------------------------------------------
+#
+# It says their sizes, and what the masks of their attention are made of.
 #
 # Terms: *shard*: the slots of one rank, as many on every rank. *block*: tokens that stay together.
-#
-#     masks = SpreadMasks(axis)
-#     masks.number(packed)                                 of an attention's mask, which is read by another layer now
-#     masks.context(program, component, ...) -> Context
 
 
 @dataclass(frozen=True)
@@ -150,10 +148,6 @@ class SpreadMasks:
 # Terms
 #   part     a value that the ranks have terms of a sum of; whatever is made of it must be linear
 #   equal    a value that all of them have alike: where it is added to a part, each adds its share of it
-#
-#     sums = TokenSums(spread)
-#     sums.made(node, place) -> fx.Node or None    what a call becomes that sums over tokens, or reads a part
-#     sums.parts                                   calls of the old graph that have become parts
 
 
 aten = torch.ops.aten
@@ -183,13 +177,15 @@ class SpreadTokens(Protocol):
 
 @dataclass
 class TokenSums:
-    """See the module."""
+    """The sums over tokens of one graph. `parts` are the calls of the old graph that have become parts."""
 
     spread: SpreadTokens
     parts: set[fx.Node] = field(default_factory=set)
 
     def made(self, node: fx.Node, place: Place | None) -> fx.Node | None:
-        """InputError for what is not linear in a part."""
+        """Returns what a call becomes that sums over tokens, or reads a part; None for any other call. Raises
+        InputError for what is not linear in a part.
+        """
         name = g.op_name(node)
         if any(used in self.parts for used in node.all_input_nodes):
             found = self._linear(node, name)
@@ -318,15 +314,8 @@ class TokenSums:
 #
 # Terms
 #   parts    context-parallel ranks: each has its part of every gradient, whatever it belongs to, and REDUCE adds them
-#     up
+#            up
 #   equal    tensor-parallel ranks: what others compute is the same on all of them, gradients included
-#
-#     edge.start(graph)                                  placeholders that the calls below need
-#     edge.whole(call, shard, plan, dim, tokens)         a shard as others read it
-#     edge.own(call, used, whole, own, dim, slots)       a rank's shard of what others made. used: it in the old graph
-#     edge.read(call, used, whole)                       a value without tokens, as calls on shards read it
-#     edge.parts                                         parameters whose gradients are parts over the axis
-#     remedy(axis, component)
 
 
 def remedy(axis: str, component: str) -> str:
@@ -341,19 +330,26 @@ Write = Callable[..., fx.Node]  # call(target, *arguments)
 
 
 class ShardEdge(Protocol):
+    """What enters and leaves calls that run on shards over one axis."""
+
     axis: str
 
+    # The parameters whose gradients are parts over the axis.
     @property
     def parts(self) -> Collection[str]: ...
 
+    # Adds the placeholders that the calls below need.
     def start(self, graph: fx.Graph) -> None: ...
 
+    # Returns a shard as others read it.
     def whole(self, call: Write, shard: fx.Node, plan: fx.Node, dim: int, tokens: int) -> fx.Node: ...
 
+    # Returns a rank's shard of what others made. used: it in the old graph.
     def own(
         self, call: Write, used: fx.Node, whole: fx.Node, own: Mapping[str, fx.Node], dim: int, slots: int
     ) -> fx.Node: ...
 
+    # Returns a value without tokens, as calls on shards read it.
     def read(self, call: Write, used: fx.Node, whole: fx.Node) -> fx.Node: ...
 
 
@@ -436,11 +432,9 @@ def _inside(
 # Terms
 #   shard    the slots of one rank, as many on every rank; slots without a token hold token 0
 #   place    the tokens [start, stop) of the sequence that a value has. A slice of a sequence is kept as the shard of
-#     the
-#            whole, computed everywhere and looked at in its place alone; a concatenation picks by place.
+#            the whole, computed everywhere and looked at in its place alone; a concatenation picks by place.
 #   local    a call that runs on shards; what enters it from elsewhere is dispatched, padded to the whole where its
-#     place
-#            is a part; what leaves it to other calls is gathered: see csc.passes.sharding
+#            place is a part; what leaves it to other calls is gathered: see csc.passes.sharding
 
 
 OTHER_ORDER = "combines tokens with others, since its operands have them in another order"

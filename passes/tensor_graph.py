@@ -46,8 +46,7 @@ from csc.torch_private.traces import FakeTensorMode
 #   axis     a leaf of the trees of dimensions (csc.analysis.tensor_axes) that is divided: heads, hidden features
 #   cut      of a value: one of its dimensions has an axis, so that a rank holds a shard of it; other values are equal
 #   pieces   of key heads that several ranks have (csc.analysis.tensor_axes): each has its own columns of one. Of a
-#     value
-#            with key heads that is not in pieces each of these ranks has the whole head: it is *loose*
+#            value with key heads that is not in pieces each of these ranks has the whole head: it is *loose*
 
 
 class Undivided(Exception):
@@ -125,7 +124,9 @@ def is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["role"][0] == "parameter"
 
 
-# --- Calls that give a stretch of a dimension, or all of its stretches: their bounds on a rank's shard are ... -------
+# --- Calls that give a stretch of a dimension, or all of its stretches -----------------------------------------------
+#
+# Their bounds on a rank's shard are local ones.
 
 
 def stretch(
@@ -196,9 +197,9 @@ def _entries(writer: Writer, node: fx.Node, division: Division, dim: Dim, group:
     return writer.named(f"{node.name}_own", node, OWN_PART, numbers, 0, whole, ranks, True, group)
 
 
-# --- Sums between ranks where there is least to sum: behind calls that are linear in what is summed, before ... ------
+# --- Sums between ranks where there is least to sum ------------------------------------------------------------------
 #
-# hand on what calls on shards read.
+# That is behind calls that are linear in what is summed, before those that hand on what calls on shards read.
 #
 # Terms
 #   part     what a rank has of a sum; csc::all_reduce makes the sum of all
@@ -442,14 +443,15 @@ def _handing_on(node: fx.Node, carries: Collection[fx.Node]) -> list[fx.Node]:
     return chain
 
 
-# --- The forward graph of a template as one tensor-parallel rank runs it: in local sizes, with the sums ... ----------
+# --- The forward graph of a template as one tensor-parallel rank runs it ---------------------------------------------
+#
+# It is in local sizes, with the sums between ranks.
 #
 # Terms
 #   axis, cut, pieces, loose      see csc.passes.tensor_graph
 #   part     what a rank has of a sum over an axis: of a contraction, or of a reduction; it is summed where it is made
 #   shared   an equal value as calls on shards read it: its gradient is parts, which csc::share adds up in B. A
-#     parameter
-#            needs no such call if nothing else reads it: its gradient is summed once a step, in REDUCE
+#            parameter needs no such call if nothing else reads it: its gradient is summed once a step, in REDUCE
 #
 # Calls go on with pieces as far as they can; the first that cannot reads the head, which csc::gather_pieces makes.
 #

@@ -20,9 +20,9 @@ from csc.ir.program import Program
 from csc.ir.stored import graph_from_tree, graph_to_tree
 from csc.torch_private.traces import FakeTensorMode
 
-# --- Which whole numbers of the batch have to be rows of a table, or classes: token ids go as they are into ... ------
+# --- Which whole numbers of the batch have to be rows of a table, or classes -----------------------------------------
 #
-# labels into a cross entropy.
+# Token ids go as they are into an embedding, labels into a cross entropy.
 
 
 def table_limits(graph: fx.Graph) -> dict[str, tuple[str, int]]:

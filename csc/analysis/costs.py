@@ -35,7 +35,9 @@ from csc.ir.program import Program, Region, Variant
 from csc.kernels.collectives import arriving
 from csc.torch_private.exported import OpOverload
 
-# --- What a call gets from the other ranks of its stage: collectives of tensor and context parallelism, as ... -------
+# --- What a call gets from the other ranks of its stage --------------------------------------------------------------
+#
+# These are collectives of tensor and context parallelism, as csc runs them.
 #
 # Terms: the *payload* is what one rank brings to a collective. Each rank sends the others what they need, all at once
 # (csc.kernels.collectives, csc.runtime.context): of a small all-reduce its whole payload goes to each of them;
@@ -181,7 +183,9 @@ class Kernels:
         return Kernels(self.calls + other.calls)
 
 
-# --- Work and traffic of a head and its loss in one call (csc.ir.graph.HEADS), whose logits are values of no ... -----
+# --- Work and traffic of a head and its loss in one call (csc.ir.graph.HEADS) ----------------------------------------
+#
+# Its logits are values of no graph.
 
 
 # Times that each logit is read or written: made, its softmax a few rows at a time between two maxima; its gradient.
@@ -372,7 +376,9 @@ def _bytes_of_results(node: fx.Node) -> int:
     return sum(math.prod(one.shape) * one.itemsize for one in items if isinstance(one, torch.Tensor))
 
 
-# --- How much of what attention could compute its mask lets it skip: the share of tiles that a query sees ... --------
+# --- How much of what attention could compute its mask lets it skip --------------------------------------------------
+#
+# It is told by the share of tiles that a query sees anything of.
 #
 # Terms: a *tile* is TILE queries by TILE keys, about what kernels walk through. A mask is a few ranges of keys for
 # each query, which the shared graph makes (pass `attention`). Where these follow from sizes alone, as causal and
@@ -441,18 +447,17 @@ def _share(ranges: torch.Tensor, keys: int) -> float:
     return float((tiles.clamp(max=every).double() / every).mean())
 
 
-# --- What F, B and W of every region cost: FLOPs, bytes moved, bytes held, seconds; from the nodes of their ... ------
+# --- What F, B and W of every region cost ----------------------------------------------------------------------------
+#
+# FLOPs, bytes moved, bytes held and seconds are told from the nodes of their graphs.
 #
 # Terms
-#   call      one node that runs a kernel. It reads its inputs and writes its outputs, once: no fusion is assumed,
-#     since
+#   call      one node that runs a kernel. It reads its inputs and writes its outputs, once: no fusion is assumed, since
 #             the emitted programs call ATen op by op. Views move nothing; a lookup reads the rows that it takes
 #   work      the calls of F, B or W. Attention's products have two activation operands: their backward costs twice the
 #             forward, whatever is frozen (five halves in a fused kernel, which makes QK^T again). That of a linear
-#               layer
-#             costs once the forward in B and once in W
-#   saved     bytes that F leaves for B, parameters and shared tables apart, each block of memory once; stashed: B for
-#     W
+#             layer costs once the forward in B and once in W
+#   saved     bytes that F leaves for B, parameters and shared tables apart, each block of memory once; stashed: B for W
 #   state     bytes of parameters, gradients and AdamW's two moments (all in the parameter's dtype); `master` adds a
 #             float32 copy of trained parameters of a narrower dtype, and moments in float32
 #   rematerialised  bytes of what B makes again of F, all of it there when B starts on its own work (pass `recompute`)
@@ -888,7 +893,9 @@ def _size(base: fx.Node) -> int:
 
 
 def recorded_bytes(variant: Variant, stored: Sequence[torch.dtype]) -> int:
-    """See the module."""
+    """Returns how many bytes the recordings of a variant hold: its gradients, and copies of parameters that are
+    computed with in another dtype. stored: the dtypes of its parameters.
+    """
     read = [node for node in g.placeholders(variant.pruned) if node.meta["role"][0] == "parameter"]
     copies = sum(dense_bytes(node) for node, dtype in zip(read, stored) if node.meta["val"].dtype != dtype)
     return variant_cost(variant, False, stored).gradients + copies

@@ -42,10 +42,6 @@ from csc.ir.verifier import VerificationError
 #   equal    all ranks have the same                     shard    of one dimension, each its own entries
 #   part     terms of a sum, which nothing has added up  unknown  what is not known for sure: no error comes of it
 #
-#     followed = Followed()                      what was followed once is known
-#     followed.of(graph, given) -> Types         .held: {node: EQUAL | PART | UNKNOWN | a dimension}
-#                                                .problems: sentences, each with the value it is about
-#
 # A sum that is lost leaves a part where a whole is needed, one that is doubled adds up what is equal. Which dimension
 # a shard has is taken from the table of operators; where that does not tell, the value is unknown.
 
@@ -84,7 +80,7 @@ class Followed:
         self._known: dict[tuple[fx.Graph, int, tuple[Placement, ...]], Types] = {}
 
     def of(self, graph: fx.Graph, given: Mapping[fx.Node, Placement]) -> Types:
-        """given: what ranks hold of placeholders."""
+        """Returns what ranks hold of every value of a graph. given: what they hold of placeholders."""
         key = graph, len(graph.nodes), tuple(given.values())
         if key not in self._known:
             self._known[key] = _followed(graph, given)
@@ -289,7 +285,9 @@ def _reshaped(before: Sequence[int], after: Sequence[int], held: Placement) -> P
     return places[0] if len(places) == 1 else UNKNOWN
 
 
-# --- The verifier's question of a Program that is divided over tensor-parallel ranks: is every sum there, and ... ----
+# --- The verifier's question of a Program that is divided over tensor-parallel ranks ---------------------------------
+#
+# It is whether every sum is there, and there once.
 #
 # With components whose layers fewer ranks divide than others', it is asked twice for each number of these: over the
 # ranks that hold the same, and over those that divide it. What meets ranks along the other of these axes does the same

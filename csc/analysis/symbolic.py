@@ -19,7 +19,9 @@ from csc.ir.graph import Evaluation, add_call, values_of
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import FakeTensorMode, without_messages
 
-# --- A captured graph in plain sizes, its whole numbers kept as calls: what is computed with sizes can still ... -----
+# --- A captured graph in plain sizes, its whole numbers kept as calls ------------------------------------------------
+#
+# What is computed with sizes can still be followed.
 #
 # Tensor calls have numbers where sizes stood, as after pass `shapes`; `meta["given"]` holds the arguments as they were
 # (args, kwargs), with the calls that made those numbers. Names are those of the captured graph.

@@ -285,11 +285,9 @@ def divides_all(dim: Dim, axis: Dim) -> bool:
 #
 # Terms
 #   groups   of key heads: the query heads that read one of them. With more ranks than key heads those that have the
-#     same
-#            key head divide its groups
+#            same key head divide its groups
 #   each     how many ranks have one entry of the axis; they are neighbours, and a *sub-group*
-#   piece    what one of these has of a stretch that knows key heads and no groups (the columns of a key projection):
-#     as
+#   piece    what one of these has of a stretch that knows key heads and no groups (the columns of a key projection): as
 #            many entries as each other rank. A sub-group's pieces behind each other are one head
 
 
@@ -372,14 +370,9 @@ class Division:
 # Terms
 #   axis   a leaf of the trees of dimensions (csc.analysis.tensor_axes): whatever contains it is sharded with it.
 #          "heads" counts heads of keys, "tokens" and "samples" are those of attention, "vocabulary" is what is looked
-#            up
-#          by ids of the batch ("positions": by other numbers) or told apart by the loss; any other is called by the
+#          up by ids of the batch ("positions": by other numbers) or told apart by the loss; any other is called by the
 #          first parameter that has it: "mlp.up.weight.0"
 #   box    of a parameter, for each dimension the stretches that one rank holds
-#
-#     trees = dimensions(graph)
-#     trees.axes() -> {name: Dim}                       of the leaves in parameters, and of tokens and samples
-#     trees.boxes(parameter, division, rank)            trees.text(parameter, dim): `heads * 4 + heads * 4`
 #
 # Dimensions come from the table of operator rules, one walk over the graph: what an operation carries along is one
 # leaf, a reshape makes products, parts and joins make sums. An operation that needs a dimension whole blocks it, as

@@ -32,9 +32,9 @@ from csc.analysis.operators.table import (
 )
 from csc.ir import graph as g
 
-# --- Whether an operation keeps the tokens of a sequence apart, so that ranks may each run it on some of ... ---------
+# --- Whether an operation keeps the tokens of a sequence apart, so that ranks may each run it on some of them --------
 #
-# graph does with several of them.
+# Here, too, is what a graph does with several operations.
 #
 # Which dimensions count tokens is found by csc.analysis.tokens.
 
@@ -327,24 +327,20 @@ def _uncast(node: fx.Node) -> fx.Node:
     return node
 
 
-# --- Whether calls on tokens meet them in one order: what a reshape joins with a token, and tokens sorted by ... -----
+# --- Whether calls on tokens meet them in one order ------------------------------------------------------------------
+#
+# Two things change the order: what a reshape joins with a token, and a sort of tokens by expert.
 #
 # Terms: a *place* is the tokens [start, stop) of the sequence that a value has. A *step* is how many neighbours in the
 # dimension that counts tokens belong to one of them: 1, unless a reshape has joined tokens with what stood behind
 # them.
-#
-#     order = TokenOrder(dims)           dims(node): which dimensions count tokens
-#     order.step(node, place)            None if no single dimension counts tokens, or not in their order
-#     order.mixed(node, place)           whether a call's operands have their tokens in different orders
-#     order.follow(node)                 as csc.analysis.tokens.follow
-#     order.keep(node, place, found)     of a call that was followed; False if it combines tokens with others
 
 
 Place = tuple[int, int]
 
 
 class TokenOrder:
-    """Of the values of one graph."""
+    """The order of tokens in the values of one graph. dims: which dimensions of a node count tokens."""
 
     def __init__(self, dims: Callable[[fx.Node], tuple[int, ...]]) -> None:
         self._dims = dims
@@ -360,7 +356,9 @@ class TokenOrder:
         return len({step for used in node.all_input_nodes if (step := self.step(used, place)) is not None}) > 1
 
     def keep(self, node: fx.Node, place: Place, found: SortedRows | str) -> bool:
-        """Rows that a sort picks have their tokens where the sorted keys had theirs, and so have rows put back."""
+        """Notes the order of tokens in a call that was followed. Returns False if the call combines tokens with others.
+        Rows that a sort picks have their tokens where the sorted keys had theirs, and so have rows put back.
+        """
         if isinstance(found, SortedRows):
             self._moved[node] = found
         known = [self._moved[used] for used in node.all_input_nodes if used in self._moved]
@@ -374,7 +372,9 @@ class TokenOrder:
         return not known or all(own * each == step for own in steps)
 
     def step(self, node: Any, place: Place) -> int | None:
-        """How many neighbours belong to one token."""
+        """Returns how many neighbours belong to one token; None where no single dimension counts tokens, or not in
+        their order.
+        """
         if not isinstance(node, fx.Node) or g.tensor_value(node) is None or len(self._dims(node)) != 1:
             return None
         if node in self._moved:
@@ -402,8 +402,7 @@ class TokenOrder:
 # --- Which dimensions of each value count the tokens of a sequence: one propagation over the table of operators ------
 #
 # Terms
-#   axis   (dim, inner): index i of dimension `dim` belongs to token i // inner % count. inner is 1 unless a reshape
-#     has
+#   axis   (dim, inner): index i of dimension `dim` belongs to token i // inner % count. inner is 1 unless a reshape has
 #          joined the tokens with what stood behind them; the dimension is longer than `count` where it joined any
 #   link   see csc.analysis.operators.table
 #

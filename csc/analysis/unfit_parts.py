@@ -1,8 +1,4 @@
-"""What of a program's stages cannot be recorded on a device, and runs as it is: see csc.kernels.recordable.
-
-unfit_in(graph) -> str                   why its first unfit call is; "": it has none
-unfit_parts(program, mesh) -> [UnfitPart]      in the order of stages, and of F, B and W
-"""
+"""What of a program's stages cannot be recorded on a device, and runs as it is: see csc.kernels.recordable."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ class UnfitPart(NamedTuple):
 
 
 def unfit_in(graph: fx.Graph) -> str:
-    """See the module."""
+    """Returns why the first unfit call of a graph cannot be recorded; "" where the graph has none."""
     for node in g.calls(graph):
         operator = node.target
         if not isinstance(operator, OpOverload):
@@ -45,7 +41,7 @@ def unfit_in(graph: fx.Graph) -> str:
 
 
 def unfit_parts(program: Program, mesh: Mesh) -> list[UnfitPart]:
-    """See the module."""
+    """Returns the parts that cannot be recorded, in the order of stages, and of F, B and W."""
     found = []
     for stage in program.stages:
         if stage.divided:

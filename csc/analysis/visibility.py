@@ -15,7 +15,9 @@ from csc.analysis.operators.execution import is_random
 from csc.analysis.operators.table import AND, COMPARISONS, EXACT_COPIES, NOT, OR, UNSQUEEZED, filled_with
 from csc.ir import graph as g
 
-# --- What is known of a graph's values whatever the batch is: constants, places of keys, tables that a mask ... ------
+# --- What is known of a graph's values whatever the batch is ---------------------------------------------------------
+#
+# These are constants, places of keys, and tables that a mask looks up.
 
 
 def one_number(value: Any) -> float | None:
@@ -111,8 +113,7 @@ def folded(node: fx.Node) -> torch.Tensor | None:
 # --- What a traced attention mask says, read off its graph: which keys a query sees, as a union of conjunctions ------
 #
 # Terms
-#   condition   one tensor comparison or predicate that concerns queries alone, keys alone, or bounds a key by its
-#     query
+#   condition   one tensor comparison or predicate that concerns queries alone, keys alone, or bounds a key by its query
 #   clause      conditions that all have to hold; a mask is the union of its clauses
 #   literal     a condition or its negation
 #   slot        the place of a key in K and V; a tensor of slots is `arange` plus a constant

@@ -34,10 +34,6 @@ from csc.torch_private.process_state import unattended_workers
 #   packed    a microbatch has one row with all its samples; else a row for each, padded
 #   width     of a microbatch: the length of its rows, as the assignment counted on it
 #   counted   an entry whose first dimension is a multiple of the units of a kind: pixels by tiles, patches, frames
-#
-#     collation = Collation(dataset, collate)
-#     collation.batch(indices) -> microbatch                 as it comes
-#     collation.checked(indices, lengths, layout, width)     InputError names the sample whose lengths are others
 
 
 TOKENS = ("input_ids", "labels", "decoder_input_ids", "attention_mask")  # whose second dimension is positions
@@ -195,11 +191,6 @@ def _listed(indices: Sequence[int]) -> str:
 
 
 # --- One step's samples divided: pure functions of lengths and costs, the same on every rank and in every worker -----
-#
-#     decider = Decider(lengths, costs, packed, replicas, microbatches, multiple)
-#     decider.decide(indices) -> StepAssignment              CPU seconds: a tenth of one for 128 samples
-#     decider.with_shapes(batch_size) -> Decider             that knows what shapes make such steps short, and
-#     decider.with_sizes(batch_size) -> Decider              that keeps to sizes of microbatches which it chose before
 #
 # Without a limit of memory activations are held to ROOM times those of equal microbatches, or what equal loads take.
 
@@ -388,9 +379,6 @@ def _said(ticket: Ticket, decided: StepAssignment) -> str:
 # Terms
 #   epoch    one pass over the sampler's order; a step takes the next `batch_size` samples of it
 #   step     the number, within the epoch, of the step that comes next
-#
-#     order = Order(dataset size, sampler, shuffle, seed)        order.of(epoch) -> [sample]
-#     steps_of(order, batch_size, drop_last) -> [[sample]]
 
 
 class EpochOrder:

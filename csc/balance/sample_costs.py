@@ -139,7 +139,9 @@ def _numbers(name: str, column: Any, count: int, whose: str) -> Floats:
     return found
 
 
-# --- What samples cost a compiled model, stage by stage: rates of features, fitted to a few groups of real ... -------
+# --- What samples cost a compiled model, stage by stage --------------------------------------------------------------
+#
+# Rates of features are fitted to a few groups of real samples.
 #
 # Terms
 #   probe      a group of samples that is collated and traced, so that its costs are known

@@ -151,9 +151,6 @@ def _constant(item: Any) -> Any:
 #                so
 #              that none but those are parsed that import own files from elsewhere
 #   csc        csc's own files: the hash of all of them is in every key (see csc.cache.keys)
-#
-#     origins = Origins(); origins.file(path, module) ...; origins.tree() -> [["torch", "2.13.0"], ["net.py", sha256]]
-#     is_own(path) -> bool          csc_folders() -> where csc's own files lie
 
 
 LARGE = 100  # Python files of a package that is taken as a whole: to parse them takes 20 ms each
@@ -390,7 +387,9 @@ def file_of(name: str, beside: str) -> tuple[str, str] | None:
     return spec.origin, name if spec.submodule_search_locations else head
 
 
-# --- What classes show of themselves: where their source is, and whether their objects hold more than Python ... -----
+# --- What classes show of themselves ---------------------------------------------------------------------------------
+#
+# It is where their source is, and whether their objects hold more than Python can show.
 
 
 CACHED = type(functools.lru_cache(len))
@@ -488,9 +487,6 @@ def of_transformers(kind: type) -> bool:
 # --- Classes, as descriptions refer to them: each has a number, in the order in which they were met ------------------
 #
 # bases, its functions' code, values in it) is told once, under its number.
-#
-#     classes = Classes(describer); classes.number(kind, "model.act") -> 7         classes.tree() -> of all so far
-#     classes.methods -> of own classes: their functions, for csc.cache.keys
 
 
 DESCRIPTORS = (property, classmethod, staticmethod, MemberDescriptorType, GetSetDescriptorType)
@@ -629,9 +625,6 @@ def _signature(function: FunctionType) -> Any:
 #   opaque     a value whose state Python cannot show (an object of a C extension, a code without a file)
 #   found      code that is reached from the model: csc.cache.keys describes what it looks at
 #   escaped    an own module that is a value somewhere: code may look up anything in it
-#
-#     describer = Describer(Origins()); describer.tree(value, "model.act") -> tree         Opaque names the place
-#     describer.model(model) -> tree
 
 
 PLACES = {"name_or_path", "_name_or_path", "_commit_hash"}  # where weights came from

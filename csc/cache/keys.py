@@ -140,7 +140,7 @@ def _outside(module: str) -> bool:
     return top in sys.stdlib_module_names and top not in PURE and top != "sys"
 
 
-# --- Functions and classes of torch, of Python and of other distributions that somebody has put others in ... --------
+# --- Functions and classes of torch, of Python and of other distributions that somebody has put others in place of ---
 
 
 SPACES: tuple[Any, ...] = (
@@ -180,7 +180,9 @@ def _put_into_others() -> Iterator[tuple[str, str, FunctionType]]:
                     yield place, name, value
 
 
-# --- What the code of a model looks at: the values that own functions and methods read of modules, however ... -------
+# --- What the code of a model looks at -------------------------------------------------------------------------------
+#
+# It looks at the values that own functions and methods read of modules, however they get there.
 #
 # Terms
 #   own        of the user's files; what installed code looks at is taken to follow from its version

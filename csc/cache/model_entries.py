@@ -241,7 +241,9 @@ def _saved(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return save_tensors({name: with_own_memory(tensor) for name, tensor in tensors.items()})
 
 
-# --- What the cache has of one model. Nothing here is an error: what cannot be found or kept is made, and not ... ----
+# --- What the cache has of one model ---------------------------------------------------------------------------------
+#
+# Nothing here is an error: what cannot be found or kept is made, and not kept.
 #
 # A match (csc.capture.guards) is by a capture: its key is what entries are found by.
 

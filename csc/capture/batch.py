@@ -23,12 +23,14 @@ INSTALLED = "_output_capturing_hooks_installed"  # the attribute that says that 
 
 
 def is_recorder(hook: Any) -> bool:
-    """See the module."""
+    """Returns whether a hook is one of those with which transformers keeps what layers return."""
     return getattr(hook, "__module__", "") in MODULES
 
 
 def only_records(name: str, before: Any, after: Any) -> bool:
-    """See the module. before, after: the values of the attribute."""
+    """Returns whether an attribute of a module has changed by such hooks alone. before, after: the values of the
+    attribute.
+    """
     if name == INSTALLED:
         return True
     if name != "_forward_hooks" or not isinstance(before, dict) or not isinstance(after, dict):

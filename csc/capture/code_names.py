@@ -1,8 +1,4 @@
-"""Which names code looks up, read off its bytecode.
-
-names_read(code) -> names          globals_read(code) -> those of them that it looks up as globals
-imported(code) -> modules          texts(code) -> its texts
-"""
+"""Which names, texts and modules code refers to, read off its bytecode without running it."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ def names_read(code: CodeType) -> frozenset[str]:
 
 @functools.cache  # the functions of a library are met in every walk
 def globals_read(code: CodeType) -> frozenset[str]:
-    """Of these names those that are looked up as globals, not as attributes."""
+    """The names that code and functions in it look up as globals, not as attributes."""
     return frozenset(
         name
         for one in _codes(code)

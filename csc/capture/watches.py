@@ -82,9 +82,6 @@ def members_hold(mapping: Mapping[Any, Any], keys: Sequence[Any], values: Sequen
 #
 # `tensor.data = other` changes; and the bytes of a small one, since `tensor.data.mul_(2)` and NumPy leave the version
 # as it was.
-#
-#     values = TensorValues([(path, tensor), ...])
-#     values.hold() -> bool                           values.changed() -> [path]
 
 
 SMALL = 4096  # bytes: of what lies on the CPU, of which a microsecond compares that many
@@ -140,9 +137,9 @@ def _bytes(tensor: torch.Tensor) -> Any:
         return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-# --- Things that hold values, with the values that they had: lists, dicts, classes, objects with __slots__, ... ------
+# --- Things that hold values, with the values that they had ----------------------------------------------------------
 #
-# namespace, environment variables.
+# These are lists, dicts, classes, objects with __slots__, names of a namespace, and environment variables.
 #
 # Terms
 #   watch      (path, names, read, before): `read` is a partial of one of the functions here, `before` what it gave
@@ -351,7 +348,9 @@ def _firsts(watches: Sequence[Watch]) -> list[Any]:
     return [read.args[0] for _, _, read, _ in watches if isinstance(read, partial)]
 
 
-# --- What the rest of a model reads of an opaque module, which runs as it is: a trace sees what was there, ... -------
+# --- What the rest of a model reads of an opaque module, which runs as it is -----------------------------------------
+#
+# A trace sees what was there, and no more.
 
 
 Slot = tuple[str, str]  # the path of a module, the name of an attribute

@@ -29,16 +29,13 @@ from csc.runtime.specs import DrawSpec
 from csc.torch_private.dropped_attention import attention_that_drops
 from csc.torch_private.traces import TorchDispatchMode
 
-# --- The masks of a program's dropout, for eager PyTorch: then a training step itself can be compared with ... -------
+# --- The masks of a program's dropout, for eager PyTorch -------------------------------------------------------------
+#
+# With them a training step itself can be compared with eager's.
 #
 # Terms: a program lists what a microbatch draws in the order of the model's code, and each draw follows from a seed
 # and the place of the draw (csc.kernels.dropout). Eager PyTorch runs the whole batch, so its mask is that of one
 # microbatch after the other, along the first dimension.
-#
-#     masks = SameMasks(draws, drawn, microbatches)
-#     masks.take(shape, p, device) -> [shape], bool       of the next dropout that eager PyTorch makes
-#     masks.fit                                           whether eager made the program's draws, and no others
-#     masks.once_more() -> SameMasks                      from the first one on; what was made is not made again
 #
 # Of several microbatches that is a guess: samples need not stand together in what is dropped out. A step that differs
 # from eager's then says nothing; one that does not says as much as with one microbatch.
@@ -190,11 +187,6 @@ def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 
 # --- A model that several steps run on, each of which finds it as the first one did ----------------------------------
 #
-#     undisturbed(model)              context: gradients, buffers, attributes, modes, random numbers stay
-#     standing = Snapshot(model)      the same, looked at once
-#     with standing.kept(): ...       for a step
-#     with standing.in_training(): ...    and for one that trains: in training mode, without a cache of keys and values
-#
 # To look at a small model takes as long as a tenth of its step, so what is there is compared in loops of C, and
 # written back where something has changed alone.
 
@@ -280,9 +272,10 @@ def _is(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     return bool(((tensor == value) | ((tensor != tensor) & (value != value))).all())
 
 
-# --- Eager PyTorch without chance at the price of eager PyTorch: a step of a small model takes milliseconds, ... -----
+# --- Eager PyTorch without chance at the price of eager PyTorch ------------------------------------------------------
 #
-# again if each of its operations is looked at (csc.check.eager).
+# A step of a small model takes milliseconds, and as long again if each of its operations is looked at
+# (csc.check.eager).
 #
 # Terms: *drawing* calls may draw random numbers. They alone run without chance; the generators tell afterwards whether
 # anything was drawn elsewhere, and a step in which something was says nothing. (Nothing is seen of draws elsewhere

@@ -94,7 +94,9 @@ def _after_draw(device: torch.device) -> torch.Tensor:
         return generators(device)
 
 
-# --- Where a program and eager PyTorch part: the first region whose values differ, else the last whose ... -----------
+# --- Where a program and eager PyTorch part --------------------------------------------------------------------------
+#
+# That is the first region whose values differ, else the last whose gradients do.
 #
 # Terms: the *plain* program is that of one microbatch on one rank, from the same capture. What differs there differs
 # in the capture or in a region's backward; what does not, in how microbatches and ranks are put together.

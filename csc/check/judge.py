@@ -133,9 +133,10 @@ def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-# --- How far rounding alone moves gradients: eager PyTorch again, with weights, and whatever is added up, ... --------
+# --- How far rounding alone moves gradients --------------------------------------------------------------------------
 #
-# last bit. Programs add up in another order; what a model makes of that (differences of nearly equal sums) is its own.
+# Eager PyTorch runs again; its weights, and whatever is added up, are other numbers in the last bit. Programs add up
+# in another order; what a model makes of that (differences of nearly equal sums) is its own.
 
 
 LOSS = ""  # under this name stands how far the loss moves

@@ -97,8 +97,7 @@ def _first_region(text: bytes) -> str:
 #
 # Terms
 #   kept         a layer that runs as it is; the first of its kind
-#   left out     a layer of the same kind: it returns what the kept one returned, but for each tensor of it that is
-#     like
+#   left out     a layer of the same kind: it returns what the kept one returned, but for each tensor of it that is like
 #                one of its own arguments in shape and dtype, that argument
 
 
@@ -210,9 +209,8 @@ def _like(leaf: Any, given: list[torch.Tensor]) -> Any:
 # --- A program that is too large to run here, beside eager PyTorch: its model with one layer of each kind ------------
 #
 # Terms: the *shallow* model is the user's own with the other layers handing on what they are given
-# (csc.check.one_of_each). It is captured, compiled and compared as any model, on at most two microbatches of the
-# batch, on
-# one rank but for context parallelism, and runs the layer files of the large program. Those that it cannot run are
+# (csc.check.one_of_each). It is captured, compiled and compared as any model, on at most two microbatches of the batch,
+# on one rank but for context parallelism, and runs the layer files of the large program. Those that it cannot run are
 # named.
 
 

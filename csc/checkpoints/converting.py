@@ -1,7 +1,5 @@
-"""A checkpoint of one process, made of tensors that are read one after the other: none is kept.
-
-write(run, step, made, model) -> folder       the index last
-Contents(tensors, optimizer)
+"""A checkpoint of one process, made of tensors that are read one after the other: none is kept. Its index is written
+last.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ Key = tuple[str, str]  # a parameter, and "" or what of the optimizer's state
 
 @dataclass(frozen=True)
 class Contents:
-    """about: parameters and buffers, as meta tensors. given: all of them, in any order. optimizer: as
-    csc.runtime.optimizer lists it, with a LazyTensor for each tensor; None: there is none.
+    """What a checkpoint is made of. about: parameters and buffers, as meta tensors. given: all of them, in any order.
+    optimizer: as csc.runtime.optimizer lists it, with a LazyTensor for each tensor; None: there is none.
     """
 
     about: Mapping[str, torch.Tensor]
@@ -44,7 +42,9 @@ class Contents:
 
 
 def write(run: Path, step: int, made: Contents, model: str, tell: Callable[[str], None]) -> Path:
-    """InputError if it cannot be written, or something cannot be read. tell: is called with what is being written."""
+    """Writes a checkpoint, the index last, and returns its folder. Raises InputError if it cannot be written, or
+    something cannot be read. tell: is called with what is being written.
+    """
     folder, number = folder_of(run, step), secrets.token_hex(4)
     about = {(name, ""): tensor for name, tensor in made.about.items()}
     about |= {key: tensor.about for key, tensor in made.states()}

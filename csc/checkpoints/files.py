@@ -39,11 +39,6 @@ class LazyTensor(NamedTuple):
 #   part       a box (csc.runtime.specs) of a tensor's entries, some bytes of a safetensors file of that folder
 #   index      checkpoint.json: every tensor with its parts, their digests, and the files of other state. It is written
 #              last, and has a digest of itself: a folder without one, or with another, is no checkpoint
-#
-#     index = read(folder)                     InputError for what is no checkpoint, or damaged
-#     text = index.to_text()
-#     saved(run) -> {step: folder}             complete ones, the first step first      cut_off(run) -> [folder]
-#     find(path, step) -> folder               of a run, its latest; of a step's folder itself
 
 
 FILE = "checkpoint.json"
@@ -183,7 +178,7 @@ def digest_of(folder: Path) -> str:
 
 
 def read(folder: Path) -> StepIndex:
-    """The index of a step's folder."""
+    """Returns the index of a step's folder. Raises InputError for what is no checkpoint, or damaged."""
     where = folder / FILE
 
     def fail(what: str) -> InputError:

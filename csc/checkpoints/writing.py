@@ -32,7 +32,9 @@ from csc.runtime.specs import Box, ParameterSpec, part_in_box, whole_box
 from csc.runtime.trainer import Trainer
 from csc.runtime.weights import flushed, make_directory, published
 
-# --- One writer at a time in a directory, of whatever thread or process; one that ends, however it ends, lets ... ----
+# --- One writer at a time in a directory, of whatever thread or process ----------------------------------------------
+#
+# A writer that ends, however it ends, lets go of it.
 
 
 @contextlib.contextmanager
@@ -96,7 +98,9 @@ def _empty(stage: Path) -> None:
             left.unlink()
 
 
-# --- What each process writes of a checkpoint: every entry of every tensor is written once, by one of those ... ------
+# --- What each process writes of a checkpoint ------------------------------------------------------------------------
+#
+# Every entry of every tensor is written once, by one of those that hold it.
 #
 # Terms: a *piece* is what a process writes of a tensor: a box of its entries, at most PART bytes. Of ranks that hold
 # the same box the one with the least to write so far writes it; all ranks reckon alike, without a message. The state
@@ -247,10 +251,6 @@ def copies(pieces: Sequence[Piece]) -> list[Piece]:
 # Terms: every *save* has a number of its own, which the names of its files carry: until its index is in place, an
 # older save of the same step is what is read there. What does not train (frozen parameters, buffers) goes to a file
 # whose name tells its content; where another checkpoint of the run has that file, the new one is a hard link to it.
-#
-#     Own(pieces, told, state), Save(...)     what this process has to write; where, and what all write
-#     write(own, save, meeting) -> folder     all ranks call it
-#     forgotten(folder)                       removes what is there of it
 
 
 _OURS = re.compile(r"((part|state|rows)-\d{5}-of-\d{5}-[0-9a-f]{8}|frozen-[0-9a-f]{32})\.(safetensors|json)")

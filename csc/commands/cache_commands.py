@@ -1,8 +1,4 @@
-"""`csc cache list | clear | path`: what the cache on disk holds. See docs/cache.md.
-
-app                                        the commands, for csc.commands.main
-list_command(json_output, debug)           clear(prefix, ...)           path(json_output, debug)
-"""
+"""`csc cache list | clear | path`: what the cache on disk holds. See docs/cache.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`csc checkpoint list | show | verify | convert`: what a training run has saved. See docs/checkpoints.md.
-
-app                                        the commands, for csc.commands.main
-list_command(run, ...)     show(path, ...)     verify(path, ...)     convert(source, out, ...)
-"""
+"""`csc checkpoint list | show | verify | convert`: what a training run has saved. See docs/checkpoints.md."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from csc.errors import InputError
 #
 # Terms
 #   kind     linear: one matrix.  mlp: two with a GELU between them.  pixel-shuffle-mlp: r x r neighbouring patches
-#     become
-#            one token r * r times as wide (space to depth), then mlp.  stack-mlp: the same with r neighbouring frames
+#            become one token r * r times as wide (space to depth), then mlp.  stack-mlp: the same with r neighbouring
+#            frames
 #   factor   r, of the last two
 
 

@@ -492,11 +492,6 @@ def fill(model: nn.Module, directory: Path) -> None:
 #   keyword     the batch entry that an encoder reads: its own name for it (pixel_values, input_features), or
 #               `<modality>_<keyword>` for all encoders of which several have the same
 #   item, slot  see encoders.py and merging.py
-#
-#     model(input_ids, attention_mask, position_ids, labels, pixel_values=..., input_features=...) -> the LLM's output
-#     model.check_batch(batch)           InputError for a batch that does not fit; csc's train_step calls it too
-#     model.processor(tokenizer, {"vision": image_processor}) -> Processor
-#     model.save_pretrained(directory)   ComposedModel.from_pretrained(directory)
 
 
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "labels")

@@ -30,7 +30,9 @@ from csc.runtime.launch import several_processes
 from csc.runtime.meeting import CHANGED, OWN_SAMPLES, Heard, Meeting, Said, digest
 from csc.runtime.trainer import SAID
 
-# --- Whose rows are whose: how many rows of each entry of a batch belong to each of its samples, read off the ... ----
+# --- Whose rows are whose --------------------------------------------------------------------------------------------
+#
+# How many rows of each entry of a batch belong to each of its samples is read off the batch.
 #
 # Terms
 #   samples    rows of the token ids
@@ -306,8 +308,7 @@ def _keys_remedy(expected: Mapping[str, Any]) -> str:
 # --- A batch, divided into microbatches of as many samples each, every one with what belongs to its samples ----------
 #
 # Terms
-#   divide    what a user says: for entries by name "samples" (a row for each sample), "whole" (every microbatch has
-#     all
+#   divide    what a user says: for entries by name "samples" (a row for each sample), "whole" (every microbatch has all
 #             of it), the number of the dimension that has a place for each sample, or a function from the batch to the
 #             numbers of rows of each sample; or one function from the batch and the number of microbatches to these
 
@@ -491,20 +492,8 @@ def _divided(
 #
 # Terms
 #   own     the batch has the samples of this process' replica alone; else it is the global batch, the same on every
-#     rank,
-#           as it always is where replicas share ranks
+#           rank, as it always is where replicas share ranks
 #   parts   into how many microbatches the batch is divided
-#
-#     share = Share(mesh, microbatches, meeting, local)      .own   .parts
-#     share.agree(operation, divide, prepare) -> (ready, what `prepare` returned, heard)
-#     share.waits(ready, changed), .known(ready, said, decides), .first(ready, said, decides) -> Said
-#     share.served(heard) -> bool         share.flags(heard) -> those of any rank, for the trainer
-#     share.meets(heard) -> what meets in the step, of the microbatches of replicas that this rank does not have
-#     share.of_all(ready) -> microbatches of all replicas    after a meeting
-#
-#     Divided(microbatches, said)                            ready ones of a replica, of a step that was divided for
-#       all
-#     place(mesh) -> (dp_rank, dp_size)                      which share of the samples a process loads
 
 
 Ready = list[dict[str, Any]]
@@ -638,15 +627,8 @@ def _meets(ready: Ready, meets: Set[str]) -> int:
 #   padded     to the right: with a token that is no placeholder, the mask 0 and the label -100
 #   step       between widths: 8, and an eighth of the power of two below a width from 128 on (16, 32, ...): at most an
 #              eighth of the places are padding
-#   trial      of one microbatch: eager PyTorch's loss and gradients padded and not, with one token and with the
-#     batch's
+#   trial      of one microbatch: eager PyTorch's loss and gradients padded and not, with one token and with the batch's
 #              own in disorder: the same to rounding, as far as csc's check allows for it
-#
-#     widths = Widths(wanted, example_widths)       wanted: None, True, False or the widths, as `csc.compile` is told
-#     widths.padded(microbatch, trials) -> microbatch
-#     widths.untried(microbatches, trials) -> [(microbatch, width)]
-#     trials.learn(microbatch, width, answer)
-#     tried(model, microbatch, width, trainable) -> SAME, or why not             a trial
 #
 # Where nobody says anything, the example's widths stay as they are, and others are padded where the graph shows that
 # the loss is a mean over targets and that tokens are added up, never chosen by what they are (csc.analysis.tokens),

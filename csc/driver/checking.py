@@ -141,19 +141,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 #
 # Terms
 #   due        a program that nobody has compared yet, in this process or, as the cache knows, in another
-#   meets      what comes together in a step: kinds of captures (another branch, other values that Python reads,
-#     entries
+#   meets      what comes together in a step: kinds of captures (another branch, other values that Python reads, entries
 #              that a microbatch lacks), and sizes that differ between its microbatches. Programs that are right alone
 #              may be wrong together, so every two that meet are compared in one step with eager PyTorch, once
 #   idle       a step one of whose microbatches adds nothing to the loss (it has no labels): nobody sees what its
-#     program
-#              makes of others, so what meets in such a step, and its programs, are compared again in the next one
+#              program makes of others, so what meets in such a step, and its programs, are compared again in the next
+#              one
 #   different  a program that does not train what eager PyTorch trains: nothing is handed out any more
-#
-#     checking.made(name, program)                 a new program, by the key of its microbatches
-#     checking.compare(asked, meeting, group)      DifferenceError, and from then on of `refuse_different`
-#     meeting_in(matches) -> what meets            checking.unmet(meets) -> pairs that have not been compared
-#     checking.compared_steps() -> [ComparedStep]  a context: filled with those that may be kept as training steps
 
 
 log = logging.getLogger("csc")

@@ -34,8 +34,7 @@ from csc.runtime.weights import INDEX, OWN, SINGLE, FileTensors, WeightLayout, f
 #
 # Terms: transformers keeps many checkpoints under other names than a model's parameters have (LLaVA's
 # `language_model.model.layers.0...` is the parameter `model.language_model.layers.0...`), some in other shapes; its
-# *conversions* lead from the one to the other and back. They are the library's, for every model that it knows; there
-#   is
+# *conversions* lead from the one to the other and back. They are the library's, for every model that it knows; there is
 # no table here. The *rest* of a model is what no program reads: unused layers, buffers that belong to the weights.
 
 

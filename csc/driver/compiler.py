@@ -43,8 +43,7 @@ from csc.runtime.fusing import lacks
 # --- The passes that trace, run for many divisions of one model: what two of them have in common is made once --------
 #
 # Terms
-#   begun       the Programs of the passes up to `loss`: the same whatever tp is, unless a component has a tp of its
-#     own
+#   begun       the Programs of the passes up to `loss`: the same whatever tp is, unless a component has a tp of its own
 #   cut         what pass `regions` made of a graph: it looks at nothing else
 #   joints      joint graphs of layers by pass `differentiate`, by the capture that they are of
 
@@ -99,11 +98,9 @@ def undivided(options: Options) -> Options:
     return replace(options, mesh=mesh, sequence_parallel=False, loss_chunk=None, fuse=False, replicate=())
 
 
-# --- What a batch of more samples than a microbatch shows of the model: whether each sample is dealt with as ... -----
+# --- What a batch of more samples than a microbatch shows of the model -----------------------------------------------
 #
-#     shown = MoreSamples(model, captured)
-#     shown.prove(microbatch, one, joints) -> Joints | None                     how losses combine, of two samples
-#     shown.checked(microbatch, key, traced, options, compared) -> TracedProgram      InputError if it is not
+# It shows whether each sample is dealt with as it is alone.
 #
 # Terms
 #   captured    of a batch: the Program that its capture gives, in its sizes, and that graph with plain numbers

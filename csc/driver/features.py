@@ -32,8 +32,7 @@ from csc.runtime.weights import bytes_of
 #
 # Terms
 #   cut        how many rows of each entry and of each result are each part's, along the first dimension; an entry that
-#     is
-#              not named stays as it is
+#              is not named stays as it is
 #   probe      what the function makes of noise that is the same in all parts with as many rows
 #
 # An encoder is a flat graph without branches, so what it does with rows shows on any numbers. If all other parts are
@@ -265,16 +264,10 @@ def _all(shape: Sequence[int]) -> tuple[int, ...]:
 #
 # Terms
 #   trial      of the units of one microbatch: they do not meet (csc.driver.features), and their probes are those that
-#     units
-#              with the same label have elsewhere, to rounding
+#              units with the same label have elsewhere, to rounding
 #   elsewhere  among other units, in number or in size: a trial that compared with one of these has shown something
 #   relied on  after TRIALS that have shown something, units of the encoder are not tried any more in programs that had
 #              a trial; with grids that differ within a microbatch only after as many such trials
-#
-#     trials = UnitTrials(cache)
-#     trials.allow(units, identity, encode, entries) -> bool
-#     trials.place_is_free(units, identity, encode, entries) -> bool      to the bit, of units with the same label
-#     trials.meet(identity)                           it has come out that they do: from now on they are kept together
 
 
 TRIALS = 4
@@ -480,13 +473,6 @@ def _next(waiting: deque[tuple[Partly, int]], done: set[str]) -> tuple[Partly, i
 #   encoder    of a program what no step runs (csc.ir.program.Features): features.py
 #   identity   all that decides what an encoder makes of its entries: the model's code and configuration, what of it is
 #              computed, in which dtypes, and the weights
-#
-#     encoders = FrozenEncoders(model, source)          source: of features, csc.driver.features or features_ahead
-#     encoders.add(match, program)                      the program of microbatches like the one matched
-#     encoders.of(match) -> FrozenEncoder | None        .entries(match)   .encode(entries) -> {value: features}
-#     encoders.identity(encoder) -> text
-#     encoders.complete(matches, here) -> microbatches  as their programs take them; here: those with the values
-#     encoders.inputs -> names                          the entries of batches that encoders read
 
 
 log = logging.getLogger("csc")
@@ -532,7 +518,7 @@ class FeatureSource(Protocol):
 
 
 class FrozenEncoders:
-    """By the key of microbatches."""
+    """The frozen encoders of a model's programs, by the key of microbatches. source: where features come from."""
 
     def __init__(self, model: nn.Module, source: FeatureSource) -> None:
         self._model, self.source = model, source
@@ -638,10 +624,6 @@ def _code(model: nn.Module, match: Match, program: LoadedProgram) -> str:
 # Terms: see csc.driver.features.
 #   unit       what one entry on disk is of: an image's rows of the encoder's entries, where images do not meet in the
 #              encoder and their place does not count (csc.driver.features); else a microbatch
-#
-#     kept = KeptFeatures(cache, made_by_host)           a source of features (csc.driver.features)
-#     kept.features(asked) -> [{value: features}]        of all microbatches of a step that this process reads
-#     kept.counts() -> {features_read, features_made}
 #
 # A microbatch of which every unit is new is encoded as it is, by the calls that a step without kept features makes:
 # its features are those of that step, bit for bit. Where some are kept, new units of several microbatches share a run
@@ -803,11 +785,6 @@ def _laid_out(value: ValueSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 #
 # Terms: see csc.driver.features.
 #   key    of a microbatch: a digest of the encoder's identity and of the values of what it takes
-#
-#     ahead = FeaturesAhead()                             a source of features (csc.driver.features)
-#     ahead.encoding(encoders, matches, trainer)          for the step before that of these microbatches; None: not
-#       there
-#     ahead.keep(encoding)                                after that step
 #
 # What was made serves microbatches with its key and no others. So a batch that is not the one announced, a weight that
 # was written since, ranks that were told of different batches: each finds nothing, and is encoded when its step

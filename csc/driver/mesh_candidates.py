@@ -146,13 +146,16 @@ NOTHING_FIXED = FixedChoices()
 
 
 class UndividedAxes:
-    """See the module."""
+    """The dimensions that csc was seen not to divide, by component. context: components whose tokens are shared out,
+    which have no tp.
+    """
 
     def __init__(self, context: Collection[str]) -> None:
         self._context = context
         self._axes: dict[str, list[OddAxis]] = {}
 
     def note(self, error: CscError) -> None:
+        """Notes what csc said of a division, if it is Indivisible."""
         if not isinstance(error, Indivisible):
             return
         for component, axes in error.axes.items():
@@ -160,6 +163,9 @@ class UndividedAxes:
             own += [axis for axis in axes if not axis.why and axis not in own]
 
     def why(self, division: MeshDivision) -> str | None:
+        """Returns a sentence that says why this division cannot divide a component; None where nothing is known against
+        it.
+        """
         for component, axes in self._axes.items():
             tp = dict(division.form.own).get(component, division.tp)
             odd = next((axis for axis in axes if not axis.divides(tp)), None)
@@ -237,18 +243,6 @@ def own_stages(names: Sequence[str], numbers: Problem) -> list[OwnStages]:
 # --- What a search for a mesh knows of a layout before it is planned: its program, problem and bounds ----------------
 #
 # Terms: see csc.driver.mesh_search.
-#
-#     DividedProblems(model)
-#     problems.first() -> Program                  of the fewest samples that csc can divide, on one device
-#     problems.whole(program) -> Problem           of such a program
-#     problems.options(layout, zero, recompute)    problems.program(layout, options)
-#     problems.problem(candidate) -> Problem       with memory
-#     problems.bounded(listed, ways, before)       -> candidates of layouts of one division, bounded without memory
-#     are_several(layout) -> bool                  whether several ranks hold the same parameters
-#     problems.ideal(layout) -> seconds            that no form of its division takes less than; nothing of it is
-#       traced
-#     problems.spare(candidate, component)         -> part of its work that a better form may save at most
-#     problems.extras                              of divisions, see csc.driver.mesh_candidates
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,7 +269,7 @@ class MeshCandidate:
 
 
 class DividedProblems:
-    """What was divided once is kept."""
+    """The programs and problems of the divisions of one model. What was divided once is kept."""
 
     def __init__(self, model: DividedModel) -> None:
         self.model = model
@@ -285,7 +279,9 @@ class DividedProblems:
         self.extras: dict[MeshDivision, float] = {}  # of what was bounded with nothing computed again
 
     def first(self) -> Program:
-        """CscError if there are none."""
+        """Returns the program of the fewest samples that csc can divide, on one device. Raises CscError if there is
+        none.
+        """
         *others, last = self.model.sizes
         for samples in others:
             try:
@@ -295,7 +291,7 @@ class DividedProblems:
         return self._whole(last)
 
     def whole(self, program: Program) -> Problem:
-        """Of a program on one device."""
+        """Returns the problem of a program on one device."""
         return problem(program, self.options(MeshLayout(Mesh(), 1, 1), 0, NONE))
 
     def _whole(self, samples: int) -> Program:
@@ -304,7 +300,7 @@ class DividedProblems:
         return self.program(layout, replace(self.options(layout, 0, NONE), context=()))
 
     def options(self, layout: MeshLayout, zero: int, recompute: Any) -> Options:
-        """Of the layout. zero: where several ranks hold the same parameters."""
+        """Returns the options of a layout. zero: where several ranks hold the same parameters."""
         return changed(
             self.model.options, mesh=layout.mesh, microbatches=layout.microbatches, zero=zero * are_several(layout),
             recompute=None if recompute == NONE else recompute, sequence_parallel=layout.sequence,
@@ -312,7 +308,7 @@ class DividedProblems:
         )  # fmt: skip
 
     def program(self, layout: MeshLayout, options: Options) -> Program:
-        """Of the division of a layout; of the layout itself where its memory decides what is kept."""
+        """Returns the program of a layout's division; of the layout itself where its memory decides what is kept."""
         automatic = any(choice == AUTO for _, choice in options.recompute)
         own = (layout, options.zero) if automatic else None
         key = (layout.division, options.recompute, options.context, own)
@@ -321,14 +317,18 @@ class DividedProblems:
         return self.programs[key]
 
     def problem(self, one: MeshCandidate) -> Problem:
-        """CscError where recompute="auto" finds nothing to leave out that would make it fit."""
+        """Returns the problem of a candidate, with memory. Raises CscError where recompute="auto" finds nothing to
+        leave out that would make it fit.
+        """
         numbers = problem(self.program(one.layout, one.options), one.options)
         return replace(numbers, microbatches=one.layout.microbatches)
 
     def bounded(
         self, listed: Sequence[MeshLayout], ways: Sequence[tuple[int, Any]], before: int
     ) -> list[MeshCandidate]:
-        """ways: of (zero, recompute). before: how many other candidates there are."""
+        """Returns the candidates of layouts of one division, bounded without memory. ways: of (zero, recompute).
+        before: how many other candidates there are.
+        """
         found: list[MeshCandidate] = []
         for zero, recompute in ways:
             base: Problem | None = None
@@ -351,8 +351,9 @@ class DividedProblems:
             self.extras[layout.division] = ranks * _work(divided) / _work(whole) - 1
 
     def ideal(self, layout: MeshLayout) -> float:
-        """If tp and cp divided all work evenly and nothing was exchanged. 0 where nothing is known of one device, and
-        with measured seconds, which are of the regions that were measured.
+        """Returns the seconds that no form of the division takes less than, if tp and cp divided all work evenly and
+        nothing was exchanged. Returns 0 where nothing is known of one device, and with measured seconds, which are of
+        the regions that were measured. Nothing is traced for it.
         """
         parts = layout.mesh.tp * layout.mesh.cp
         key = (layout.samples, layout.microbatches, layout.mesh.pp, parts)
@@ -498,13 +499,6 @@ def _grown(extras: dict[int, float], ranks: int) -> float:
 # --- What a search for a mesh has found so far -----------------------------------------------------------------------
 #
 # Terms: see csc.driver.mesh_search.
-#
-#     found.add(candidate, row)        found.best -> seconds of the fastest row that fits
-#     found.fastest() -> {layout: seconds}
-#     found.hear() -> best                     of all workers, where there are several
-#     found.told() -> FoundMeshes              what a worker says to another, who merges it: found.merge(told)
-#     found.answer(devices, step, memory, told) -> MeshChoice
-#     fitting_first(row) -> key        of rows: what fits, then the fastest
 
 
 GAIN = 1e-3  # what another order of ranks, form, stages of their own, or more memory have to save
@@ -546,20 +540,24 @@ class FoundMeshes:
     heard: BestOfWorkers | None = None
 
     def add(self, one: MeshCandidate, row: MeshRow) -> None:
+        """Keeps the row of a candidate."""
         self.rows[one] = row
         self.best = min(self.best, row.seconds)
         if row.seconds <= ROOM * one.seconds:
             self.settled.add((one.layout, row.recompute))
 
     def hear(self) -> float:
+        """Returns the seconds of the best row of all workers, where there are several."""
         if self.heard is not None:
             self.best = self.heard.least(self.best)
         return self.best
 
     def told(self) -> FoundMeshes:
+        """Returns what a worker tells another one, who merges it."""
         return replace(self, expected={}, heard=None)
 
     def merge(self, other: FoundMeshes) -> None:
+        """Adds what another worker has told."""
         self.best = min(self.best, other.best)
         for own, others in ((self.rows, other.rows), (self.bytes, other.bytes), (self.refused, other.refused)):
             own |= others  # type: ignore[operator]
@@ -582,7 +580,7 @@ class FoundMeshes:
         return seconds
 
     def answer(self, devices: int, step: int, memory: float | None, told: Mapping[str, str]) -> MeshChoice:
-        """told: why there is none, by division."""
+        """Returns what was found for so many devices. told: why there is no mesh, by division."""
         by_layout: dict[MeshLayout, MeshRow] = {}
         for one, row in self.rows.items():
             before = by_layout.get(one.layout, row)
@@ -619,21 +617,15 @@ def fitting_first(row: MeshRow) -> tuple[bool, float]:
     return not row.fits, row.seconds
 
 
-# --- Divisions traced for a search for a mesh: the candidates of each, in the first form in which csc can ... --------
+# --- Divisions traced for a search for a mesh ------------------------------------------------------------------------
+#
+# Each division has candidates, in the first form in which csc can divide so.
 #
 # Terms: see csc.driver.mesh_search.
-#
-#     traces = MeshTraces(problems, found, clock, encoders, fixed, tell)
-#     traces.first_form(division, layouts) -> candidates      none: csc cannot divide the model so; why is noted
-#     traces.in_form(layouts, form)        -> candidates      of layouts of one division, in this form
-#     traces.recomputed(candidate)         -> candidates      with cheap work done again
-#     traces.made                                             how many there are
-#     traces.told(layouts) -> {division: why}                 what csc refused, where layouts were asked for
-#     traces.of_worker(clock, tell)                           from now on: this process was just forked
 
 
 class MeshTraces:
-    """See the module."""
+    """The divisions of one search, traced when they are asked for. `made` counts the candidates."""
 
     def __init__(
         self, problems: DividedProblems, found: FoundMeshes, clock: SearchClock, encoders: Sequence[str],
@@ -650,7 +642,9 @@ class MeshTraces:
         self._clock, self._tell = clock, tell
 
     def first_form(self, division: MeshDivision, layouts: Sequence[MeshLayout]) -> list[MeshCandidate]:
-        """See the module."""
+        """Returns the candidates of layouts of one division, in the first form in which csc can divide the model.
+        Returns none where csc cannot divide it in any; `found.refused` then says why.
+        """
         listed, refused = self._forms(division), self._found.refused
         alike = len({form.own for form in listed})  # in all but that
         why = self._undivided.get(replace(division, cp=1))
@@ -678,7 +672,7 @@ class MeshTraces:
         return why
 
     def in_form(self, listed: Sequence[MeshLayout], form: MeshForm) -> list[MeshCandidate]:
-        """None if csc cannot divide the model so."""
+        """Returns the candidates of layouts of one division in this form; none if csc cannot divide the model so."""
         own = [layout.in_form(form) for layout in listed]
         known = self._odd.why(own[0].division)
         if known is not None:
@@ -699,12 +693,14 @@ class MeshTraces:
         return found
 
     def recomputed(self, one: MeshCandidate) -> list[MeshCandidate]:
-        """See the module."""
+        """Returns the candidates of the same layout in which cheap work is done again in B."""
         self.made += 1
         return self._problems.bounded([one.layout], [(one.options.zero, SELECTIVE)], self.made)
 
     def told(self, asked: Sequence[MeshLayout]) -> dict[str, str]:
-        """Why there is none, by division; but for the form or the microbatch where these make no difference."""
+        """Returns why there is no candidate, by division; but for the form or the microbatch where these make no
+        difference.
+        """
         samples, refused = {layout.division.samples for layout in asked}, self._found.refused
         told = {}
         for division, why in refused.items():

@@ -167,14 +167,6 @@ def _answer(here: Connection, patience: Callable[[], float]) -> T | None:
 # --- The drafts and plans of a search for a mesh, each in the order of ranks in which it is the fastest --------------
 #
 # Terms: see csc.driver.mesh_search.
-#
-#     plans = MeshPlans(problems, found, clock)
-#     plans.draft(candidate) -> (row, candidate) or None     None: nothing of it fits; the candidate in its fastest
-#       order
-#     plans.plan(candidate)  -> row or None
-#     plans.on_own_stages(candidate, own) -> row or None     encoders on stages of their own
-#     plans.without_room(candidate) -> row                   as if there were no limit
-#     in_turn(drafted, unfit) -> [candidate]                 which to plan first
 
 
 EFFORT = 0.2  # of the search for each plan, which is as good as a draft from there on
@@ -187,20 +179,24 @@ Make = Callable[[Problem], PipelinePlan | None]
 
 
 class MeshPlans:
-    """See the module."""
+    """Drafts and plans the candidates of one search. The clock measures what each takes."""
 
     def __init__(self, problems: DividedProblems, found: FoundMeshes, clock: SearchClock) -> None:
         self._problems, self._found, self._clock = problems, found, clock
 
     def draft(self, one: MeshCandidate) -> tuple[MeshRow, MeshCandidate] | None:
+        """Returns the drafted row and the candidate in its fastest order of ranks; None where nothing of it fits."""
         return self._ordered(one, self._drafted, DRAFT)
 
     def plan(self, one: MeshCandidate) -> MeshRow | None:
+        """Returns the planned row of a candidate; None where nothing of it fits."""
         made = self._ordered(one, self._planned, PLAN)
         return None if made is None else made[0]
 
     def on_own_stages(self, one: MeshCandidate, own: OwnStages) -> MeshRow | None:
-        """None where there is no such plan."""
+        """Returns the planned row of a candidate with encoders on stages of their own; None where there is no such
+        plan.
+        """
         assert one.problem is not None
         mesh = replace(Mesh.parse(self._found.rows[one].mesh), own_stages=own)
         options = replace(one.options, mesh=mesh)
@@ -212,6 +208,7 @@ class MeshPlans:
         return None
 
     def without_room(self, one: MeshCandidate, numbers: Problem) -> MeshRow:
+        """Returns the row of a 1f1b plan as if there were no limit of memory; the row says that it does not fit."""
         planned = plan(replace(numbers, memory=None), "1f1b", effort=EFFORT, limit=LIMIT)
         return replace(self._row(one, one.options, planned), fits=False)
 

@@ -57,7 +57,9 @@ def refuse_wrapped(model: nn.Module) -> None:
             )  # fmt: skip
 
 
-# --- The programs of a model as it is now: its compiler, and the set of programs, made anew where the model ... ------
+# --- The programs of a model as it is now ----------------------------------------------------------------------------
+#
+# The compiler and the set of programs are made anew where the model has changed.
 
 
 log = logging.getLogger("csc")

@@ -1,8 +1,4 @@
-"""A compiled model of what a user gives: nothing is compiled yet, but for a mesh that csc is to choose.
-
-compiled_model(model, options, example) -> CompiledModel
-made_features(cache_features, encode_ahead)                 what its programs are given
-"""
+"""A compiled model of what a user gives: nothing is compiled yet, but for a mesh that csc is to choose."""
 
 from __future__ import annotations
 

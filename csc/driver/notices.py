@@ -1,9 +1,5 @@
-"""What a user should read, whether or not logging is set up.
-
-notice(text), unlogged(text)             to the log, and to stderr where nobody listens to the log; to stderr alone then
-what_trains(model, manifest) -> text     which parameters train with a program, and which get no gradient
-NewSizes().waited(seconds, steps)        a step has waited for a program; told once, where that goes on
-TriedWidths().tried(width, target, why)  microbatches are padded, or why they are not; told once of either
+"""What a user should read, whether or not logging is set up: what goes to the log goes to stderr where nobody listens
+to the log.
 """
 
 from __future__ import annotations
@@ -24,13 +20,13 @@ MANY = 5  # steps that waited
 
 
 def notice(text: str) -> None:
-    """One rank says it for all."""
+    """Writes a text to the log, and to stderr where nobody listens to the log. One rank says it for all."""
     log.info("%s", text)
     unlogged(text)
 
 
 def unlogged(text: str) -> None:
-    """What the log has already."""
+    """Writes a text that the log has already to stderr, where nobody listens to the log."""
     if not log.hasHandlers():
         print(f"csc: {text}", file=sys.stderr, flush=True)
 
@@ -68,7 +64,9 @@ class NewSizes:
         self._seconds: list[float] = []
 
     def waited(self, seconds: float, steps: int) -> None:
-        """A step, after so many of this model, was compiled for before it could run."""
+        """Notes that a step, after so many of this model, was compiled for before it could run. A user is told once,
+        where that goes on.
+        """
         self._seconds.append(seconds)
         if len(self._seconds) == MANY:
             notice(
@@ -85,7 +83,9 @@ class TriedWidths:
         self._told: set[bool] = set()
 
     def tried(self, width: int, target: int, why: str) -> None:
-        """why: not to pad from one to the other, or ""."""
+        """Tells once that microbatches are padded, and once why they are not. why: not to pad from one to the other, or
+        "".
+        """
         if bool(why) in self._told:
             log.info("microbatches of %d tokens padded to %d: %s", width, target, why or "the same to rounding")
             return

@@ -108,12 +108,8 @@ def check_held(trained: Sequence[Manifest], made: Manifest) -> None:
 # Terms
 #   match      of a microbatch: the capture that is for it, and its key (csc.capture.guards)
 #   decided    how the first program is cut and placed, and in which order it runs; all later ones of the model follow
-#     it
+#              it
 #   settled    the options of one program, with what was decided before it
-#
-#     programs = CompiledPrograms(compiler, settling, beginning)
-#     programs.history(microbatch, options, progress) -> [Program]      programs.finished(...) -> Program
-#     programs.packed(microbatch, options, directory, progress) -> (Match, Packed, how it came about)
 
 
 log = logging.getLogger("csc")
@@ -370,7 +366,9 @@ def _key(match: Match, options: Options) -> Key:
     return match.key, options.microbatches
 
 
-# --- A new program on every rank: found in the cache or compiled by the first one, handed to the others, ... ---------
+# --- A new program on every rank -------------------------------------------------------------------------------------
+#
+# The first rank finds it in the cache or compiles it, hands it to the others, and each writes it to disk.
 
 
 class ProgramBroadcast:
@@ -452,12 +450,6 @@ def own_rank() -> list[int] | None:
 # Terms
 #   match      of a microbatch: the capture that is for it, and its key (csc.capture.guards)
 #   served     a key that the trainer has a program for
-#
-#     programs = ProgramSet(compiler, directory)
-#     programs.match(microbatches) -> [Match]                               before every step
-#     programs.trainer(microbatches, options, progress, batch) -> Trainer   with a program for each of them, checked
-#     programs.compiled: CompiledPrograms                                    what the trainers' programs are loaded
-#       from
 
 
 # what a microbatch decides

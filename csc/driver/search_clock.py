@@ -12,7 +12,9 @@ Kind = str
 
 
 class SearchClock:
-    """See the module."""
+    """Measures what a search spends of its seconds, and how long each kind of work takes. read: the time in seconds, of
+    any origin.
+    """
 
     def __init__(self, seconds: float, read: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._read, self._start = seconds, read, read()
@@ -21,13 +23,15 @@ class SearchClock:
 
     @property
     def left(self) -> float:
-        """See the module."""
+        """The seconds that are left of the search; negative when its time is over."""
         self._spent = self._read() - self._start
         return self.seconds - self._spent
 
     @contextmanager
     def of(self, kind: Kind) -> Iterator[None]:
-        """See the module. Some take much longer than others: what took long is forgotten by and by."""
+        """A context that measures how long work of this kind takes. Some take much longer than others: what took long
+        is forgotten by and by.
+        """
         before = self.left
         try:
             yield
@@ -46,5 +50,5 @@ class SearchClock:
         return found
 
     def over(self, part: float) -> bool:
-        """See the module."""
+        """Returns whether more than this part (0 to 1) of the seconds is spent."""
         return self.seconds - self.left > part * self.seconds

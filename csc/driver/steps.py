@@ -100,9 +100,6 @@ def beside(metrics: Mapping[str, float]) -> str:
 #
 # torch.nn.utils.clip_grad_norm_ over the parameters of a rank clips by the norm of that rank's part: another factor on
 # each rank, and no error anywhere.
-#
-#     scaled = ScaledGradients()      .given(trainer) after a step, and after csc has clipped      .look() before the
-#       next
 
 
 log = logging.getLogger("csc")
@@ -155,14 +152,6 @@ def _has_a_part(trainer: Trainer) -> bool:
 
 
 # --- The steps of a compiled model: each is agreed on by all ranks, then run; what it lacks is compiled before -------
-#
-#     steps = Steps(programs, given, options)
-#     steps.train(batch, microbatches, local, following) -> loss   steps.evaluate(batch, microbatches, local) -> loss
-#     with steps.agreed(operation, batch, options, local): ...     up to the step: all that may fail on one rank
-#     steps.trainer(batch, microbatches) -> Trainer                steps.prepare(batch, depth)
-#     steps.ahead(batches, depth) -> batches                       steps.check() -> str
-#     steps.timeline(batch, microbatches) -> Timeline              steps.clip(max_norm) -> norm
-#     steps.metrics                                                of the last step
 #
 # microbatches: how many, instead of those of the options. following: the batch of the step after it, if that is known.
 

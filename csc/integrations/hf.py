@@ -32,9 +32,6 @@ from csc.runtime import weights
 #
 # accelerate fills up the last batch with samples of the first one, and a loss over a filled batch is another one. Here
 # processes take full batches in turn; what is left behind the last full turn every process does by itself.
-#
-#     shares = Shares(place, count, size)          Dealt(batch_sampler, shares)          of a dataset with a length
-#     EvaluationLoader(loader, shares)             what the Trainer's evaluation_loop runs over; .gathered gathers
 
 
 @dataclass

@@ -21,7 +21,9 @@ class Unstorable(ValueError):
     """Says what it is, in words that follow `it holds`."""
 
 
-# --- Why a capture is not for a batch: the one assumption that does not hold, with what was assumed and what ... -----
+# --- Why a capture is not for a batch --------------------------------------------------------------------------------
+#
+# It is the one assumption that does not hold, with what was assumed and what is there.
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,6 @@ def flags_from_tree(tree: Any) -> FlagsAsked | None:
 #   entry      a batch entry: its dtype, and its sizes: whole numbers, or expressions in symbols
 #   symbol     a size that may vary; one name stands for one number, wherever it stands
 #   relation   a sympy expression in symbols that holds for every batch that the graph is for
-#
-#     sizes.match({name: tensor}) -> {symbol: number}, or the Miss of a batch that they do not allow
-#     sizes.allow({name: tensor}) -> bool
-#     to_tree(sizes) -> JSON          Unstorable for a relation of other functions than FUNCTIONS
-#     from_tree(JSON) -> Sizes        the inverse; ValueError, KeyError or TypeError for a tree that is none
 
 
 LATEST = 256  # answers kept
@@ -205,7 +202,7 @@ def evaluated(relation: Any, values: Mapping[str, int]) -> Any:
 
 
 def sizes_to_tree(sizes: SizeGuards) -> Tree:
-    """Plain JSON."""
+    """Returns sizes as JSON. Raises Unstorable for a relation of other functions than FUNCTIONS."""
     entries = {
         name: [dtype, [expression_to_tree(sympy.sympify(size)) for size in shape]]
         for name, (dtype, shape) in sizes.entries.items()
@@ -256,8 +253,7 @@ def expression_from_tree(tree: Tree) -> Any:
 # Terms
 #   call      the name of a torch function, and its arguments as tokens
 #   token     of an argument: where a tensor came from, a plain value as text, or a size: a number or an expression in
-#     the
-#             symbols of csc.ir.capture_guards
+#             the symbols of csc.ir.capture_guards
 
 
 Call = tuple[Any, ...]
@@ -312,10 +308,6 @@ def _token(tree: Any) -> Any:
 #   expression  steps, the last of which gives the result
 #   decision    an expression that gives plain values, and what it gave when the model was traced
 #
-#     expression.of({name: tensor}) -> tensors, or plain values           any exception where it does not fit the batch
-#     decision.holds({name: tensor}) -> bool                              whether the answer is the same for a batch
-#     as_tuples(JSON) -> tree                                             trees are JSON but for tuples
-#
 # An expression does not change the batch: where one of its steps writes, it works on copies.
 
 
@@ -348,7 +340,7 @@ class Expression:
         return tuple(sorted({name for step in self.steps for name in _entries((step.args, step.kwargs))}))
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """What the last step gives for these entries."""
+        """Returns what the last step gives for these entries. Raises any exception where it does not fit the batch."""
         given = {name: tensors[name] for name in self.entries}
         device = next(iter(given.values())).device
         results: list[list[Any]] = []
@@ -478,12 +470,13 @@ def as_tuples(tree: Tree) -> Tree:
     return tuple(map(as_tuples, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
-# --- What other sizes of a batch have shown of a capture: what is the same in this size is not traced or ... ---------
+# --- What other sizes of a batch have shown of a capture -------------------------------------------------------------
+#
+# What is the same in this size is not traced or proven again.
 #
 # Terms
 #   template   csc.ir.program.Template, with its joint graph
-#   key        all that decides a joint graph: the forward graph in its sizes, the gradients that come in and are
-#     wanted
+#   key        all that decides a joint graph: the forward graph in its sizes, the gradients that come in and are wanted
 
 
 @dataclass(frozen=True)
@@ -505,15 +498,8 @@ class Joints:
 #   decisions  what the model's code asked of its batch alone, with the answers (csc.ir.capture_guards)
 #   flags      the frozen set, where that code asks for requires_grad (csc.ir.capture_guards)
 #   calls      what that code called: where it calls the same for other values, the graph is the same
-# (csc.ir.capture_guards)
+#              (csc.ir.capture_guards)
 #   name       a hash of the assumptions: the same in all processes
-#
-#     guards.match(tensors, plain, calls, frozen) -> tensors as the capture takes them, or the Miss: the first
-#       assumption
-#                                                    that does not hold
-#     capture_guards(sizes, values, decisions, plain, calls, flags) -> CaptureGuards
-#     to_tree(guards) -> JSON            Unstorable for sizes that have no form in text
-#     from_tree(tree) -> CaptureGuards   ValueError, KeyError or TypeError for a tree that is none
 #
 # A model's code is the same up to its first question, and after the same answers up to the next. So a capture whose
 # questions have the same answers for a batch is what the code does with that batch. The questions are evaluated on the
@@ -555,9 +541,10 @@ class CaptureGuards:
         calls: tuple[Call, ...] | None,
         frozen: Set[str] = frozenset(),
     ) -> Tensors | Miss:
-        """Entries of a completed microbatch as the capture takes them: with its values, where the model's code calls
-        the same for both. calls: of that code for this microbatch; None: not known. frozen: names of the model's
-        parameters that do not train, wanted where `flags` is something.
+        """Returns the entries of a completed microbatch as the capture takes them, or the Miss of the first assumption
+        that does not hold. The entries have the capture's values where the model's code calls the same for both. calls:
+        of that code for this microbatch; None: not known. frozen: names of the model's parameters that do not train,
+        wanted where `flags` is something.
         """
         other = self.flags.miss(frozen) if self.flags is not None else None
         if other is not None:
@@ -603,7 +590,7 @@ def capture_guards(
 
 
 def to_tree(guards: CaptureGuards) -> Any:
-    """Plain JSON."""
+    """Returns guards as JSON. Raises Unstorable for sizes that have no form in text."""
     made = None if guards.calls is None else calls_to_tree(guards.calls)
     return {
         "name": guards.name, "sizes": sizes_to_tree(guards.sizes), "values": _values_tree(guards.values), "calls": made,
@@ -613,7 +600,7 @@ def to_tree(guards: CaptureGuards) -> Any:
 
 
 def from_tree(tree: Any) -> CaptureGuards:
-    """The inverse."""
+    """Returns the guards that `to_tree` was given. Raises ValueError, KeyError or TypeError for a tree that is none."""
     decisions = tuple(Decision(question_from_tree(question), answer) for question, answer in tree["decisions"])
     made = None if tree["calls"] is None else calls_from_tree(tree["calls"])
     values = {

@@ -316,8 +316,7 @@ class Evaluation:
 #
 # Terms
 #   value        what a call gives, as types: fake tensors, numbers (`meta["val"]`)
-#   provenance   the line and the module of the user's model that a call stands for (`meta["source"]`,
-#     `meta["module"]`)
+#   provenance   the line and the module of the user's model that a call stands for (`meta["source"]`, `meta["module"]`)
 
 
 def values_of(arguments: Any) -> Any:

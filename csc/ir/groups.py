@@ -207,23 +207,28 @@ def held(size: int) -> Placement:
 
 
 def held_summed(size: int) -> Placement:
-    """See the module."""
+    """Returns the placement of the gradient of a parameter that `size` ranks divide, where several ranks hold the same
+    shard and their parts are summed.
+    """
     return Placement(parts=Group.holders(size), shard=Group.division(size))
 
 
 def held_equal(size: int) -> Placement:
-    """See the module."""
+    """Returns the placement of the gradient of such a parameter, where the ranks that hold the same shard compute the
+    same.
+    """
     return Placement(parts=Group.DATA, equal=Group.copies(size), shard=Group.division(size))
 
 
 def copies_summed(size: int) -> Placement:
-    """See the module."""
+    """Returns the placement of the gradient of a whole parameter beside such a one."""
     return Placement(parts=Group.holders(size), equal=Group.division(size))
 
 
-# --- What the runtime adds to a microbatch for a rank: roles of placeholders that stand for it in graphs, and ... ----
+# --- What the runtime adds to a microbatch for a rank ----------------------------------------------------------------
 #
-# among the entries. No entry of a batch begins as they do: a model may well have an argument `context` or `tp`.
+# It has roles of placeholders, which stand for it in graphs, and names among the entries. No entry of a batch begins as
+# they do: a model may well have an argument `context` or `tp`.
 
 
 OF_RANKS = ("context", "context group", "tensor")
@@ -234,7 +239,9 @@ RANDOM, CONTEXT, WEIGHTS = "csc.random", "csc.context", "csc.loss_weights"
 
 
 def meeting(group: Group) -> str:
-    """See the module. group: of tensor or context parallelism, or one within these."""
+    """Returns the name under which a layer of an emitted program meets the ranks of a group: csc.tp, csc.cp, or one
+    with the kind and the size. group: of tensor or context parallelism, or one within these.
+    """
     known = {Group.TENSOR: "csc.tp", Group.CONTEXT: "csc.cp"}
     within = "cp" if group.kind == "sequences" else "tp"
     return known.get(group, f"csc.{within}_{group.kind}_{group.size}")

@@ -77,7 +77,10 @@ def tp_ranks(component: str, dp: int, own: int, replicas: int, tp: int) -> int:
 
 
 def in_order(mesh: Any) -> tuple[tuple[str, int], ...]:
-    """See the module. Those with fewer replicas are among them, though they have as many tp ranks as the mesh."""
+    """Returns the components with tp ranks of their own, as (component, tp ranks), in the order of their stages: as
+    given where their ranks or replicas differ, else by name. Those with fewer replicas are among them, though they have
+    as many tp ranks as the mesh.
+    """
     dp, given = dict(mesh.own_replicas), dict(mesh.own_ranks)
     given |= {name: mesh.tp for name in dp if name not in given}
     found = [(name, ranks) for name, ranks in given.items() if ranks != mesh.tp or name in dp]
@@ -86,17 +89,17 @@ def in_order(mesh: Any) -> tuple[tuple[str, int], ...]:
 
 
 def on_fewer(mesh: Any) -> dict[str, int]:
-    """See the module."""
+    """Returns the components with fewer tp ranks than the mesh, with these."""
     return {component: ranks for component, ranks in mesh.own_ranks if ranks < mesh.tp}
 
 
 def on_more(mesh: Any) -> dict[str, int]:
-    """See the module."""
+    """Returns the components with more tp ranks than the mesh, with these."""
     return {component: ranks for component, ranks in mesh.own_ranks if ranks > mesh.tp}
 
 
 def check_own_ranks(mesh: Any) -> None:
-    """See the module."""
+    """Raises InputError for a component whose own number of ranks no stage can have."""
     tp = dict(mesh.components)
     for component, ranks in mesh.own_ranks:
         own, replicas = tp.get(component, mesh.tp), mesh.dp * mesh.cp // mesh.cp_ranks(component)
@@ -143,7 +146,9 @@ def _fitting(component: str, asked: int, own: int, replicas: int, tp: int) -> st
 
 
 def fewer(component: str, dp: int, replicas: int) -> bool:
-    """See the module."""
+    """Returns whether a component's own dp is fewer than the replicas of the mesh. Raises InputError where it is, and
+    is no divisor of them.
+    """
     if dp < replicas and replicas % dp:
         divisors = [size for size in range(1, replicas + 1) if replicas % size == 0]
         nearest = min(divisors, key=lambda size: (abs(size - dp), size))
@@ -155,13 +160,13 @@ def fewer(component: str, dp: int, replicas: int) -> bool:
 
 
 def in_front(mesh: Any) -> dict[str, tuple[int, int]]:
-    """See the module."""
+    """Returns the components whose stages stand in front, in their order, each with its (replicas, tp ranks)."""
     dp = dict(mesh.own_replicas)
     return {name: (dp.get(name, mesh.dp), ranks) for name, ranks in mesh.own_ranks}
 
 
 def check_own_replicas(mesh: Any) -> None:
-    """See the module."""
+    """Raises InputError for a component whose own number of replicas cannot be."""
     own, ranks = dict(mesh.components), dict(mesh.own_ranks)
     for component, dp in mesh.own_replicas:
         if not isinstance(dp, int) or not 0 < dp < mesh.dp or not fewer(component, dp, mesh.dp):
@@ -194,7 +199,9 @@ def check_order(mesh: Any, order: tuple[str, ...]) -> tuple[str, ...]:
     return order
 
 
-# --- Components whose layers fewer tensor-parallel ranks divide than those of the largest: what a mesh may ... -------
+# --- Components whose layers fewer tensor-parallel ranks divide than those of the largest ----------------------------
+#
+# Here is what a mesh may say of them.
 #
 # Terms: a component's *own tp* divides that of the mesh. So many neighbours divide its layers; the others hold the
 # same, and share out its samples or tokens with these.
@@ -205,7 +212,7 @@ OWN = (".tp", ".pp", ".dp", ".cp")  # behind the name of a component, its own
 
 
 def check_own_tp(mesh: Any) -> None:
-    """See the module."""
+    """Raises InputError for a component whose own tp does not divide the mesh's tp."""
     for component, tp in mesh.components:
         if mesh.tp % tp:
             nearest = max(size for size in range(1, min(tp, mesh.tp) + 1) if mesh.tp % size == 0)
@@ -268,7 +275,7 @@ def check_own_cp(component: str, cp: Any, whole: int) -> None:
 
 
 def own_words(mesh: Any) -> dict[str, int]:
-    """See the module."""
+    """Returns the sizes that components have of their own, as texts name them: {"vision.tp": 1, ...}."""
     tp = dict(mesh.components)
     found = {f"{name}.tp": size for name, size in mesh.components}
     found |= {f"{name}.pp": size for name, size in mesh.own_stages}
@@ -280,7 +287,9 @@ def own_words(mesh: Any) -> dict[str, int]:
 
 
 def own_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """See the module. sizes: those of the mesh are among them."""
+    """Returns sizes such as {"vision.tp": 1} as the fields of a Mesh: the inverse of `own_words`. sizes: those of the
+    mesh are among them. Raises InputError for a cp or a dp that does not fit.
+    """
     tp, pp, dp, cp = (
         {name.removesuffix(axis): size for name, size in sizes.items() if name.endswith(axis)} for axis in OWN
     )
@@ -313,7 +322,7 @@ def check_size(what: str, size: object) -> None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """See the module."""
+    """Raises InputError for a mesh whose sizes, order of ranks or stages of components cannot be."""
     for axis in AXES:
         check_size(f"axis {axis}", getattr(mesh, axis))
     if mesh.ranks is not None:
@@ -346,7 +355,9 @@ def check_mesh(mesh: Any) -> None:
 
 
 def plain_order(mesh: Any) -> tuple[str, ...]:
-    """See the module. Where positions have different numbers of replicas, pp is in front of dp."""
+    """Returns the order of the axes, with axes of size 1 where they stand by default. Where positions have different
+    numbers of replicas, pp is in front of dp.
+    """
     if mesh.own_replicas:
         return ("pp", "dp", "cp", "tp")
     ahead = [axis for axis in mesh.order[: mesh.order.index("pp")] if getattr(mesh, axis) > 1]

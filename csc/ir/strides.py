@@ -1,8 +1,4 @@
-"""Layouts of tensors in memory, as plain shapes and strides (in elements).
-
-dense((2, 3), (1, 2)) -> True       every element of a block of memory, each once
-overlaps((2, 3), (0, 1)) -> True    two elements share memory
-"""
+"""Layouts of tensors in memory, as plain shapes and strides (in elements)."""
 
 from __future__ import annotations
 
@@ -10,7 +6,9 @@ from collections.abc import Sequence
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """True if the elements fill a block of memory, each once, in some order of the dimensions."""
+    """Returns whether the elements fill a block of memory, each once, in some order of the dimensions, as those of
+    dense((2, 3), (1, 2)) do.
+    """
     if len(shape) != len(stride):
         return False
     if 0 in shape:
@@ -24,7 +22,9 @@ def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """True if two elements may share memory, or the two do not belong together."""
+    """Returns whether two elements may share memory, as those of overlaps((2, 3), (0, 1)) do, or shape and stride do
+    not belong together.
+    """
     if len(shape) != len(stride):
         return True
     reach = 1

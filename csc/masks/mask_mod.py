@@ -20,10 +20,9 @@ from csc.masks.combine import MOST_CLASSES, begins, bounds, classes, compact, re
 #
 # Terms
 #   atom       what a formula is made of: a predicate of queries alone, of keys alone, or a comparison of a number of
-#     the
-#              key with a number of the query
+#              the key with a number of the query
 #   literal    an atom or its negation, and a choice: for every query a range of keys, or a question to the kind of a
-#     key
+#              key
 #   clause     literals that all hold; a formula is the union of its clauses, and a clause becomes one rule
 #   numbers    int64 tables [B, Tq] and [B, Tk], or [1, ...] where they are the same for the whole batch
 #

@@ -15,12 +15,14 @@ from csc.errors import InputError, installing
 from csc.kernels.mask import Mask, counts
 from csc.masks.combine import begins
 
-# --- A mask as a picture: its tiles, the visible pairs inside, what tokens are, and the rank that computes ... -------
+# --- A mask as a picture ---------------------------------------------------------------------------------------------
+#
+# It shows tiles, the visible pairs inside, what tokens are, and the rank that computes each tile.
 #
 # Terms
 #   cell      the picture's unit: a tile, or an eighth (fourth, half) of one where tiles are few enough to look inside
 #   visible   a cell of which at least half is visible; hidden: the rest of a tile that is computed; empty: a skipped
-#     tile
+#             tile
 #   runs      what tokens are along an axis: (start, end, type)
 #
 # A picture has at most 1,024 x 1,024 cells. Batch row 0 is drawn.

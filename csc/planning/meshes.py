@@ -19,10 +19,10 @@ from csc.simulation.pipeline import Network
 #   node        devices that fast links join; tensor-parallel ranks stand within one
 #   form        how ranks divide a model: whether those of tp share out tokens between products (`sequence_parallel`);
 #               components of which fewer of them divide the layers, and all share out the samples
-#                 (`vision_tower.tp=1`);
-#               those of which the ranks of cp share out the samples (`vision_tower.cp=1`) or the tokens (`context`)
+#               (`vision_tower.tp=1`); those of which the ranks of cp share out the samples (`vision_tower.cp=1`) or
+#               the tokens (`context`)
 #   division    what layouts that need the same traced graphs have in common: tp, cp, form and the samples of a
-#     microbatch
+#               microbatch
 
 
 CONTEXT = 8  # ranks that share a sequence, at most

@@ -165,11 +165,9 @@ def message_bytes(value: Value, home: Sequence[int]) -> float:
 
 # --- The best cuts of the units in their order, by what memory leaves possible in each stage -------------------------
 #
-# Terms: see csc.planning.problem. *Early* is the work that a rank can do before its first B: F's whose saved bytes
-#   fit;
+# Terms: see csc.planning.problem. *Early* is the work that a rank can do before its first B: F's whose saved bytes fit;
 # *late* is what it can do after its last B: W's whose stashed bytes fit. The larger memory is, the more of the ways
-#   there
-# and back is filled with them.
+# there and back is filled with them.
 #
 # For a stage with summed times F, B, W, and with the longest paths of csc.planning.partition_bound: f up to its F, b
 # up to its B, y after its B; m and r as there:

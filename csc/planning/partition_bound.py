@@ -237,8 +237,8 @@ def lower_bound_of_kinds(problem: Problem) -> tuple[float, Stages]:
 # the longest paths of one microbatch of scale 1 that arrive from outside before its F (f) and its B (b, at least f +
 # F), and that leave it after its B (y) and its F (x, at least B + y and B + W):
 #
-#     bound(S) = max( r (f + x) + m F,  r (f + y) + m (F + B),  r f + m (F + B + W),  r (b + y) + m B,  r b + m (B + W)
-#       )
+#     bound(S) = max( r (f + x) + m F,  r (f + y) + m (F + B),  r f + m (F + B + W),
+#                     r (b + y) + m B,  r b + m (B + W) )
 
 
 EXACTLY, NEARLY = 4_000, 1e-3  # ranks times units up to which the bound is exact, and how far it may be below elsewhere

@@ -192,9 +192,8 @@ def drafted(problem: Problem, numbers: Problem, budget: Budget) -> Drafted | Non
 
 # --- The plan: stages, the rank of each, and the order of work, with what they are expected to take ------------------
 #
-# Terms: see csc.planning.problem and csc.planning.problem. The *bound* is what no plan with one stage on each rank
-#   can
-# beat (csc.planning.partition_bound); the *shared bound* holds for every plan, also with several stages on a rank. The
+# Terms: see csc.planning.problem. The *bound* is what no plan with one stage on each rank can beat
+# (csc.planning.partition_bound); the *shared bound* holds for every plan, also with several stages on a rank. The
 # *bubble* of a rank is the part of the makespan in which it has nothing to do.
 #
 # A named schedule follows from the partition, so partitions are what is searched; with "auto" placements and orders

@@ -273,14 +273,12 @@ def pipeline(
 #
 # Terms
 #   before     unit a comes before unit b: b reads what a makes, or both give a gradient of one value and a reads it
-#     first
-#              (the gradient visits b, then a). A set of units can be a stage if nothing outside lies between two of
-#                them
+#              first (the gradient visits b, then a). A set of units can be a stage if nothing outside lies between two
+#              of them
 #   chain      units each of which comes right before the next; every unit stands on one chain, the longest chain is
-#     last
+#              last
 #   ramps      longest paths of one microbatch, in seconds: up to the end of F or B of a unit, and from their start to
-#     the
-#              end of everything
+#              the end of everything
 # For frontiers and segments see csc.planning.segment_bounds.
 
 

@@ -17,12 +17,9 @@ from csc.planning.schedules.greedy import Rule, hastened, settled_all
 from csc.planning.schedules.named import ORDERS, depths
 from csc.planning.schedules.work import Fitted, WorkTables, excess, fitted, makespan, room
 
-# --- How long a search may go on: simulated actions, so that its result does not depend on the machine, and a ... ----
+# --- How long a search may go on -------------------------------------------------------------------------------------
 #
-#     Budget(actions, seconds, tell)
-#     budget.part(share) -> Budget       budget.at_most(actions) -> Budget
-#     budget.spend(actions)              budget.spent       budget.left
-#     budget.tell(what, seconds)
+# Simulated actions are counted, so that its result does not depend on the machine, and a clock may end it.
 #
 # What a part spends, the whole has spent; what it leaves is there for the parts after it.
 

@@ -264,10 +264,9 @@ def ways(tables: ChainTables, low: Ints, high: Ints) -> Floats:
 # --- What a stage holds on its rank, and the depth that it follows from ----------------------------------------------
 #
 # Terms: see csc.planning.problem. The *depth* of a stage is the number of stages on the longest path from it to the
-#   end,
-# 1 for a stage that no other waits for; by it its rank holds microbatches in flight. A *target* is a unit that comes
-# after units of other chains. A *label* is the depth of a stage that units ahead wait for: for each chain that of the
-# stage with the front of what was taken of it, then for each target that of the stage that holds it.
+# end, 1 for a stage that no other waits for; by it its rank holds microbatches in flight. A *target* is a unit that
+# comes after units of other chains. A *label* is the depth of a stage that units ahead wait for: for each chain that of
+# the stage with the front of what was taken of it, then for each target that of the stage that holds it.
 
 
 Target = tuple[int, int, Ints]  # its chain and position; by place, how many of the units that it comes after are before
@@ -391,13 +390,8 @@ def best_frontiers(tables: ChainTables, low: Ints) -> Ints:
 # --- One step of the search for stages: the longest segments that can be the next stage, for many states at once -----
 #
 # Terms: see csc.planning.problem and csc.planning.segment_bounds. A *state* is a frontier with its labels. A *cap* is
-# the
-# largest bound that a stage may have. A *charge* is what a segment takes of something that has a limit, where that is
-# a plain sum over its units: work, work and the way that follows at least, bytes.
-#
-#     Step(tables, cap, room, parts, targets, check)      what the segments of a search have to respect
-#     extend(step, state, labels, left, empty)            -> states after one more stage, their parents, their labels
-#     fitting(step, low, high, labels, at_most)           -> which segments respect it
+# the largest bound that a stage may have. A *charge* is what a segment takes of something that has a limit, where that
+# is a plain sum over its units: work, work and the way that follows at least, bytes.
 
 
 Bools = npt.NDArray[np.bool_]

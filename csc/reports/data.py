@@ -184,7 +184,9 @@ def _units(compiled: CompiledModel, kinds: int) -> list[int]:
     return found[:kinds]
 
 
-# --- What balance makes of lengths, as one HTML page: distributions, what a step takes by way, sizes that are ... ----
+# --- What balance makes of lengths, as one HTML page -----------------------------------------------------------------
+#
+# It shows distributions, what a step takes by way, and sizes that are compiled.
 #
 # The page is self-contained: plain SVG, no script, and nothing is fetched. Bars are drawn from 0.
 

@@ -1,7 +1,4 @@
-"""The energy frontier as a picture: joules by seconds of the step, and the clock of every action at the chosen point.
-
-energy_picture(report) -> SVG text           energy_page(report) -> HTML text, self-contained
-"""
+"""The energy frontier as a picture: joules by seconds of the step, and each action's clock at the chosen point."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ def watts_text(watts: float) -> str:
 
 
 def energy_picture(report: EnergyReport) -> str:
-    """The frontier above, the clocks below."""
+    """Returns an SVG: the frontier above, the clocks below."""
     chart = list(_chart(report))
     lanes, height = _lanes(report, CHART + 60)
     return "\n".join(
@@ -66,7 +63,7 @@ def energy_picture(report: EnergyReport) -> str:
 
 
 def energy_page(report: EnergyReport) -> str:
-    """The picture, the table of points, and where the figures come from."""
+    """Returns a self-contained HTML page: the picture, the table of points, and where the figures come from."""
     head = ["step", "over the plan", "energy", "power", "saved", "saved at most", "changes of clock"]
     heads = "".join(f"<th>{name}</th>" for name in head)
     body = "".join(

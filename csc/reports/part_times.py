@@ -29,7 +29,9 @@ from csc.runtime.executor import Timed
 from csc.runtime.flat_tensors import layouts_of, structure_of
 from csc.simulation.pipeline import Pipeline, StageWork
 
-# --- What the runtime itself takes of a rank's time, measured on emulated ranks that send each other small ... -------
+# --- What the runtime itself takes of a rank's time ------------------------------------------------------------------
+#
+# It is measured on emulated ranks that send each other small messages.
 #
 # Terms
 #   action     what an F, B or W takes besides its kernels: finding what it needs, handing on what it made
@@ -84,7 +86,9 @@ def taken(program: Emulated, steps: Sequence[Sequence[Timed]]) -> HostTime:
     return HostTime(action, (statistics.median(spent["SEND"]) + receive) / 2 + between)
 
 
-# --- F, B and W of a variant as Python, called with tensors by role; compiled by Inductor, if that is how ... --------
+# --- F, B and W of a variant as Python, called with tensors by role --------------------------------------------------
+#
+# Inductor compiles them, if that is how they will run.
 
 
 log = logging.getLogger("csc")

@@ -125,7 +125,9 @@ def _least_squares(
     return best
 
 
-# --- `csc profile --clocks`: what forwards and backwards take at each clock of the GPU at hand, in seconds ... -------
+# --- `csc profile --clocks` ------------------------------------------------------------------------------------------
+#
+# It measures what forwards and backwards take at each clock of the GPU at hand, in seconds and joules.
 #
 # Terms: see csc.analysis.clocks. Each part of each variant runs for a while at a locked clock, as NVML's counter of
 # joules moves in steps of some 20 ms; a forward's figures are the sums over the parts of all regions, a backward's
@@ -276,7 +278,9 @@ def parts(
     return run
 
 
-# --- `csc profile`: what F, B and W of every template variant take on the device at hand, and the cost model ... -----
+# --- `csc profile`: what F, B and W of every template variant take on the device at hand -----------------------------
+#
+# The cost model is fitted to it.
 
 
 @dataclass(frozen=True)

@@ -338,7 +338,7 @@ def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 #
 # Terms
 #   replica's ranks    ranks of one replica have the same samples; each may leave out features that its stages do not
-#     read
+#                      read
 #   features           entries of floating point: pixels, sounds. What is made of whole numbers is there on every rank
 #   told               of every microbatch the dtype and the size of each entry, and whether there are values, as text
 #   absent             an entry on the meta device: it has a size and no values

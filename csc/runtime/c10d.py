@@ -29,10 +29,6 @@ from csc.runtime.transport import Recent, in_layout, laid_out, summed
 #
 # Terms: one group carries F messages, another one B messages, so that the two directions between a pair of ranks never
 # share a queue; a *set* of ranks sums something together; the ranks of a *layer* meet within F and B.
-#
-#     groups = Groups(manifest, rank, timeout)     .messages["F"], .sums[ranks], .layer
-#     groups.close()                               peers that wait for this rank are freed, with an error
-#     rank_sets(manifest)                          the sets
 
 
 def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
@@ -51,8 +47,8 @@ def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
 
 
 class ProcessGroups:
-    """Made at once, or by `open` after `close`. timeout: seconds until a silent peer counts as lost; new groups do not
-    inherit the default group's.
+    """The groups of a rank: `messages` by kind, `sums` by ranks, and `layer`. They are made at once, or by `open` after
+    `close`. timeout: seconds until a silent peer counts as lost; new groups do not inherit the default group's.
     """
 
     def __init__(self, manifest: Manifest, rank: int, timeout: float) -> None:

@@ -70,7 +70,9 @@ def read_clocks(path: Path, schedule: Schedule) -> list[dict[Action, int]]:
     return found
 
 
-# --- A rank that sets its device's clock ahead of each action: what `csc.run --clocks` does of a plan of `csc ... ----
+# --- A rank that sets its device's clock ahead of each action --------------------------------------------------------
+#
+# It is what `csc.run --clocks` does with a plan of `csc energy`.
 #
 # Terms: NVML is the library through which a driver takes such wishes; pynvml is its Python binding. To *lock* a clock
 # is to tell the device to keep to it; a device is given back as it was found, without a lock, when training ends.

@@ -20,7 +20,9 @@ from csc import cores
 from csc.installation import own_process
 from csc.runtime.compiled_function import BeingMadeError, FunctionOrder, TorchState
 
-# --- Functions compiled in several processes at once: this one, and workers beside it ... ----------------------------
+# --- Functions compiled in several processes at once -----------------------------------------------------------------
+#
+# The processes are this one, and workers beside it (csc.runtime.compile_worker).
 #
 # Workers are new processes, not forks: a fork of a process with threads of OpenMP, autograd or a device may hang, and
 # Python's own pools would run the user's script a second time. They take orders as text, leave what they make in the
@@ -196,10 +198,6 @@ class Background:
 
 # --- Workers that are started before it is known what they are to make -----------------------------------------------
 #
-#     ahead = WorkersAhead()
-#     ahead.start(count, folder)          once there are so many, nothing more
-#     ahead.take() -> CompileWorker       one of them, or a new one. OSError, WorkerGoneError if it cannot be started
-#
 # Whatever a worker makes it first imports torch and Inductor, which takes as long as capturing a model, and the first
 # one asks what the C++ compiler builds for. While a model is captured other cores have nothing to do. Workers that
 # nobody takes end with this object, or by themselves (csc.runtime.compile_worker).
@@ -213,7 +211,7 @@ class WorkersAhead:
         weakref.finalize(self, _close, self._workers)
 
     def start(self, count: int, folder: Path) -> None:
-        """folder: in which they are going to make functions."""
+        """Starts workers until there are so many. folder: in which they are going to make functions."""
         try:
             while len(self._workers) < count:
                 self._workers.append(CompileWorker(ahead=folder))
@@ -221,7 +219,9 @@ class WorkersAhead:
             log.info("fuse: no process that compiles could be started ahead: %s", error)
 
     def take(self) -> CompileWorker:
-        """See the module."""
+        """Returns one of the workers that were started, or a new one. Raises OSError or WorkerGoneError if a new one
+        cannot be started.
+        """
         with contextlib.suppress(IndexError):  # several threads take them
             while True:
                 worker = self._workers.pop(0)

@@ -122,17 +122,12 @@ def _gains(left: torch.Tensor, right: torch.Tensor, row: torch.Tensor | None = N
     return is_worth(*left.shape, right.shape[1])
 
 
-# --- One function compiled by Inductor for tensors of certain layouts, and kept on disk as text and torch's ... ------
+# --- One function compiled by Inductor for tensors of certain layouts ------------------------------------------------
+#
+# It is kept on disk as text and torch's own artifact.
 #
 # Terms: a *structure* is that of csc.runtime.compiled_function. A *key* is a hash of the text of the function's file,
-# of
-# the layouts, and of all settings that Inductor looks at; of the machine and of csc the folder is.
-#
-#     kept = KeptFunction(name, text, structure, layouts, folder)
-#     kept.read() -> CompiledFunction | None | MISSING        None: the function computes nothing
-#     kept.made(function, given, wait) -> (what `read` gives, was it there)    compiles it if it is not there
-#     CompiledFunction(tensors) -> what the function returns
-#     settings(folder, on_cpu) -> Inductor's, for what is kept there
+# of the layouts, and of all settings that Inductor looks at; of the machine and of csc the folder is.
 #
 # Of several processes that need a function the first one makes it, the others wait for it, or turn to another one
 # first.
@@ -206,7 +201,9 @@ class KeptFunction:
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
     def read(self) -> CompiledFunction | Missing | None:
-        """Never an error of what is kept: damaged files count as missing."""
+        """Returns what is kept; None for a function that computes nothing, MISSING where nothing is kept. Never an
+        error of what is kept: damaged files count as missing.
+        """
         with _kept_in(self.folder):
             return self._read()
 
@@ -320,13 +317,6 @@ def _kept_in(folder: Path) -> Iterator[None]:
 
 # --- What another process has to know to compile a function of a layer file: text, and no tensor ---------------------
 #
-#     order = FunctionOrder.of(function, kept)
-#     order.make(wait)                                             in any process, unless it is kept
-#     order.line() -> str         FunctionOrder.read(line)         one line of JSON
-#     TorchState.now()            state.set()                      what of torch's switches a compilation depends on
-#     code(text) -> str                                            of a layer file, as it stands in keys
-#     form_of(structure, layouts) -> str                           of arguments: the same on all ranks
-#
 # Tensors are told by their layouts; what stands for them where they are compiled has memory, and no values.
 
 
@@ -427,7 +417,9 @@ def prepare(folder: Path) -> None:
 
 
 def form_of(structure: Any, layouts: Sequence[Layout]) -> str:
-    """Whatever the index of a device is."""
+    """Returns a hash of the structure and the layouts of arguments: the same on all ranks, whatever the index of a
+    device is.
+    """
     of_all = [[dtype, device.partition(":")[0], sizes, strides] for dtype, device, sizes, strides in layouts]
     return hashlib.sha256(json.dumps([structure, of_all]).encode()).hexdigest()[:32]
 

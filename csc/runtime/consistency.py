@@ -178,6 +178,6 @@ class Sample:
 
 
 def read(samples: Iterable[Sample]) -> bytes:
-    """See the module."""
+    """Returns the bytes of all samples, one after the other. Tensors on the meta device have none."""
     found = [one.entries() for one in samples if not one.tensor.is_meta]
     return torch.cat(found).cpu().numpy().tobytes() if found else b""

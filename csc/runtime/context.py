@@ -38,7 +38,9 @@ from csc.runtime.transport import (
     taken,
 )
 
-# --- Attention where keys come to queries: each rank attends from its own queries to its own keys, then to ... -------
+# --- Attention where keys come to queries ----------------------------------------------------------------------------
+#
+# Each rank attends from its own queries to its own keys, then to foreign ones.
 #
 # Terms
 #   lent       blocks of this rank's keys that another rank attends to
@@ -383,16 +385,9 @@ def _taken(whole: torch.Tensor, dim: int, chosen: Places) -> torch.Tensor:
     return whole.index_select(dim, chosen)
 
 
-# --- What an emitted program asks of a context-parallel group: attention over the tokens of all its ranks, ... -------
+# --- What an emitted program asks of a context-parallel group --------------------------------------------------------
 #
-#     attach(rank, microbatch) -> the microbatch with {component: ContextPlan}     nothing to do with cp = 1
-#     prepare(rank, microbatch)                               the same plans ahead of the step, for `attach` to find
-#     plan.tokens, .real          int64 [shard], bool [shard]: the rank's tokens by slot; which slots hold one
-#     plan.plan                   int64: its number, by which csc::context_attention and its like find it
-#     plan.attention(q, k, v, mask, scale, softcap) -> (out, lse)
-#     plan.attention_backward(d_out, q, k, v, out, lse, mask, scale, softcap) -> (dq, dk, dv)
-#     plan.gather(x, dim) -> whole                plan.gather_backward(d_whole, dim) -> dx
-#     plan.own(x, dim, repeat) -> shard           of what is equal on all ranks of the group
+# A program asks for attention over the tokens of all its ranks, and for wholes.
 #
 # A rank computes its own queries; how they meet the keys of other ranks is chosen by the model, the same way on every
 # rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.context), or ranks
@@ -441,7 +436,9 @@ def _mask(spec: ContextSpec, given: tuple[torch.Tensor | None, ...]) -> Mask:
 
 
 class ContextPlan:
-    """One rank's view of how microbatches with certain masks are spread.
+    """One rank's view of how microbatches with certain masks are spread. tokens: int64 [shard], the rank's tokens by
+    slot. real: bool [shard], which slots hold one. plan: int64, the number by which csc::context_attention and its like
+    find it.
 
     collective: "exact", "all-gather" or "heads" (csc.planning.dispatch.workload); None takes the cheapest by
         the model.

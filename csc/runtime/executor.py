@@ -77,11 +77,6 @@ def _word(name: str) -> int:
 #   made     of a microbatch of the next step: what the encoder makes of it, and a key of all that decides that
 #   readers  positions whose stages read what is made; only they need it
 #   orders   of each position: how many of its computes come before it encodes which microbatches
-#
-#     encoding = Encoding(manifest, orders, values, make)    of one step, as far as this process' ranks run it
-#     encoding.of(rank) -> RankEncoding                      .run(computes)  .exchange()
-#     encoding.arrived                                       what this process' readers have, after the step
-#     orders(manifest) -> Orders | None                      None: nothing is encoded
 
 
 DIGEST = 32  # bytes of a key

@@ -50,7 +50,9 @@ from csc.runtime.tried_function import tried
 from csc.runtime.weight_names import Under
 from csc.torch_private.fast_guards import same_layouts
 
-# --- What a function of a layer file uses besides its arguments and torch: a trace would see it once, and ... --------
+# --- What a function of a layer file uses besides its arguments and torch --------------------------------------------
+#
+# A trace would see that once, and keep it.
 #
 # Constants of the file count as its text. What it calls of its own file is looked through too.
 
@@ -552,14 +554,6 @@ def _backward(rank: Rank, stage: StageSpec, forward: Any, weights: Tensors, cons
 # something is being compiled for the program in the background, or is to be tried. *settled*: see
 # csc.runtime.fusing.
 #
-#     program = FusedProgram(number, functions, folder, kept, device, background, without, later)
-#     program.says -> flags           before each step: BUSY, PREPARES, READY
-#     program.before(calls, hold)     in each step; hold: some rank is busy with a program of this step
-#     program.word(hold), .settle(words, hold)       in a step in which some rank prepares, or is ready and none is
-#       busy
-#     program.after()                 after each step
-#     program.rows() -> [FusedRow]    what was compiled, and what runs as it is
-#
 # Ranks switch to compiled functions in the same step, and to the same ones: values that several of them compute alike
 # stay alike to the bit.
 
@@ -618,7 +612,9 @@ class FusedProgram:
         return self._settled
 
     def before(self, calls: Callable[[], Iterable[Call]], hold: bool) -> None:
-        """See the module."""
+        """Takes what is due before the calls of a step run: functions are prepared, noted or tried. hold: some rank is
+        busy with a program of this step.
+        """
         if self._settled:
             return
         self._steps += 1
@@ -731,7 +727,9 @@ class FusedProgram:
             one.tries(tries)
 
     def after(self) -> None:
-        """See the module."""
+        """Ends what `before` has begun, after a step: a trial is over, and what was noted is handed to the background
+        to compile.
+        """
         if self._tries:
             self._try(False)
             self._tried = True
@@ -824,7 +822,9 @@ def _named(function: Fused, form: str) -> str:
 
 
 class FusedMembers:
-    """See the module. positions: of this process' ranks on the pp axis."""
+    """The programs of one trainer, whose functions Inductor compiles. folder: where artifacts are kept; None: for this
+    process alone. positions: of this process' ranks on the pp axis.
+    """
 
     def __init__(self, folder: FunctionFolder | None, device: torch.device, positions: Iterable[int]) -> None:
         self._folder = folder or FunctionFolder.of(None)

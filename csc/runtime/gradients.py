@@ -79,7 +79,9 @@ def seen(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     return tensor.narrow(shard.dimension, shard.start, shard.stop - shard.start)
 
 
-# --- Gradients that data-parallel ranks divide (zero=2): each W's are summed over the ranks, and a rank keeps ... ----
+# --- Gradients that data-parallel ranks divide (zero=2) --------------------------------------------------------------
+#
+# The gradients of each W are summed over the ranks, and a rank keeps its shard.
 #
 # Terms: see csc.runtime.gradients. A stage's parameters are in *buckets* of about 25 MB, last ones first, as B and W
 # go through them; a bucket is on its way as soon as it is full. Buckets and their order are the same on every rank,

@@ -49,12 +49,6 @@ if TYPE_CHECKING:
 # results are used; only a part that gave the same bits is launched for later ones. (Where the function itself gives
 # other bits when it runs again, results may be as far apart as csc.runtime.compiled_function allows.)
 #
-#     instance = Instance(work, weights, constants)
-#     instance.first(asked, batch, received)       F as it has run, recorded and proven; any error
-#     instance.forward(batch, received) -> sent, or None: this batch is laid out otherwise, or what was lasting is not
-#     instance.take() -> InFlight                  .is_free, .recorded: the parts that are launched
-#     instance.rest(kind, received, weights)       B, W or BW: a generator of (name, gradient); returns (sent, kept)
-#
 # The order of an instance's launches is that of its recordings, F first, so its parts share a pool. Parts that keep
 # nothing share another one with all that a trainer records: whatever they made was copied out when the next one
 # begins.
@@ -97,7 +91,7 @@ class InFlight:
 
 
 class Instance:
-    """See the module. weights: what recordings read. constants: of the rank."""
+    """What is recorded for one microbatch in flight. weights: what recordings read. constants: of the rank."""
 
     def __init__(self, work: RecordedWork, weights: Tensors, constants: Constants) -> None:
         self._work, self._weights, self._constants = work, weights, constants
@@ -129,7 +123,7 @@ class Instance:
     # F
 
     def first(self, asked: Asked, batch: Mapping[str, Any], received: Tensors) -> None:
-        """Any error: then nothing of it is used. asked: F as it has run on this batch."""
+        """Records and proves F. asked: F as it has run on this batch. Raises any error: then nothing of it is used."""
         own = {id(one) for one in self._constants.lasting()}
         self._entries = list(asked.entries)
         self._lasting = {
@@ -190,7 +184,9 @@ class Instance:
         return [*moving, *received.values()]
 
     def forward(self, batch: Mapping[str, Any], received: Tensors) -> dict[str, torch.Tensor] | None:
-        """See the module."""
+        """Launches F on a batch and returns what it sends, by name. Returns None, with nothing launched, where the
+        batch is laid out otherwise than the recorded one, or a tensor that lasts lies elsewhere.
+        """
         forward = self._work.functions.forward
         tables = {name: table(forward, name)(batch, self._constants) for name in self._lasting}
         given = self._given(tables, batch, received)
@@ -204,7 +200,10 @@ class Instance:
     # B, W and BW
 
     def rest(self, kind: str, received: Tensors, weights: Tensors) -> Rest:
-        """See the module. kept: the token's place for W is taken by what B keeps where B runs as it is."""
+        """Runs B, W or BW: yields (name, gradient) pairs, and returns what is sent and what is kept for W. The part is
+        launched where it was recorded; until then it is proven. kept: the token's place for W is taken by what B keeps
+        where B runs as it is.
+        """
         part = self._parts.get(kind)
         if part is None or kind in self._work.refused:
             return (yield from self._proving(kind, received, weights))
@@ -349,12 +348,9 @@ def _compare(
         raise UnfitError(f"launched again: {why}")
 
 
-# --- A stage whose parts are launched as a device has recorded them, called as the functions of its rank's ... -------
+# --- A stage whose parts are launched as a device has recorded them --------------------------------------------------
 #
-#     stage = GraphedStage(rank, stage spec, room)
-#     stage.functions -> StageFunctions        in place of the rank's own
-#     stage.forget()                           gives up what was recorded; sizes have to be met again
-#     stage.rows() -> [GraphRow]               what is recorded, and what runs as it is
+# It is called as the functions of its rank's file are.
 #
 # A stage runs as it is until so many microbatches of its sizes have come (MET): only then, each in its turn, as many
 # instances are recorded as there are microbatches in flight (csc.runtime.graphed_stage). What cannot be recorded runs
@@ -393,7 +389,9 @@ class GraphRoom(Protocol):
 
 
 class GraphedStage:
-    """See the module. why: why nothing of it is recorded; "": nothing speaks against it."""
+    """The functions of one stage, which launch what was recorded of them. why: why nothing of it is recorded; "":
+    nothing speaks against it.
+    """
 
     def __init__(self, rank: Rank, spec: StageSpec, room: GraphRoom, why: str = "") -> None:
         self._plain = rank.functions[spec.stage]
@@ -413,7 +411,7 @@ class GraphedStage:
 
     @property
     def functions(self) -> StageFunctions:
-        """See the module."""
+        """The functions that the executor calls in place of the rank's own."""
         own = self._plain
         return StageFunctions(
             forward=self._forward,
@@ -433,13 +431,15 @@ class GraphedStage:
             self.forget()
 
     def forget(self) -> None:
-        """See the module. Microbatches in flight go on with what they have."""
+        """Gives up all recordings; sizes have to be met again before new ones are made. Microbatches in flight go on
+        with what they have.
+        """
         if self._instances:
             self._room.recorder.finish()  # what was launched still runs
         self._instances, self._weights, self._met = [], None, 0
 
     def rows(self) -> list[GraphRow]:
-        """See the module."""
+        """Returns a row for each part of the stage: whether it is recorded, or why it runs as it is."""
         there = [part for part, name in PARTS.items() if getattr(self._plain, name) is not None]
         without = self.refused.get("F", "")
         return [
@@ -562,12 +562,6 @@ def _line(error: Exception) -> str:
 
 # --- The programs of one trainer whose stages a device records and launches again: see csc.runtime.graphed_stage -----
 #
-#     programs = GraphedPrograms(device, asked)   asked: whether anything is to be recorded; CPUs have nothing for it
-#     programs.add(ranks, fused) -> ranks         of one more program; fused: what Inductor compiles of the same
-#       programs
-#     programs.rows() -> [GraphRow]
-#     unrecorded(program, rank, stage) -> str     what program.json and the files say against a stage; "": nothing
-#
 # Of several programs (sizes) KEPT at most have recordings at once: the one that has not been used for the longest time
 # gives up its own for another, whose sizes have come often enough. Where that goes round, the last one runs as it is.
 
@@ -577,7 +571,9 @@ GIVEN_UP = 2  # times that a program may have lost its recordings
 
 
 class GraphedPrograms:
-    """See the module."""
+    """The programs of one trainer. asked: whether anything is to be recorded; a device without graphs is told in the
+    log, and everything runs as it is.
+    """
 
     def __init__(self, device: torch.device, asked: bool) -> None:
         self._recorder = devices.graphs(device) if asked else None
@@ -589,7 +585,9 @@ class GraphedPrograms:
         self._recent: list[OneProgram] = []  # those with recordings, the last one used last
 
     def add(self, ranks: list[Rank], fused: FusedMembers | None) -> list[Rank]:
-        """The ranks, with functions that record."""
+        """Returns the ranks of one more program, with functions that record. fused: what Inductor compiles of the same
+        programs.
+        """
         if self._recorder is None:
             return ranks
         number = len(self._all)
@@ -599,7 +597,7 @@ class GraphedPrograms:
         return [replace(rank, functions=one.functions(rank)) for rank in ranks]
 
     def rows(self) -> list[GraphRow]:
-        """Of all stages of all programs."""
+        """Returns a row for each part of all stages of all programs."""
         return [row for one in self._all for stage in one.stages for row in stage.rows()]
 
     def _entered(self, program: OneProgram) -> bool:
@@ -656,7 +654,9 @@ class OneProgram:
 
 
 def unrecorded(program: LoadedProgram, rank: Rank, stage: StageSpec) -> str:
-    """See the module. What calls say shows when they run (csc.runtime.recorded_part)."""
+    """Returns why nothing of a stage can be recorded, as program.json and the files of the program say it; "" where
+    nothing speaks against it. What calls say shows when they run (csc.runtime.recorded_part).
+    """
     manifest = program.manifest
     edited = [name for name in program.edited if name.endswith(".py")]
     if edited:

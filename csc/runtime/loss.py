@@ -199,7 +199,9 @@ def combine(
 
 
 class StepLoss(torch.Tensor):
-    """See the module."""
+    """The loss of a training step. What is computed from it is a plain tensor, except for its multiples. `backward`
+    raises InputError.
+    """
 
     __torch_function__ = nn.Parameter.__torch_function__  # results are plain tensors, as those of a parameter are
 

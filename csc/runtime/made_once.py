@@ -77,13 +77,13 @@ class Constants(Mapping[str, torch.Tensor]):
         return found.results
 
     def lasting(self) -> Iterator[torch.Tensor]:
-        """See the module."""
+        """Yields the constants, and what fixed functions made of them: the same tensors in each step."""
         yield from self._tensors.values()
         for results, _ in self._kept.values():
             yield from results
 
     def held(self) -> Iterator[torch.Tensor]:
-        """See the module."""
+        """Yields all tensors that outlive a step: those of `lasting`, and what sized functions made last."""
         yield from self.lasting()
         for latest in self._latest.values():
             yield from latest.results

@@ -225,15 +225,8 @@ def as_float(bits: int) -> float:
 #   waits      what for, and the rank that it comes from (None: from any of several)
 #   failure    what went wrong on this rank, while it meets the others over it
 #   tell       write into the store of the process group. A rank begins once it has stood at a place for a while, so
-#     that
-#              nothing is written while all is well, and tells at every look from then on: one that has become silent
-#                is
-#              stopped
-#
-#     positions = Positions(store, rank, ranks, seconds)      starts a thread that tells; .close()
-#     positions.moved(action)                                 positions.waits = ("layers.7", 2), or None
-#     store_of_processes(name) -> Store or None
-#     positions.told() -> "rank 3, before F of stage 2, microbatch 5, waits for layers.7 from rank 2; rank 2, ..."
+#              that nothing is written while all is well, and tells at every look from then on: one that has become
+#              silent is stopped
 
 
 SHOWN = 8  # ranks that a sentence names
@@ -392,18 +385,10 @@ def _watch(positions: weakref.ref[Positions], done: threading.Event, every: floa
 #
 # Terms
 #   meeting     every rank says in a few numbers what it is about to do and whether it can; nobody goes on before all
-#     have
+#               have
 #   operation   what that is: "train_step", "save", ...
 #   said        with what: see csc.runtime.meeting
 #   broken      some rank may have done what others have not: nothing is done together any more
-#
-#     meeting = Meeting.of_all(timeout)                   every rank makes it; Meeting() where there is one process
-#     meeting.hold("train_step", make) -> result          `make` returns (what it says, result)
-#     meeting.heard("train_step", make) -> (result, [Heard])    the same, and the numbers that each rank said
-#     meeting.total("clip_grad_norm_", make) -> float     `make` returns a number; the sum over ranks, in their order
-#     meeting.texts("samples", text) -> [text]            of all ranks, who have just agreed to tell each other
-#     meeting.failed(error) -> error                      a rank could not finish what was agreed on: what to raise
-#     meeting.turn("train_step")                          one call at a time: InputError to a second thread
 #
 # A rank that raises in `make` still comes, and all raise for the same step. It costs one small all_gather of a gloo
 # group of its own; only if something is amiss, texts travel as well. Nothing is unpickled.

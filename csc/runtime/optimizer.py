@@ -184,7 +184,9 @@ def _check_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
                 )
 
 
-# --- The state of an optimizer on disk, by the names of parameters: written by any mesh and level of ZeRO, ... -------
+# --- The state of an optimizer on disk, by the names of parameters ---------------------------------------------------
+#
+# Any mesh and level of ZeRO writes it, and any reads it.
 #
 # Terms: each process writes the *parts* that it alone has, or has before others: a box of a parameter's entries
 # (csc.runtime.specs) for each tensor of its state. An *index* lists the parts of all processes, numbers that are no

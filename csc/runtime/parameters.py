@@ -27,25 +27,13 @@ from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, ParameterSpec, cut, part_in_box, put, sizes, whole_box
 from csc.runtime.transport import Endpoint, InProcess, Membership, Met, Transport
 
-# --- The parameters of a process whose ranks hold parts of them: tensor-parallel ones, and with zero=3 ... -----------
+# --- The parameters of a process whose ranks hold parts of them ------------------------------------------------------
+#
+# These are tensor-parallel ranks, and with zero=3 data-parallel ones.
 #
 # Terms: a *box* is what one of these ranks holds (csc.runtime.specs); with zero=3 the shard (csc.runtime.gradients)
 # of what tensor-parallel ranks would hold. A process that runs all of them keeps parameters whole and gives each rank
 # its box in every step; one of several keeps its own rank's box alone.
-#
-#     shards = Shards(mesh, transport, device, zero)
-#     .parameters(program, specs, given, kept)    nn.Parameters by name, and which of them have no values
-#     .box(spec)                                  what this process keeps; None: all of it
-#     .in_parts(spec)                             whether any does not keep all of it
-#     .of_rank(spec, tensor, rank)                as a rank holds it
-#     .divides(boxes), .in_shards(spec)           whether tensor-parallel, data-parallel ranks hold different parts of
-#       it
-#     .whole(spec, own)                           from all processes
-#     .kept(spec, parameter)                      for the next trainer of this process
-#     .sources                                    the whole tensors that boxes were cut from
-#     .check_sources(where)                       InputError if boxes are of tensors that were written to since
-#     .put_back(spec)                             what they were taken from holds what they do
-#     met_of(mesh, rank, endpoint, fused) -> {name: Met}     where a rank's collectives meet: see csc.ir.groups
 
 
 @dataclass
@@ -92,7 +80,9 @@ def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> di
 
 
 class Shards:
-    """See the module."""
+    """What this process keeps of the parameters that ranks divide. zero: the ZeRO stage; with 3 data-parallel ranks
+    hold shards.
+    """
 
     def __init__(self, mesh: Mesh, transport: Transport, device: torch.device, zero: int = 0) -> None:
         self._mesh, self._device, self._transport = mesh, device, transport
@@ -231,25 +221,16 @@ class Shards:
         return value
 
 
-# --- Parameters of which each data-parallel rank steps a shard: the state of its optimizer is that of shards ... -----
+# --- Parameters of which each data-parallel rank steps a shard -------------------------------------------------------
+#
+# The state of its optimizer is that of shards (ZeRO).
 #
 # Terms
-#   shard      what this process steps of a parameter that it trains (csc.runtime.gradients): an nn.Parameter of its
-#              own that lies in the memory of the whole one, with the gradient of its entries alone. *Apart* (zero=3)
-#                it
-#              has memory of its own, and the process keeps no whole one
+#   shard      what this process steps of a parameter that it trains (csc.runtime.gradients): an nn.Parameter of its own
+#              that lies in the memory of the whole one, with the gradient of its entries alone. *Apart* (zero=3) it has
+#              memory of its own, and the process keeps no whole one
 #   stale      the whole parameters lack what other ranks have stepped, from the optimizer's step to the next `gather`
 #   proven     an optimizer that works entry by entry, which `optimizer` has made
-#
-#     shards = DataShards(mesh, rank, apart)
-#     shards.add(specs, weights)                     those that train get their shards, once
-#     shards.of(name) -> nn.Parameter | None         what an optimizer steps
-#     shards.stale                                   whether `gather` is due, as far as this rank knows
-#     shards.gather(transport)                       all ranks call it
-#     shards.replaced = True                         other shards train from now on: a step of these is an InputError
-#     shards.check_steps(where)                      InputError if something else than such an optimizer wrote to a
-#       shard
-#     shards.known()                                 but for what csc has written itself
 #
 # A number without dimensions stays whole: all ranks step it alike. A process that runs all ranks has no use for it: it
 # holds every parameter once, and any optimizer steps all of it. See Rajbhandari et al., ZeRO: Memory Optimizations
@@ -382,22 +363,19 @@ class DataShards:
         return held.whole.numel() * held.whole.element_size() // len(self.ranks)
 
 
-# --- The parameters of this process: what its ranks compute with, what an optimizer steps of them, their ... ---------
+# --- The parameters of this process ----------------------------------------------------------------------------------
+#
+# Here is what its ranks compute with, what an optimizer steps of it, and the values on disk.
 #
 # Terms: *held* are the parameters of this process' ranks, each once. Of several processes each holds its part of those
 # that ranks divide (csc.runtime.parameters, csc.runtime.parameters).
-#
-#     own = OwnParameters(program, transport, device, weights, kept, data)
-#     own.trained -> specs          .stepped(name) -> nn.Parameter         .data: what of them is stepped in shards
-#     own.values, .wholes, .shards  by name: all, as they are computed with; kept whole; boxes, for the next trainer
-#     own.load(path)   .fill(fill)   .save(directory)   .collect(into)   .refresh()           all ranks call these
 
 
 log = logging.getLogger("csc")
 
 
 class OwnParameters:
-    """Of the ranks of this process. given, kept, data: as for csc.runtime.trainer.Trainer."""
+    """The parameters of the ranks of this process. given, kept, data: as for csc.runtime.trainer.Trainer."""
 
     def __init__(
         self,
@@ -481,7 +459,7 @@ class OwnParameters:
 
     @property
     def trained(self) -> list[ParameterSpec]:
-        """Of the trainable parameters of this process."""
+        """Returns the specs of the trainable parameters of this process."""
         return [spec for spec in self.specs if spec.trainable]
 
     def box(self, spec: ParameterSpec) -> Box | None:

@@ -22,9 +22,8 @@ from csc.runtime.transport import Endpoint, Met
 # --- Ranges for torch.profiler (and NVTX through it): what a rank runs, by action, stage, microbatch and region ------
 #
 #     ranges = Ranges(stages)
-#     ranges.over(weights)                        weights that tell which region reads them
-#     with ranges.of(action): ...                 "F stage 2 microbatch 5 [layers.4 ... layers.7]", and in it
-#       "layers.4"
+#     weights = ranges.over(weights)     # they tell which region reads them
+#     with ranges.of(action): ...        # "F stage 2 microbatch 5 [layers.4 ... layers.7]", and in it "layers.4"
 
 
 class Ranges(Mapping[str, torch.Tensor]):
@@ -125,9 +124,8 @@ def _turns(actions: Sequence[Action]) -> Iterator[list[Action]]:
 # --- A rank: one position of the mesh with what it needs to run its part of a program --------------------------------
 #
 # Terms: a rank's *position* is its index on the pp axis, its *cp rank* and *tp rank* those on the cp and the tp axis,
-#   its
-# *replicas* those whose samples it works on. They are one, but at a position that replicas share: there the rank does
-# each action of the schedule for all of them, and numbers their microbatches in turns.
+# its *replicas* those whose samples it works on. They are one, but at a position that replicas share: there the rank
+# does each action of the schedule for all of them, and numbers their microbatches in turns.
 
 
 @dataclass(frozen=True)

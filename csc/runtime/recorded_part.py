@@ -121,19 +121,15 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 #
 # Terms: a parameter *lasts* if a step computes with its own memory; one that is computed with in another dtype is made
 # anew for each step, and *moves*: it has a place that is filled in each step.
-#
-#     weights = GraphWeights(specs, given, copies)     specs: of the stage's parameters; given: what a step computes
-#       with;
-#                                                copies: the places of all stages, by name
-#     weights.values {name: tensor}              what recordings read
-#     weights.take(given) -> bool                before each F: copies moving ones; whether others are where they were
 
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class GraphWeights:
-    """See the module."""
+    """The parameters of a stage as recordings read them. specs: of the stage's parameters. given: what a step computes
+    with, by name. copies: the places of parameters that move, of all stages, by name. `values` is what recordings read.
+    """
 
     def __init__(self, specs: Iterable[ParameterSpec], given: Tensors, copies: dict[str, FixedPlaces]) -> None:
         there = [spec for spec in specs if spec.name in given]
@@ -146,7 +142,9 @@ class GraphWeights:
         self._step: weakref.ref[torch.Tensor] | None = None  # a tensor that each step has anew
 
     def take(self, given: Tensors) -> bool:
-        """See the module."""
+        """Copies the parameters that move to their places, before each F. Returns False, with nothing copied, where one
+        is missing, a lasting one lies elsewhere, or a moving one does not fit its place.
+        """
         first = next((given.get(name) for name in (*self._moving, *self._lasting)), None)
         if first is not None and self._step is not None and self._step() is first:
             return True
@@ -172,11 +170,6 @@ def _memory(one: torch.Tensor) -> tuple[Any, ...]:
 # Terms: a *recorder* records what code launches (csc.devices.DeviceGraphs; tests have one for CPUs). What *leaves* a
 # part is copied out of the recorder's memory, within the recording, into places that all parts share; what it *keeps*
 # stays in that memory, for parts of the same microbatch.
-#
-#     Recorder                                     what is asked of one
-#     run(leave) -> kept                           a part as code: it calls leave(name, tensor) in order
-#     part = RecordedPart(recorder, run, pool, places, device)     warms up, records; UnfitError, any of the recorder's
-#     part.launch()                                part.leaving() -> (name, copy) pairs, one by one
 
 
 Name = tuple[str, str]  # what it is, and how the stage calls it
@@ -186,7 +179,7 @@ Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Recorder(Protocol):
-    """See csc.devices.DeviceGraphs."""
+    """What is asked of a recorder: see csc.devices.DeviceGraphs."""
 
     def pool(self) -> Any: ...
 
@@ -220,8 +213,10 @@ class LeavingPlaces:
 
 
 class RecordedPart:
-    """See the module. pool: of the recorder, for what it makes and keeps. before: the same for the warm-up, if `run`
-    writes over what it is given.
+    """A part of a stage's work, warmed up and recorded when it is made, and launched by `launch`. run: the part as
+    code, which calls leave(name, tensor) in order and returns what it keeps. pool: of the recorder, for what it makes
+    and keeps. before: the same for the warm-up, if `run` writes over what it is given. Raises UnfitError for a call
+    that cannot be recorded, and whatever the recorder raises.
     """
 
     def __init__(
@@ -288,7 +283,9 @@ LAYERS = "layers"  # the name by which a rank's file has its layer files
 
 
 class Asked:
-    """See the module."""
+    """Runs F as it is, and notes what it asks for: `sent` and `saved` are what F returns, `tables` the results of each
+    function of layers/tables.py, `entries` the names of the batch entries that it reads.
+    """
 
     def __init__(
         self, forward: Forward, batch: Mapping[str, Any], received: Mapping[str, torch.Tensor],
@@ -312,7 +309,7 @@ def table(forward: Forward, name: str) -> Callable[..., Any]:
 
 
 def handed(forward: Forward, tables: Mapping[str, tuple[torch.Tensor, ...]]) -> Forward:
-    """See the module."""
+    """Returns a forward in which the functions of layers/tables.py return these tables, whatever they are given."""
     return _with(forward, tables.__getitem__)
 
 

@@ -388,7 +388,9 @@ def _places(box: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         yield tuple(there for there, _ in one), tuple(here for _, here in one)
 
 
-# --- A JSON object read field by field: every complaint names the field, what it should be, and its place in ... -----
+# --- A JSON object read field by field -------------------------------------------------------------------------------
+#
+# Every complaint names the field, what it should be, and its place in the file.
 
 
 LARGEST = 2**53

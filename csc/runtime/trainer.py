@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 # Terms
 #   counts    of one replica's microbatches: tokens, samples, and the FLOPs that its ranks spend on them
 #   peak      FLOP/s of a device, as the plan's hardware profile has them for the dtype that is computed in
-#   MFU       model FLOPs of the step over what all devices could do in that time (PaLM, Chowdhery et al. 2022); what
-#     is
+#   MFU       model FLOPs of the step over what all devices could do in that time (PaLM, Chowdhery et al. 2022); what is
 #             computed again for lack of memory is not counted
 #
 # Tokens are those that count in attention_mask, where the program reads one; else all places of the token ids.

@@ -223,7 +223,9 @@ def backward(
     return torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, one.packed, *one.numbers, scale, softcap)
 
 
-# --- The ranks of one process as threads that take turns, for programs whose ranks meet in the middle of an ... ------
+# --- The ranks of one process as threads that take turns -------------------------------------------------------------
+#
+# They serve programs whose ranks meet in the middle of an action.
 #
 # Context-parallel attention waits for other ranks within F and B, where an executor cannot step aside. So each rank
 # gets a thread, and one of them runs at a time: a thread that waits gives the turn away. When all wait, nobody can go
@@ -659,13 +661,8 @@ class _Local:
 # Terms
 #   blocks   a tensor [n, B, block, H, D], one entry for each block of tokens: what is dispatched as a whole moves as a
 #            whole, in long copies. The sequence's last block may be short; the rest of it is padding that no query
-#              sees.
+#            sees.
 #   places   which blocks: a slice where they follow each other, else int64 [n]
-#
-#     Group(endpoint, index, members)          .start(sends, receives, why) -> ticket, .finish(ticket) -> what came
-#     places(indices, device) -> Places        count(places), taken(blocks, places), put(..), added(..), room(..)
-#     in_blocks(x, block)                      [B, H, t, D] as blocks: a view
-#     in_heads(empty_blocks(..))               and back
 
 
 Places = slice | torch.Tensor

@@ -56,7 +56,9 @@ def tried(
 
 
 def apart(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
-    """See the module; "": in nothing."""
+    """Returns in what results are too far from those of a function that rounds otherwise; "" where they are near
+    enough.
+    """
     return _difference(found, wanted, _near(wanted), "result")
 
 

@@ -145,9 +145,9 @@ def _peak(sizes: Sequence[float], limit: float | None) -> str:
     return f"{bytes_text(sizes[rank])} (rank {rank}){over}"
 
 
-# --- Runs as one HTML page: every rank's F, B and W, its messages and its memory, on one time scale for all ... ------
+# --- Runs as one HTML page -------------------------------------------------------------------------------------------
 #
-# on its own.
+# It shows every rank's F, B and W, its messages and its memory, on one time scale for all runs or each on its own.
 #
 # Terms: see csc.simulation.timeline. A *tick* is the page's unit of time; the page holds whole ticks.
 #
@@ -314,7 +314,9 @@ def _steps(times: Sequence[int]) -> list[int]:
     return [time - before for before, time in zip([0, *times], times)]
 
 
-# --- Runs as one SVG picture: every rank's F, B and W and its memory, on one time scale for all runs or each ... -----
+# --- Runs as one SVG picture -----------------------------------------------------------------------------------------
+#
+# It shows every rank's F, B and W and its memory, on one time scale for all runs or each on its own.
 #
 # Terms: see csc.simulation.timeline. A *lane* is the strip of a rank: its boxes and, below them, its memory, of which
 # the state (grey) is accounted in the same way in every run.

@@ -452,7 +452,9 @@ def _figures(pipeline: Pipeline) -> Iterator[tuple[str, float]]:
             yield f"the seconds for a byte {where} nodes", 1 / link.bandwidth if link.bandwidth else math.inf
 
 
-# --- A pipeline's numbers as JSON: program.json keeps them, so that a written program can be simulated and ... -------
+# --- A pipeline's numbers as JSON ------------------------------------------------------------------------------------
+#
+# The file program.json keeps them, so that a written program can be simulated and emulated.
 
 
 _REMEDY = "Compile the program again"

@@ -77,7 +77,7 @@ OF_CPU: dict[Any, Layout] = dict.fromkeys((aten.log_sigmoid.default, aten.log_si
 
 
 class FakeTensorMode(fake_tensor.FakeTensorMode):
-    """See the module."""
+    """Torch's fake mode, whose results have the strides of the real ones for the operations of LAYOUTS."""
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Of torch, called for each operation."""
@@ -86,7 +86,7 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
 
 @contextmanager
 def real_layouts() -> Iterator[None]:
-    """See the module."""
+    """A context in which every fake mode gives results the strides of LAYOUTS, also modes that torch makes itself."""
     own = fake_tensor.FakeTensorMode.dispatch
 
     def dispatch(

@@ -39,7 +39,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def base(node: fx.Node) -> fx.Node:
-    """See the module."""
+    """Returns the call that a chain of views looks at; it may be an item of several results."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -54,7 +54,7 @@ def maker(node: fx.Node) -> fx.Node:
 
 
 def strides_as(value: torch.Tensor, sizes: torch.Size) -> tuple[int, ...] | None:
-    """See the module."""
+    """Returns the strides of a view of these sizes; None where the value has to be copied for that."""
     alike = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     try:
         return alike.view(sizes).stride()
@@ -92,14 +92,16 @@ MAY_BE_OPERANDS = frozenset({
 
 
 def written(node: fx.Node) -> fx.Node:
-    """See the module."""
+    """Returns the operand that a call marked as `in_place` writes over: its first."""
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     return operand
 
 
 def block(node: fx.Node) -> fx.Node:
-    """See the module. What is written in place is in the memory of what was there before."""
+    """Returns the call, or the placeholder, that first made the memory of a value. What is written in place is in the
+    memory of what was there before.
+    """
     made = maker(node)
     while made.meta.get("in_place"):
         made = maker(written(made))
@@ -129,7 +131,9 @@ def draws(node: fx.Node) -> bool:
     return is_random(node) or g.op_name(node) in g.SEEDED
 
 
-# --- How calls run on a device: as matrix products, in the kernel of their neighbours, reading rows alone; in ... ----
+# --- How calls run on a device ---------------------------------------------------------------------------------------
+#
+# A call may be a matrix product, run in the kernel of its neighbours, or read rows alone; each has a dtype.
 
 
 def _names(text: str) -> frozenset[str]:

@@ -50,7 +50,9 @@ MOVES = COPIES | CASTS | RESHAPES | {"aten::expand", "aten::repeat", "aten::inde
 
 
 def bounds(value: Any) -> Bounds | None:
-    """See the module."""
+    """Returns the least and the largest number that a value can hold; None where that is not known. value: a node of
+    csc.analysis.sized, or a number.
+    """
     val = g.tensor_value(value) if isinstance(value, fx.Node) else None
     if val is None:
         number = number_of(value)

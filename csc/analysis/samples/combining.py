@@ -31,11 +31,9 @@ from csc.torch_private.exported import OpOverload
 
 # --- How the losses of microbatches make the loss of the whole batch, proven from the captured graph -----------------
 #
-#
 # The samples are followed from the batch to the loss (csc.analysis.samples.propagation). The loss is found to be a sum
 # over them, or one divided by a number that adds up over microbatches, or a sum of such terms; or the operation is
-#   named
-# that makes it anything else.
+# named that makes it anything else.
 #
 # A proof holds for every size if it was made with more samples than the batch has, and no two sizes that are free were
 # the same, nor one of them 1: then which dimensions an operation joins, splits and sums cannot have been a
@@ -281,9 +279,9 @@ def _is_alike(entry: Input, primary: Input) -> bool:
     return whole and len(sizes) > 1 and sizes == primary.shape[primary.samples : primary.samples + 2]
 
 
-# --- Whether a model does the same to each sample, however many there are: two of its graphs compared, of so ... -----
+# --- Whether a model does the same to each sample, however many there are --------------------------------------------
 #
-# and of more.
+# Two of its graphs are compared, one of so many samples and one of more.
 #
 # A trace that was made for one number of samples n has what Python made of that number as literals: `math.sqrt(n)`,
 # `torch.tensor(n)`, one branch of `if n > 8`. No rule for an operation can tell them from numbers of the model's own.

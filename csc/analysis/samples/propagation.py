@@ -33,7 +33,7 @@ from csc.analysis.operators.table import (
 from csc.analysis.tokens import TOKENS, SortedRows, follow, positions
 from csc.ir import graph as g
 
-# --- What the samples of a batch can be to a value of a graph. The terms are those of ... ----------------------------
+# --- What the samples of a batch can be to a value of a graph --------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,9 @@ EITHER, NOT = ("aten::bitwise_or", "aten::logical_or", "aten::__or__"), ("aten::
 
 
 def written_to(node: fx.Node) -> tuple[fx.Node, bool] | None:
-    """See the module. Of a mask with one dimension."""
+    """Returns the mask that a `select_scatter` writes one entry to, and whether the mask may then keep one row more.
+    Returns None where it writes something else, or is another call. Of a mask with one dimension.
+    """
     if g.op_name(node) != "aten::select_scatter":
         return None
     bound = g.bind(node)
@@ -263,7 +265,7 @@ def written_to(node: fx.Node) -> tuple[fx.Node, bool] | None:
 
 
 def without_spare(mask: fx.Node) -> fx.Node:
-    """See the module."""
+    """Returns the mask as it is before a spare row is kept; the mask itself where none is."""
     found, spares = mask, False
     while (before := written_to(found)) is not None:
         found, spares = before[0], spares or before[1]
@@ -271,7 +273,7 @@ def without_spare(mask: fx.Node) -> fx.Node:
 
 
 def spare_of_order(order: Any) -> fx.Node | None:
-    """See the module."""
+    """Returns the mask that an `argsort` puts first, without its spare row; None where it has none."""
     others = order.args[0]
     if g.op_name(order) != "aten::argsort" or g.op_name(others) != "aten::logical_not":
         return None
@@ -310,12 +312,10 @@ def _is_none(node: fx.Node, mask: fx.Node) -> bool:
 #   Numbers  numbers of rows: those of a microbatch count from 0 again
 #   Sorted   rows in the order of the experts that work on them, and what leads there and back (csc.analysis.tokens)
 #   Made     made by the model's own code of one microbatch, before the step, for its rows; or a statistic of all its
-#     rows
+#            rows
 #   Mixed    none of these: something looked at several samples at once, or csc has no rule for it
 # Each but the last four times powers of counts: `x / n` is x, times n to the power of -1, where n of the batch is the
 # sum of those of its microbatches. So a mean over samples is Parts with the number of samples to the power of -1.
-#
-#     follow(graph, entries) -> {node: State}     of a graph of csc.analysis.symbolic, its entries being these States
 
 
 class SamplePropagation:

@@ -114,7 +114,9 @@ def _only_tracers() -> bool:
     return all(type(mode).__module__.partition(".")[0] in TRACERS for mode in modes_that_are_on())
 
 
-# --- Layers that do the same: which of a layer's attributes its forward looks at, and whether another layer ... ------
+# --- Layers that do the same -----------------------------------------------------------------------------------------
+#
+# The question is which of a layer's attributes its forward looks at, and whether another layer has the same.
 #
 # Terms
 #   structure   classes of the modules below a layer, names, shapes and dtypes of their parameters and buffers
@@ -417,7 +419,9 @@ def _package(module: Any) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
-# --- What code looks at besides its arguments: globals, closures, state that objects share; and whether it ... -------
+# --- What code looks at besides its arguments ------------------------------------------------------------------------
+#
+# It looks at globals, closures and state that objects share; what is asked is whether these have changed.
 #
 #     looked = Looked()
 #     with looked.watching(): layer(hidden)

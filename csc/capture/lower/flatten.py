@@ -43,7 +43,8 @@ MEAN, SUM = 1, 2  # values of ATen's `reduction` argument
 
 
 def with_own_divisors(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """See the module.
+    """Writes the mean of a cross entropy whose weights and smoothing need a divisor of its own as a sum and a division.
+    Changes a captured graph in place.
 
     Before    %loss = aten.cross_entropy_loss(%x, %labels, %w, 1, -100, 0.1)
     After     %sum = aten.cross_entropy_loss(%x, %labels, %w, 2, -100, 0.1);  %loss = aten.div(%sum, %divisor)
@@ -77,8 +78,7 @@ def _quotient(writer: Writer, node: fx.Node) -> fx.Node:
 #
 # Terms
 #   region    the calls of one such block, as export keeps them: without casts, with the results that the casts lead to
-#   work      what a call does, operation by operation, and the dtypes of operands and results; views and casts left
-#     out
+#   work      what a call does, operation by operation, and the dtypes of operands and results; views and casts left out
 #             (values without data let an operation take operands of dtypes that it refuses with data)
 #
 # There is no table of what autocast does with which operation: each call is run under it, on values without data, and

@@ -102,17 +102,16 @@ def _is_all(node: fx.Node) -> bool:
 # --- Selections of rows by a mask as values of all rows, each where it was -------------------------------------------
 #
 # Terms: see csc.capture.lower.masked_index.
-#
-#     rows = RowsInPlace(graph, mode)       .in_place: to the mask of the rows that were selected     .zeros
-#     rows.flat, .zeroed, .spread, .together(like, value)      the same rows otherwise: calls in front of `like`
-#     rows.call(like, target, ...), .place(node, as_these)     a call with its value; a call whose rows are in place
-#     refused(node, why) -> InputError
 
 
 aten = torch.ops.aten
 
 
 class RowsInPlace:
+    """The selections of one graph. in_place: to the mask of the rows that were selected. Calls are added in front of a
+    node `like`.
+    """
+
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.graph, self.mode = graph, mode
         self.in_place: dict[fx.Node, fx.Node] = {}
@@ -179,6 +178,7 @@ class RowsInPlace:
         return size if isinstance(size, int) else self.made(like, aten.sym_size.int, (node, dim), {}, size)
 
     def call(self, like: fx.Node, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
+        """Returns a new call in front of `like`, with its value."""
         return self.made(like, target, arguments, keywords, self.value(target, arguments, keywords))
 
     def value(self, target: Any, arguments: Any, keywords: Any) -> Any:
@@ -192,7 +192,7 @@ class RowsInPlace:
 
 
 def refused(node: fx.Node, why: str) -> InputError:
-    """Of a call that reads selected rows."""
+    """Returns the error for a call that reads selected rows."""
     return InputError(
         f"{g.op_name(node)} {why}: how many is known only when the batch is there",
         node.meta.get("source") or node.meta.get("module") or "model",
@@ -214,7 +214,9 @@ NONE, MEAN, SUM = 0, 1, 2  # what becomes of a loss for each entry
 
 
 def reduced(rows: RowsInPlace, node: fx.Node) -> bool:
-    """See the module. Those along what is in a row leave rows in place."""
+    """Puts a sum or mean over rows in place where `node` was. Returns False, with nothing changed, for any other call.
+    Those along what is in a row leave rows in place.
+    """
     if g.op_name(node) not in REDUCED:
         return False
     bound = g.bind(node)
@@ -273,7 +275,7 @@ def _number(rows: RowsInPlace, mask: fx.Node) -> fx.Node:
 
 
 def each(rows: RowsInPlace, loss: fx.Node) -> fx.Node:
-    """See the module."""
+    """Returns a loss entry by entry, of all rows: before rows are placed and entries reduced."""
     bound = g.bind(loss) | {"reduction": NONE}
     keyword = [one.name for one in loss.target._schema.arguments if one.kwarg_only]  # type: ignore[union-attr]
     arguments = tuple(value for name, value in bound.items() if name not in keyword)
@@ -284,7 +286,9 @@ def each(rows: RowsInPlace, loss: fx.Node) -> fx.Node:
 
 
 def of_each(rows: RowsInPlace, loss: fx.Node, entries: fx.Node) -> None:
-    """See the module."""
+    """Puts the sum or mean of these entries in the loss' place, or the entries themselves where the loss reduces
+    nothing.
+    """
     if g.bind(loss)["reduction"] == NONE:
         replace_call(loss, entries)
         return
@@ -292,7 +296,9 @@ def of_each(rows: RowsInPlace, loss: fx.Node, entries: fx.Node) -> None:
 
 
 def by_their_number(rows: RowsInPlace, size: fx.Node, selected: fx.Node, user: fx.Node) -> bool:
-    """See the module. size: the number of rows, of which Python has a multiple perhaps."""
+    """Returns whether `user` computes with how many rows there are, and has been replaced. size: the number of rows, of
+    which Python has a multiple perhaps.
+    """
     factors = [one for one in user.args if one is not size]
     if user.target is operator.mul and len(factors) == 1 and isinstance(factors[0], int):
         times = factors[0]
@@ -348,12 +354,16 @@ FINITE = {
 
 
 def is_only_moved(selection: fx.Node) -> bool:
-    """See the module."""
+    """Returns whether a selection is read only by writes, or, of whole numbers, by losses: calls that do not compute
+    with rows that were left out.
+    """
     return _is_only_read(selection, WRITES if _has_numbers(selection) else WRITES | LOSSES)
 
 
 def made_by(selected: fx.Node, selection: fx.Node, mask: fx.Node) -> list[fx.Node] | None:
-    """See the module."""
+    """Returns the linear layer and the copies that make what is selected from, the layer first. Returns None where
+    others read them, or more than losses read the selection.
+    """
     rows = selected.meta["val"].dim() - 1
     if not _is_only_read(selection, LOSSES) or len(selected.users) > 1 or mask.meta["val"].dim() != rows:
         return None
@@ -383,7 +393,9 @@ def _has_numbers(value: fx.Node) -> bool:
 
 
 def stays_finite(call: fx.Node) -> bool:
-    """See the module. Whole powers are as good as products; what is no pointwise call adds up, or normalises."""
+    """Returns whether a call gives finite numbers, and a finite gradient, for any rows of finite numbers. Whole powers
+    are as good as products; what is no pointwise call adds up, or normalises.
+    """
     name = g.op_name(call)
     value = g.tensor_value(call)
     if value is None or not (value.is_floating_point() or value.is_complex()):
@@ -398,8 +410,7 @@ def stays_finite(call: fx.Node) -> bool:
 #
 # Terms
 #   selection  `x[mask]`, `x.masked_select(mask)`: the rows of x where a mask is true, one after the other
-#   in place   a selection of which all rows were kept, each where it is in x. What is computed from it row by row is
-#     in
+#   in place   a selection of which all rows were kept, each where it is in x. What is computed from it row by row is in
 #              place too. Rows that the mask leaves out must not count in the end: where rows are written back through
 #              the mask, scattered to other places, or are the targets of a loss.
 

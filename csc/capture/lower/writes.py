@@ -210,7 +210,9 @@ def _is_dense(node: fx.Node) -> bool:
     return bool(node.meta["val"].is_contiguous())
 
 
-# --- Writes into detached tensors: eager's gradient flows from what is written, although not to where it came ... ----
+# --- Writes into detached tensors ------------------------------------------------------------------------------------
+#
+# Eager's gradient flows from what is written, although not to where it came from.
 #
 # Terms
 #   memory    tensors that are views of each other are one memory; a graph node stands for one of them

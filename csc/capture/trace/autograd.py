@@ -32,7 +32,7 @@ from csc.torch_private.autograd import (
 from csc.torch_private.hooks import backward_hooks, global_backward_hooks, gradient_hooks
 from csc.torch_private.traces import FakeTensor, address_of_storage, in_functorch_transform, pytree, unwatched
 
-# --- What a model asks of autograd in its forward, where a trace would not see it or would take it for ... -----------
+# --- What a model asks of autograd where a trace would not see it, or take it for something else ---------------------
 #
 #     asked = Asked()
 #     with autograd_calls(asked): ...     while the model's forward is traced; asked.gradients, asked.flags: the lines

@@ -56,7 +56,9 @@ APART = ("torch", "csc")  # their code needs plain numbers
 
 @contextmanager
 def symbolic_lengths(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """See the module. A file with a `len` of its own keeps it."""
+    """A context in which `len` of a tensor with a symbolic first size gives that size, in the files of the model's
+    code. It yields a function that returns whether any length was symbolic. A file with a `len` of its own keeps it.
+    """
     asked = [False]
 
     def length(of: Any) -> Any:

@@ -34,9 +34,6 @@ from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 #
 # `nn.LSTM` computes with a list of its parameters, and a user's module may have one. A tracer puts what it traces in
 # the place of registered parameters alone: the list would be read as constants, and nothing in it trained.
-#
-#     held = Held(model)                  which list, at which place, holds which parameter
-#     held.put(named)                     in a trace: what stands for the parameters, by name, in their place
 
 
 class Held:
@@ -107,9 +104,10 @@ def _code(kind: type, name: str) -> object:
     return getattr(handler, "__func__", handler)
 
 
-# --- What a trace leaves in tables that the model's code keeps beside the model (globals, closures, caches of ... ----
+# --- What a trace leaves in tables that the model's code keeps beside the model --------------------------------------
 #
-# tensors without data, where eager PyTorch would find them.
+# The tables are globals, closures and caches of functions. A trace leaves tensors without data where eager PyTorch
+# would find them.
 
 
 DEEPEST = 3  # of containers within one that a trace has made

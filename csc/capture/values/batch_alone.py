@@ -26,10 +26,6 @@ from csc.torch_private.traces import in_functorch_transform, outside_tracing, py
 
 # --- Writes down what a model's code calls, so that two runs of it can be compared (see csc.ir.capture_guards) -------
 #
-#     recording = Recording({"input_ids": tensor, "model.embed.weight": tensor})      where tensors come from
-#     recording.add(func, args, kwargs, result)                                       of every call, in order
-#     recording.needed(loss) -> calls                                                 those that the loss depends on
-#
 # A trace and its replay with another batch make the same program if they make the same calls: each with the same plain
 # values, on tensors that come from the same places, with gradients and autocast on or off alike. What is called for
 # something that the loss does not depend on may differ. Inside vmap and the like tensors cannot be told apart; there
@@ -45,7 +41,7 @@ PLAIN = (
 
 
 class Recording:
-    """Of one run."""
+    """What one run of a model calls, in order."""
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         """named: tensors that are there before the run: batch entries, parameters and buffers."""
@@ -170,14 +166,9 @@ def _token(leaf: Any, place: Mapping[int, int]) -> Any:
     return leaf
 
 
-# --- What a run of a model computes from its batch alone, kept call by call, so that another batch can be ... --------
+# --- What a run of a model computes from its batch alone, kept call by call ------------------------------------------
 #
-#     alone = Alone(entries, constants, values)        the traced batch entries, and their real values, by name
-#     alone.add(func, args, kwargs, result)            of every call, in order
-#     alone.expression(func, args, kwargs)             the call as a function of the batch; None if it is none
-#     alone.answer(func, args, kwargs)                 what it gives for the batch at hand, kept as a decision, or
-#       MISSING
-#     alone.decisions                                  in the order in which the model took them
+# Another batch can be asked the same.
 #
 # Parameters, and what is computed with them, random numbers, and tensors that such values were written to are not of
 # the batch alone. Views cannot be told from copies here: a write counts for whatever may lie in the same memory.
@@ -211,7 +202,9 @@ class _RecordedCall:
 
 
 class Alone:
-    """Of one run."""
+    """What one run computes of its batch alone. entries: the traced batch entries, by name. values: their real values.
+    `decisions` are in the order in which the model took them.
+    """
 
     def __init__(
         self,
@@ -262,7 +255,9 @@ class Alone:
                 self._alive.append(leaf)
 
     def expression(self, func: Any, args: Any, kwargs: Any) -> Expression | None:
-        """A call that gives something for its batch entries, with all that these go through before it."""
+        """Returns a call as a function of the batch, with all that its operands go through before it; None if it is
+        none.
+        """
         try:
             step, uses = self._step(func, args, kwargs)
         except _NotAlone:
@@ -276,7 +271,9 @@ class Alone:
         return found if found.entries else None
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """MISSING if that is not of the batch alone, draws random numbers, or is longer than a decision should be."""
+        """Returns what a call gives for the batch at hand, and keeps it as a decision. Returns MISSING if the call is
+        not of the batch alone, draws random numbers, or is longer than a decision should be.
+        """
         expression = self.expression(func, args, kwargs)
         if expression is None:
             return MISSING

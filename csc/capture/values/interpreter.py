@@ -26,9 +26,6 @@ from csc.torch_private.traces import in_functorch_transform, lists_from, outside
 #
 # `torch.div(length, window, rounding_mode="trunc") - 1` is a tensor, though of sizes alone. Where it then stands for a
 # size, a trace knows nothing of it; the number of the same kind as the sizes that it comes from, it does.
-#
-#     counts.add(name, args, kwargs, result)        of every call
-#     counts.of(tensor) -> SymInt, int or None
 
 
 SIMPLE: dict[str, Callable[[Any, Any], Any]] = {

@@ -27,11 +27,6 @@ from csc.torch_private.traces import outside_tracing, pytree
 
 # --- What moves of rows do with the numbers of rows (see csc.capture.values.row_index for the words) -----------------
 #
-#     moved.finer()                              with one more dimension numbered
-#     reshaped(moved, like), turned(moved, call), indexed(moved, key), expanded(moved, like)      -> MovedUnits
-#     joined(several, dim) -> MovedUnits              concatenated
-#     finest(move, moved) -> MovedUnits               of what the move makes, with as few dimensions numbered as it can
-#
 # A move raises LooksInside where it would take units apart, and TooFine where there would be too many numbers.
 
 
@@ -197,16 +192,6 @@ def keys_of_parts(like: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -
 #   numbers   values as a Python list; whoever reads one of them in Python decides by it, or cannot, as it is not known
 #   chunk     a stand-in for a part of a tensor
 #   joined    the parts of one split, all of them, concatenated where they were split (or stacked where unbound)
-#
-#     Numbers(count, read, known)                                  a list of int; read() gives them once they are read
-#     chunks.cut(name, args, kwargs, really)                       stand-ins for a split's result, or None
-#     chunks.joined(name, args, kwargs) -> Tensor | None           what a call makes of all chunks of a split
-#     chunks.reshaped(name, args, kwargs) -> Tensor | None         a chunk whose rows were flattened
-#     chunks.shape(name, func, args) -> tuple | None               the shape of a chunk
-#     chunks.real(leaf) -> Any                                     what a chunk stands for, or the leaf itself
-#     chunks.settle()                                              at the end: slices that were not put together again
-#     length(name, args) -> int | None                             for `list(tensor)`, which asks how long it will
-#       become
 #
 # The length of a list cannot be watched. Where a function between the split and the join (both of them included) has a
 # call of `len` in its code, the chunks become real.
@@ -498,14 +483,8 @@ def _collected(code: CodeType) -> frozenset[str]:
 #   unit     dimensions of a table that stay whole: as few of the first ones are numbered as the code looks into
 #   moved    what a stand-in for rows of tables holds: their numbers, and a tensor without data that has their shape
 #   move     a call that only moves rows: reshapes, transposes, slices, concatenations. Before any other call the
-#            stand-ins in its arguments become what they stand for, and before the call of a module: rows taken by
-#              their
+#            stand-ins in its arguments become what they stand for, and before the call of a module: rows taken by their
 #            numbers if they were joined from several, else what the same calls make of the table itself.
-#
-#     rows = Rows(parameters, entries, run)     of a trace: entries has the numbers as traced batch entries
-#     rows = Rows(parameters, None, run)        of a replay: rows.made will have the numbers
-#     rows.call(func, name, args, kwargs)       what a call gives, or NotImplemented if it is none for this file
-#     rows.real(leaf)                           the tensor that a stand-in stands for; anything else as it is
 
 
 PREFIX = "row_numbers_"  # of the names of batch entries
@@ -526,7 +505,9 @@ class _StandIn:
 
 
 class RowIndices:
-    """The stand-ins of one run. run(func, name, args, kwargs): calls a function as the model would."""
+    """The stand-ins of one run. entries: has the numbers as traced batch entries; None in a replay, where `made` has
+    them afterwards. run(func, name, args, kwargs): calls a function as the model would.
+    """
 
     def __init__(
         self,

@@ -16,11 +16,12 @@ from csc.errors import InputError
 from csc.planning.assign.step import BatchLayout, Floats, Groups, LinearStep, SampleCosts
 from csc.planning.schedules.work import reserve
 
-# --- Samples into bins so that no resource of any bin is overfull: longest processing time first, over ... -----------
+# --- Samples into bins so that no resource of any bin is overfull ----------------------------------------------------
+#
+# The rule is longest processing time first, over several loads.
 #
 # Graham 1969 with one load and equal bins. Here an item loads several resources (the ranks of a pipeline), and bins
-#   have
-# *targets*: a bin with half the target is to have half the load.
+# have *targets*: a bin with half the target is to have half the load.
 
 
 def filled(loads: Floats, targets: Floats) -> list[int]:
@@ -68,8 +69,6 @@ def ramps(count: int, ranks: int) -> Iterator[Floats]:
 
 
 # --- Samples into bins of neighbours in length: what is padded to the longest of a bin then loses little -------------
-#
-#     Runs(step, own).bins(targets) -> the bin of each of these samples
 #
 # The largest load that any bin has, in times its target, is found by bisection: from the longest sample on, each bin
 # takes samples while it stays below. Bins with larger targets have the longer samples.
@@ -298,7 +297,9 @@ def _change(groups: Lists, random: Random) -> Change | None:
     return {a: [*left, groups[b][j]], b: [*groups[b][:j], *groups[b][j + 1 :], groups[a][i]]}
 
 
-# --- An assignment brought to sizes that have programs already: samples change places until every microbatch ... -----
+# --- An assignment brought to sizes that have programs already -------------------------------------------------------
+#
+# Samples change places until every microbatch has one.
 #
 # A microbatch of an unknown size gives a sample to another one, takes one, or swaps two; of all changes that leave
 # both with known sizes those that move the least load are timed, and the fastest is made, unless the step becomes much
@@ -581,7 +582,9 @@ def _gains(score: Score, candidates: Sequence[Floats]) -> list[list[float]]:
     return found
 
 
-# --- An assignment of a step's samples: replicas first, then a portfolio of ways to fill microbatches, scored ... ----
+# --- An assignment of a step's samples -------------------------------------------------------------------------------
+#
+# Replicas come first, then a portfolio of ways to fill microbatches, which are scored in full.
 #
 # Microbatches at the two ends of a step make its ramp and drain: with small ones there the pipeline fills and empties
 # sooner, and sizes that grow and shrink slowly between hide the way. So microbatches are filled to shapes that were

@@ -27,11 +27,6 @@ from csc.simulation.pipeline import FIGURES, Loads, Pipeline, taken
 #   padded     a row for each sample, all as long as the longest: pairs are rows x width squared
 #   units      what else a sample has, counted: tiles, images, frames; a microbatch has the sum
 #   size       (units of each kind, rows, width): microbatches of one size have one program
-#
-#     Layout(lengths, units, packed, multiple, known)
-#     layout.features(groups) -> [microbatch][feature]       (1, units, their squares by sample, positions, pairs)
-#     layout.sizes(groups) -> [Size]                         layout.samples -> [sample][feature], without the constant
-#       one
 
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +56,9 @@ class BatchLayout:
         return np.hstack([self.units, self.units**2, own, own**2])
 
     def features(self, groups: Sequence[Sequence[int]]) -> Floats:
-        """Of each group as a microbatch."""
+        """Returns [microbatch][feature], of each group as a microbatch: (1, units, their squares by sample, positions,
+        pairs).
+        """
         members = np.fromiter(chain.from_iterable(groups), np.int64)
         rows = np.array([len(group) for group in groups])
         starts = np.concatenate([[0], np.cumsum(rows)[:-1]])
@@ -125,10 +122,6 @@ def widths_of(sizes: Iterable[Size]) -> dict[Kind, tuple[int, ...]]:
 #   group      the samples of one microbatch; groups[replica][position], positions in the order in which they are run
 #   multiple   features are rounded up to multiples of these, as batches are padded, so that few programs are compiled
 #   layout     how samples lie in a microbatch, where its features are no sums over them (csc.planning.assign.step)
-#
-#     Step(samples, pipeline, placement, orders, replicas, microbatches, multiple, layout)
-#     step.seconds(groups) -> seconds of each replica         step.features(groups) -> [microbatch][feature]
-#     step.peaks(groups) -> bytes by rank, the largest of any replica
 
 
 Groups = Sequence[Sequence[int]]
@@ -265,11 +258,6 @@ def rounded(sums: Floats, multiple: Sequence[float]) -> Floats:
 #   kind     something that microbatches hold any amount of: a row of features that one of it adds
 #   amount   of a kind, at a position: a variable
 #
-#     program = LinearStep(step, kinds, room)        kinds: [kind][feature], without the constant one
-#     program.amount(position, kind), program.end    columns
-#     program.variable(), at_most(terms, most), equal(terms, value)
-#     program.solved(floors) -> value of each column, or None
-#
 # An action starts after the one before it on its rank and after the messages that it waits for; its seconds and its
 # bytes are a fixed part and rates of amounts. Messages of one link go one after the other, in the order of their
 # rank's actions. Solved by HiGHS (scipy.optimize.linprog).
@@ -281,7 +269,9 @@ Rates = tuple[float, list[float]]  # a fixed part, and what one of each kind add
 
 
 class LinearStep:
-    """room: bytes for activations by rank; None: no limit."""
+    """The linear program of a step. kinds: [kind][feature], without the constant one. room: bytes for activations by
+    rank; None: no limit.
+    """
 
     def __init__(self, step: SampleCosts, kinds: Floats, room: Sequence[float] | None = None) -> None:
         self._step, self._count, self._kinds = step, step.microbatches, len(kinds)
@@ -295,6 +285,7 @@ class LinearStep:
             self._bytes(room)
 
     def amount(self, position: int, kind: int) -> int:
+        """Returns the column of the amount of a kind at a position."""
         return position * self._kinds + kind
 
     def variable(self) -> int:
@@ -303,9 +294,11 @@ class LinearStep:
         return self.columns - 1
 
     def at_most(self, terms: Terms, most: float) -> None:
+        """Adds a row: these terms add up to at most so much."""
         self._most.add(terms, most)
 
     def equal(self, terms: Terms, value: float) -> None:
+        """Adds a row: these terms add up to a value."""
         self._equal.add(terms, value)
 
     def solved(self, floors: Mapping[int, float] | None = None, method: str = "highs-ds") -> Floats | None:

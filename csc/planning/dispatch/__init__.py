@@ -1,7 +1,4 @@
-"""Token dispatch of context parallelism: which rank computes which block of queries (docs/dispatch.md).
-
-plan(Workload) -> Dispatch;   evaluate(Workload, ranks_of_blocks) -> Dispatch
-"""
+"""Token dispatch of context parallelism: which rank computes which block of queries (docs/dispatch.md)."""
 
 from csc.planning.dispatch.planner import Dispatch, evaluate, plan
 from csc.planning.dispatch.workload import EMPTY, FULL, PARTIAL, LayerMask, Rates, Workload

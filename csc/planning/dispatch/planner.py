@@ -23,7 +23,9 @@ from csc.planning.dispatch.workload import (
     volumes,
 )
 
-# --- One mask under a dispatch that changes: how many blocks of each rank need each block of keys, and what ... ------
+# --- One mask under a dispatch that changes --------------------------------------------------------------------------
+#
+# It counts how many blocks of each rank need each block of keys, and tells what follows.
 #
 # Terms: *freed* keys are those that only the leaving block needed, *added* ones those that nobody on the rank needed
 # before; with counts of needs both are sums over bits. In self-attention a block's own keys count as needed by it, so

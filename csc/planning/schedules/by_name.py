@@ -1,9 +1,4 @@
-"""All schedules by name, and where each of them wants its stages.
-
-SCHEDULES[name](pipeline, placement, microbatches, memory=None) -> Schedule
-timed(name, pipeline, placement, microbatches, memory=None, waiting=False) -> seconds      of one but auto, without it
-stages_per_rank(name), placement(name, ranks, chunks=None)
-"""
+"""All schedules by name, and where each of them wants its stages."""
 
 from __future__ import annotations
 

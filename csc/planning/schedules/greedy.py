@@ -21,18 +21,15 @@ from csc.simulation.pipeline import Pipeline
 #
 # Why it never deadlocks. All lanes run their microbatches in one sequence. Let i be the first microbatch that is not
 # done. All before it are done, so what is left of i is at the heads of its lanes; and as the F, B and W of one
-#   microbatch
-# form a DAG, some action of i has all its inputs. It is not held back for ever:
+# microbatch form a DAG, some action of i has all its inputs. It is not held back for ever:
 # - W: never held back.
 # - B: only by bytes, if the stage keeps more after B than it saved, and fused as well as apart. W's that are ready run
 #   first and give back theirs; then it can be fused.
 # - F: by counts only if an earlier microbatch were in flight, and all of these are done; by bytes as B.
 # That the bytes then fit is an invariant, `_safe`: the rank could finish its microbatches in turn, from the first that
-#   is
-# not done to the last that it has started, once the W's that are ready have run. It holds at the start, as each fits
+# is not done to the last that it has started, once the W's that are ready have run. It holds at the start, as each fits
 # alone. An F only starts if it holds afterwards. B and W give back bytes, or take what was set aside for them. So i
-#   gets
-# done, and then i + 1.
+# gets done, and then i + 1.
 
 
 @dataclass(frozen=True)
@@ -309,7 +306,9 @@ def _safe(reserve: Reserve, head: Sequence[int], lane: int, position: int, taken
     return True
 
 
-# --- Which B's and W's run as one: BW holds what W needs of one region at a time, B alone lets its gradient ... ------
+# --- Which B's and W's run as one ------------------------------------------------------------------------------------
+#
+# BW holds what W needs of one region at a time, B alone lets its gradient go earlier.
 #
 # Terms: see work.py. A B whose W is the next action of its rank can be fused with it: the rank does the same in the
 # same time, holds less in between, and sends the gradient when W is done, too.

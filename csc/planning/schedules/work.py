@@ -24,13 +24,6 @@ from csc.simulation.pipeline import Floats, Network, Pipeline, StageWork
 #   feed       a lane whose position k waits for position k of this one, and the message in between
 #   order      of a rank: one entry per action, its lane, or for a fused one `Work.fused(stage)`; positions follow from
 #              counting
-#
-#     Work.of(pipeline, placement, microbatches, sequence)   sequence: the microbatch at each position; default 0, 1,
-#       ...
-#     growth(stages, saved, stashed) -> bytes by entry and position
-#     positions(work, order) -> (entry, lane, position) of each action of a rank
-#     actions(work, orders) -> for each rank its F, B, W and BW as Actions
-#     orders_of(schedule) -> orders                          of one in which all lanes run microbatches 0, 1, 2, ...
 
 
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -57,6 +50,7 @@ class WorkTables:
     def of(
         cls, pipeline: Pipeline, placement: Sequence[int], microbatches: int, sequence: Sequence[int] | None = None
     ) -> WorkTables:
+        """Returns the tables of a pipeline. sequence: the microbatch at each position; None: 0, 1, ..."""
         _check(pipeline, placement, microbatches)
         return cls(
             pipeline, tuple(placement), microbatches, tuple(range(microbatches) if sequence is None else sequence)
@@ -509,10 +503,6 @@ def peaks(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[float]:
 #   way      one table of seconds and messages among many that are timed together: the last axis of all arrays
 #   walk     all actions, each after those that it waits for; the same for every way, since orders and feeds are
 #   place    an entry's row of a table of [entry][position] that is laid out flat: entry * microbatches + position
-#
-#     orders = FixedOrders(work, orders)                     of any work with these stages, messages and links
-#     orders.makespans(seconds, wires) -> [way]              bit for bit csc.planning.schedules.work.makespan
-#     orders.peaks(growth, moment) -> bytes by rank          bit for bit csc.planning.schedules.work.peaks
 
 
 Places = npt.NDArray[np.int64]
@@ -626,7 +616,9 @@ def _of_ones(work: WorkTables) -> WorkTables:
     return WorkTables.of(pipeline, work.placement, work.microbatches)
 
 
-# --- Bytes with the messages that wait, of orders that a search tries: csc.simulation.pipeline without the ... -------
+# --- Bytes with the messages that wait, of orders that a search tries ------------------------------------------------
+#
+# They are those of csc.simulation.pipeline, without the simulation.
 #
 # Terms: see work.py and csc.simulation.pipeline. A *span* is the time for which a rank holds a message, and its bytes.
 
