@@ -62,6 +62,7 @@ def compile(
     cache_features: str | Path | FeatureCache | None = None,
     encode_ahead: bool = False,
     widths: Sequence[int] | bool | None = None,
+    survive: int | None = None,
     **misspelt: Any,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
@@ -130,6 +131,9 @@ def compile(
             csc's own, at most an eighth wider than the rows; False for none. None: csc's own where a trial with eager
             PyTorch shows that loss and gradients stay the same to rounding; the example's widths stay as they are. See
             docs/data.md.
+        survive: How many ranks may be killed while they train, at once or one after the other: the others finish the
+            step and train on, with the same samples a step. Needs more replicas (dp) than that. None: none; see
+            docs/surviving.md.
         **misspelt: Nothing else is taken: InputError with the nearest name.
 
     Returns:
@@ -147,8 +151,7 @@ def compile(
         freeze=freeze, cuts=cuts, stages=stages, placement=placement, schedule=schedule, chunks=chunks,
         hardware=hardware, memory=memory, microbatches=microbatches, loss_weight=loss_weight, precision=precision,
         keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute, context=context, fuse=fuse,
-        cuda_graphs=cuda_graphs, zero=zero,
-        sequence_parallel=sequence_parallel, replicate=replicate, **misspelt,
+        cuda_graphs=cuda_graphs, zero=zero, sequence_parallel=sequence_parallel, replicate=replicate, **misspelt,
     )  # fmt: skip
 
     features = made_features(cache_features, encode_ahead)
@@ -158,7 +161,7 @@ def compile(
         home = Path(directory) if directory is not None else None
         return compiled_model(
             target, options, example, home, cache=cache, check=check, timeout=timeout, divide=divide,
-            features=features, widths=widths,
+            features=features, widths=widths, survive=survive,
         )  # fmt: skip
 
     if model is None:

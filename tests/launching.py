@@ -17,6 +17,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,10 +78,10 @@ def run_csc(*arguments: str) -> None:
         assert not end.code, f"exit code {end.code}"
 
 
-def ranks(main: Callable[..., None], processes: int, *arguments: Any) -> list[str]:
+def ranks(main: Callable[..., None], processes: int, *arguments: Any, dying: int = 0) -> list[str]:
     """main(*arguments) on so many processes with the environment that torchrun would give them, and torchrun's kind of
     store, which outlives any rank; what each of them wrote. AssertionError with what the first rank that failed wrote,
-    if one did.
+    if one did. dying: how many may be killed: the others are waited for.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -88,7 +89,7 @@ def ranks(main: Callable[..., None], processes: int, *arguments: Any) -> list[st
         {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         for rank in range(processes)
     ]
-    return _heard(main, [place | meeting for place in places], arguments)
+    return _heard(main, [place | meeting for place in places], arguments, dying)
 
 
 def alone(main: Callable[..., None], *arguments: Any, **environment: str) -> str:
@@ -99,9 +100,9 @@ def alone(main: Callable[..., None], *arguments: Any, **environment: str) -> str
 
 
 def _heard(
-    main: Callable[..., None], environments: Sequence[Mapping[str, object]], arguments: tuple[Any, ...]
+    main: Callable[..., None], environments: Sequence[Mapping[str, object]], arguments: tuple[Any, ...], dying: int = 0
 ) -> list[str]:
-    """What main(*arguments) wrote in a process for each of these environments."""
+    """What main(*arguments) wrote in a process for each of these environments. dying: how many may be killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +112,7 @@ def _heard(
             heard = Path(folder, f"{rank}.txt")
             started.append(context.Process(target=_rank, args=(main, environment, heard, arguments), daemon=True))
             started[-1].start()
-        failed = _first_failure(started)
+        failed = _first_failure(started, dying)
         assert failed is None, (
             f"rank {failed} ended with {started[failed].exitcode}:\n"
             + Path(folder, f"{failed}.txt").read_text()[-4000:]
@@ -119,8 +120,10 @@ def _heard(
         return [Path(folder, f"{rank}.txt").read_text() for rank in range(len(environments))]
 
 
-def _first_failure(started: list[Any]) -> int | None:
-    """Wait until all processes are done, or one has failed: the others wait for it in vain, and are ended."""
+def _first_failure(started: list[Any], dying: int) -> int | None:
+    """Wait until all processes are done, or one has failed: the others wait for it in vain, and are ended. dying: how
+    many may be killed before.
+    """
     end, running = monotonic() + PATIENCE, dict(enumerate(started))
     failed = None
     while running and failed is None:
@@ -129,6 +132,9 @@ def _first_failure(started: list[Any]) -> int | None:
         for rank, process in list(running.items()):
             if process.exitcode is not None:
                 del running[rank]
+                if process.exitcode == -signal.SIGKILL and dying:
+                    dying -= 1
+                    continue
                 failed = rank if process.exitcode and failed is None else failed
     for process in running.values():
         process.kill()

@@ -35,7 +35,7 @@ from csc.driver.training_state import (
     taken,
 )
 from csc.errors import CscError, InputError, RankLost
-from csc.runtime.meeting import LONGEST_MAKING, NOTHING, Meeting, Said
+from csc.runtime.meeting import LONGEST_MAKING, NOTHING, Meeting, Said, without_dead
 
 # --- What a model's configuration says otherwise than the one beside a checkpoint: shapes may agree all the same -----
 
@@ -243,6 +243,11 @@ class CheckpointManager:
                 f"a {type(scheduler).__name__} has no state_dict() and load_state_dict()", "CheckpointManager",
                 "pass a scheduler of torch.optim.lr_scheduler, or anything with these two",
             )  # fmt: skip
+        if asynchronous and compiled.survives:
+            raise InputError(
+                "what a thread writes would lack the part of a rank that dies", "CheckpointManager",
+                "use asynchronous=False, or compile without survive=",
+            )  # fmt: skip
         self.directory = Path(directory)
         self._compiled, self._optimizer, self._scheduler, self._loader = compiled, optimizer, scheduler, loader
         self._keep, self._asynchronous = keep, asynchronous
@@ -277,7 +282,10 @@ class CheckpointManager:
         self.wait()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise InputError(f"step is {step!r}", "save", "pass a whole number of at least 0")
-        state = self._state(extra or {}, None)
+        return without_dead(lambda: self._saved(step, extra or {}))
+
+    def _saved(self, step: int, extra: Mapping[str, Any]) -> BackgroundSave:
+        state = self._state(extra, None)
         meeting = state.saved.trainer.transport.meeting
         if self._asynchronous and self._beside is None:
             alone = meeting.group is None

@@ -31,7 +31,7 @@ from csc.passes.recompute import AUTO, saves_of
 from csc.planning.problem import Problem
 from csc.runtime.launch import several_processes
 from csc.runtime.loss import StepLoss
-from csc.runtime.meeting import COMPILATION
+from csc.runtime.meeting import COMPILATION, without_dead
 from csc.runtime.optimizer import make_optimizer
 from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import Timeline
@@ -381,7 +381,7 @@ class CompiledModel:
 
         For what needs the whole model: evaluation, `generate`, `save_pretrained` (PEFT's writes adapters alone).
         """
-        self._steps.gather()
+        without_dead(self._steps.gather)
         return self.model
 
     def train_step(
@@ -541,12 +541,19 @@ class CompiledModel:
         Raises:
             InputError: A file is where a directory is to be made, or it cannot be written.
         """
-        training_state.save(directory, self.saved(loader, optimizer))
+        without_dead(lambda: training_state.save(directory, self.saved(loader, optimizer)))
 
     def saved(self, loader: Any, optimizer: torch.optim.Optimizer | None) -> Saved:
         """What there is of it to be saved and loaded: for csc.driver.training_state and checkpoints."""
         loader = self._steps.behind(loader)
-        return Saved.of(self.model, self._steps.current, self._programs, self.options.mesh, loader, optimizer)
+        trainer, survival = self._steps.current, self._programs.survival
+        mesh = self.options.mesh if survival is None else survival.mesh
+        return Saved.of(self.model, trainer, self._programs, mesh, loader, optimizer)
+
+    @property
+    def survives(self) -> int:
+        """How many ranks may die."""
+        return self._all.settings.survive
 
     def save_adapter(self, directory: str | Path) -> None:
         """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.

@@ -72,6 +72,7 @@ class Settings:
     """cache: whether programs are kept on disk. check: whether new ones are compared with eager PyTorch; a number: and
     at steps of which it is a divisor. timeout: seconds without an answer until a process counts as lost. features:
     how those of frozen encoders come before a step. axes: along which dimension samples of an entry lie, as is told.
+    survive: how many ranks may die.
     """
 
     cache: bool
@@ -79,6 +80,7 @@ class Settings:
     timeout: float = 600.0
     features: MadeFeatures | None = None
     axes: Mapping[str, int] = field(default_factory=dict)
+    survive: int = 0
 
 
 class ModelPrograms:
@@ -135,7 +137,7 @@ class ModelPrograms:
             self._set = ProgramSet(
                 self.compiler, self._directory, self._before, bool(self.settings.check), self._was,
                 self.settings.timeout, training.met if training is not None else None, training,
-                self.settings.features,
+                self.settings.features, self.settings.survive,
             )  # fmt: skip
         return self._set
 
@@ -157,7 +159,7 @@ class ModelPrograms:
             self._was = None
             self._set = ProgramSet(
                 self.compiler, self._directory, self._before, bool(self.settings.check), None,
-                self.settings.timeout, programs.met, self.training, self.settings.features,
+                self.settings.timeout, programs.met, self.training, self.settings.features, self.settings.survive,
             )  # fmt: skip
         else:
             programs.look()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from csc.runtime.loaded_program import LoadedProgram, is_part, load
 from csc.runtime.meeting import NOTHING, Meeting, Said, broadcast_group, first_makes
 from csc.runtime.parameters import DataShards, Kept
 from csc.runtime.specs import Manifest
+from csc.runtime.survival import Survival
 from csc.runtime.trainer import Trainer
 from csc.torch_private.autograd import below_autograd
 from csc.torch_private.process_state import is_profiled
@@ -388,6 +389,10 @@ class ProgramBroadcast:
             self._group = broadcast_group()
         return self._group
 
+    def forget(self) -> None:
+        """The group is gone, with others."""
+        self._group = None
+
     def of_first(self, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
         """What `make` returns on the first rank, on every rank. All ranks call it."""
         group = self.group
@@ -471,17 +476,19 @@ class ProgramSet:
         meeting: Meeting | None = None,
         training: ProgramSet | None = None,
         features: MadeFeatures | None = None,
+        survive: int = 0,
     ) -> None:
         """directory: where programs are written; before: what trained these parameters until now; checks: whether
         programs are compared with eager PyTorch before they run; model: as it was when the compiler captured it;
         timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one;
-        training: the programs that train what these evaluate; features: how those of frozen encoders are come by.
+        training: the programs that train what these evaluate; features: how those of frozen encoders are come
+        by. survive: how many ranks may die.
         """
         self.features = None
         if features is not None:
             self.features = FrozenEncoders(compiler.model, features(self._made_by_host))
         self._training = training
-        self._timeout = timeout
+        self._timeout, self._survive = timeout, survive
         self._meeting = meeting
         self._compiler = compiler
         alike = training.compiled if training is not None else None
@@ -715,7 +722,8 @@ class ProgramSet:
 
         def make() -> tuple[Said, tuple[Packed, str, LoadedProgram]]:
             packed, how = self._broadcast.shared(microbatch, options, directory, progress)
-            return NOTHING, (packed, how, load(directory, own_rank()))
+            loaded = load(directory, own_rank())
+            return NOTHING, (packed, how, self.survival.reduced(loaded) if self.survival is not None else loaded)
 
         packed, how, loaded = meeting.hold("compile", make)
         self.guards = self.guards.joined(packed.guards)
@@ -797,9 +805,20 @@ class ProgramSet:
         if self._meeting is None:
             several = dist.is_initialized() and dist.get_world_size() > 1
             self._meeting = Meeting.of_all(self._timeout) if several else Meeting()
+            if several and self._survive:
+                self._meeting.survival = Survival(self._survive, options.mesh, self._meeting, self._timeout)
+        if self.survival is not None and self._broadcast.forget not in self.survival.forget:
+            self.survival.forget.append(self._broadcast.forget)
         return self._meeting
 
+    @property
+    def survival(self) -> Survival | None:
+        """If ranks may die, and there are several."""
+        return cast("Survival | None", self._meeting.survival) if self._meeting is not None else None
+
     def _join_group(self, options: Options) -> None:
+        if self.survival is not None and self.survival.has_lost:
+            return
         join_group(device_of(self._compiler.model).type, self._timeout, options.mesh.size, str(options.mesh))
 
     # --- weights -------------------------------------------------------------------------------------------------

@@ -217,6 +217,7 @@ class Steps:
 
     def train(self, batch: Any, microbatches: int | None, local: bool, following: Any = None) -> torch.Tensor:
         """One training step; the loss."""
+        self._refuse_local(local or isinstance(batch, ReplicaShare))
         if following is not None and self.encodes_ahead is None:
             raise InputError(
                 "nothing is done ahead for a next batch", "train_step",
@@ -227,6 +228,13 @@ class Steps:
         with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
             return self._step(STEP, batch, microbatches, local, following)
 
+    def _refuse_local(self, local: bool) -> None:
+        if local and self.programs.settings.survive:
+            raise InputError(
+                "each rank has samples of its own, and those of a rank that dies would be lost with it", "train_step",
+                "give every rank the whole batch, or compile without survive=",
+            )  # fmt: skip
+
     @property
     def encodes_ahead(self) -> FeaturesAhead | None:
         """What frozen encoders make of the next batch; None: nothing, or on disk."""
@@ -236,6 +244,7 @@ class Steps:
     def evaluate(self, batch: Any, microbatches: int | None, local: bool) -> torch.Tensor:
         """The loss of a batch in eval mode, by programs for the training programs of now."""
         count = self._options.microbatches if microbatches is None else microbatches
+        self._refuse_local(local or isinstance(batch, ReplicaShare))
         evaluating = self.evaluating
         with evaluated(self.programs.compiler.model), torch.no_grad():
             return evaluating._step(EVALUATION, batch, count, local)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +18,7 @@ from csc.ir.schedule import Action, Message
 from csc.ir.strides import dense
 from csc.runtime.consistency import Shared, agree, agree_on_values
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import Meeting, cannot, first_line, is_lost, is_silence
+from csc.runtime.meeting import Meeting, cannot, destroy, first_line, is_lost, is_silence, let_go
 from csc.runtime.specs import Manifest, MessageSpec
 from csc.runtime.transport import Recent, in_layout, laid_out, summed
 
@@ -79,14 +76,18 @@ class ProcessGroups:
         """Whoever waits for this rank gets an error within milliseconds over gloo, as soon as nothing refers to the
         groups any more: operations that are under way must have been let go of before.
         """
-        own = [*self.messages.values(), *(group for ranks, group in self.sums.items() if self._rank in ranks)]
+        own = [*self.messages.values(), *self._own_sums()]
         own += [self.layer] if self.layer is not None else []
         self.messages, self.sums, self.layer = {}, {}, None
-        while own:
-            if devices.aborts(dist.get_backend(own[-1])):
-                own[-1].abort()  # what runs on the device would be waited for
-            dist.destroy_process_group(own.pop())
-        gc.collect()
+        destroy(own)
+
+    def close_sums(self) -> None:
+        """As `close`, but messages of this rank's pipeline still pass."""
+        own, self.sums = self._own_sums(), {}
+        destroy(own)
+
+    def _own_sums(self) -> list[dist.ProcessGroup]:
+        return [group for ranks, group in self.sums.items() if self._rank in ranks]
 
 
 # --- The c10d transport: one process per rank, torch.distributed moves the tensors (gloo or NCCL) --------------------
@@ -161,7 +162,7 @@ class Distributed:
             )
         self.rank = dist.get_rank()
         self.ranks = (self.rank,)
-        self._manifest = manifest
+        self._manifest, self._timeout = manifest, timeout
         self._device = device
         self._wire = devices.wire(device, str(dist.get_backend_config()))
         self._pollable = self._wire.type != "cpu"
@@ -202,6 +203,20 @@ class Distributed:
         """Free those who wait for this rank."""
         self.begin_step()
         self._groups.close()
+
+    def leave(self, messages: bool = True) -> None:
+        """Free those who wait for this rank; with messages=False those alone who are not in its replica."""
+        if messages:
+            self._close()
+        else:
+            self._groups.close_sums()
+            self.meeting.leave()
+
+    def regroup(self, manifest: Manifest, rank: int) -> None:
+        """The rank that it is from now on, in new groups. All that are left call it, after `leave`."""
+        self._manifest, self.rank, self.ranks = manifest, rank, (rank,)
+        self._groups = ProcessGroups(manifest, rank, self._timeout)
+        self.begin_step()
 
     def at(self, place: Action | str) -> None:
         self.meeting.positions.moved(place)
@@ -430,17 +445,6 @@ class Distributed:
         stages = [stage.stage for stage in self._manifest.stages_of(at.pp)]
         named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         return f"({named}, replica {at.dp})" if self._manifest.mesh.dp > 1 else f"({named})"
-
-
-def let_go(error: BaseException) -> None:
-    """Clear the frames of this room that an error went through: they refer to operations that are under way."""
-    found: BaseException | None = error
-    while found is not None:
-        for frame, _ in traceback.walk_tb(found.__traceback__):
-            if str(frame.f_globals.get("__name__", "")).startswith("csc.runtime."):
-                with contextlib.suppress(RuntimeError):  # it still runs
-                    frame.clear()
-        found = found.__cause__ or found.__context__
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

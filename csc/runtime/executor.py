@@ -447,6 +447,48 @@ def step(
     return StepResult(state.gradients, combined, timed)
 
 
+@dataclass
+class Computed:
+    """What some microbatches gave on one rank. losses: by microbatch, on the loss' rank."""
+
+    gradients: GradientSums
+    losses: dict[int, torch.Tensor]
+    trace: list[Timed]
+
+
+def computed(
+    whole: Rank,
+    ranks: Sequence[Rank],
+    microbatches: Sequence[Batch],
+    weights: Mapping[str, torch.Tensor],
+    loss_weights: Mapping[int, float],
+    profiled: bool = False,
+    within: Within = nullcontext,
+    ahead: Ahead | None = None,
+) -> Generator[str, None, Computed]:
+    """F, B and W of as many microbatches as a step has at most, in the order of the schedule. They come with all that a
+    step gives them (context, seeds, weights of terms). No other replica is met.
+    """
+    count = len(microbatches)
+    actions = [one for one in whole.actions if one.kind != "REDUCE" and one.microbatch < count]
+    state, timed = _Step(whole, ranks, microbatches, weights, profiled, within), list[Timed]()
+    if whole.program.manifest.loss_rank == whole.position:
+        state.loss_weights = dict(loss_weights)
+    try:
+        for i, action in enumerate(actions):
+            if i == 0 or action.computes:
+                _post(state, actions, i)
+            start = time.perf_counter()
+            yield from _act(state, action, False, ahead)
+            if state.doable(action) is not None:
+                timed.append(Timed(action, start, time.perf_counter()))
+    except Exception as error:
+        error.add_note(f"in rank {whole.rank} at {whole.named(action)}")
+        raise
+    whole.endpoint.drain()
+    return Computed(state.gradients, state.losses, timed)
+
+
 def _zeros(pairs: Iterator[Pair]) -> Generator[Pair, None, Any]:
     """Zeros for these gradients; returns what the pairs' generator does."""
     while True:

@@ -30,7 +30,7 @@ from csc.runtime.specs import DivisorSpec, LossSpec, Manifest, StepCounts
 
 
 Batch = Mapping[str, Any]
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -74,31 +74,34 @@ def _part(loss: float, weight: float) -> float:
 
 
 def weighed(
-    ranks: Sequence[Rank], microbatches: Sequence[Batch]
+    ranks: Sequence[Rank], microbatches: Sequence[Batch], of_all: bool = False
 ) -> Generator[str, None, tuple[list[Batch], dict[int, float]]]:
     """The weight of each of a rank's microbatches, and these with the weights of terms, if the loss has several. With
     one microbatch and dp = 1 each weight is exactly 1.0, and nothing is counted; so it is on ranks that neither compute
     the loss nor add terms of it, and so have no use for it.
 
-    ranks: this rank in the program of each microbatch.
+    ranks: this rank in the program of each microbatch. of_all: these are the microbatches of all replicas, so that no
+    other rank has to be asked.
     """
     rank, loss, count = ranks[0], ranks[0].program.manifest.loss, len(microbatches)
     given, ones = list(microbatches), dict.fromkeys(range(count), 1.0)
-    alone = count * len(rank.group(Group.DATA)) == 1
+    alone = count * (1 if of_all else len(rank.group(Group.DATA))) == 1
     here = any(stage.weighs if loss.divisors else stage.stage == loss.stage for stage in rank.stages)
     if loss.weight == "sum" or not (here or loss.divisors):
         return given, ones
     if alone or not here:
         found = [[1.0] * max(1, len(loss.divisors))] * count
     else:
-        found = yield from _weights(ranks, microbatches)
+        found = yield from _weights(ranks, microbatches, of_all)
     if not loss.divisors:
         return given, {mb: row[0] for mb, row in enumerate(found)}
     each = torch.tensor(found, dtype=torch.float64, device=rank.device)
     return [{**batch, WEIGHTS: row} for batch, row in zip(given, each)], ones
 
 
-def _weights(ranks: Sequence[Rank], microbatches: Sequence[Batch]) -> Generator[str, None, list[list[float]]]:
+def _weights(
+    ranks: Sequence[Rank], microbatches: Sequence[Batch], of_all: bool
+) -> Generator[str, None, list[list[float]]]:
     """By microbatch, one for each divisor."""
     rank = ranks[0]
     manifest = rank.program.manifest
@@ -109,7 +112,8 @@ def _weights(ranks: Sequence[Rank], microbatches: Sequence[Batch]) -> Generator[
         what, counts = "labels", _labels(ranks, microbatches)
     total = counts.sum(0)
     why = f"count of {what} over {' and '.join(counting.along)}"
-    yield from wait_sum(rank.endpoint, total, rank.group(counting), why)
+    if not of_all:
+        yield from wait_sum(rank.endpoint, total, rank.group(counting), why)
     divisors: Sequence[LossSpec | DivisorSpec] = manifest.loss.divisors or (manifest.loss,)
     whole = [_divided(one, n) for one, n in zip(divisors, total.tolist(), strict=True)]
     # The mean over nothing is NaN as in one process, reported by name at the end of the step.
@@ -158,6 +162,11 @@ def _infinite(loss: torch.Tensor) -> torch.Tensor:
     return torch.where(loss.isinf(), loss, 0)
 
 
+def weighted(loss: torch.Tensor, weight: float) -> float:
+    """What a microbatch adds to the whole loss, as ranks tell each other."""
+    return float(loss) * weight if weight != 0 else float(_infinite(loss))
+
+
 def combine(
     rank: Rank, losses: Mapping[int, torch.Tensor], weights: Mapping[int, float], counts: StepCounts
 ) -> Generator[str, None, Losses]:
@@ -179,15 +188,14 @@ def combine(
     for mb, loss in losses.items():
         if counts_once:
             replica, own = rank.served(mb)
-            part = float(loss) * weights[mb] if weights[mb] != 0 else float(_infinite(loss))
-            row[replica * count + own] = part
+            row[replica * count + own] = weighted(loss, weights[mb])
         if rank.group(Group.POSITION)[0] == rank.rank and mb == 0:
-            row[dtype_at] = float(_DTYPES.index(loss.dtype))
+            row[dtype_at] = float(DTYPES.index(loss.dtype))
     whole = torch.tensor(row, dtype=torch.float64, device=rank.device)
     yield from wait_sum(rank.endpoint, whole, everyone, "loss over all ranks")
     row = whole.tolist()
     parts, dtype, found = row[:dtype_at], int(row[dtype_at]), row[dtype_at + 1 :]
-    return Losses(tuple((part, 1.0) for part in parts), _DTYPES[dtype], StepCounts(*found))
+    return Losses(tuple((part, 1.0) for part in parts), DTYPES[dtype], StepCounts(*found))
 
 
 # --- The loss that a training step returns: a tensor whose `backward()` says that it was done ------------------------

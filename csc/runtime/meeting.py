@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -10,12 +11,13 @@ import re
 import struct
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,19 @@ def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[st
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded, group=group)
     return [bytes(row[: int(size)].cpu().tolist()).decode() for row, size in zip(rows, sizes)]
+
+
+def destroy(groups: list[dist.ProcessGroup]) -> None:
+    """Take them out of the list, and let go of them: the garbage of a large process is looked through, which takes a
+    second, only if something refers to one.
+    """
+    left = [weakref.ref(group) for group in groups]
+    while groups:
+        if devices.aborts(dist.get_backend(groups[-1])):
+            groups[-1].abort()  # what runs on the device would be waited for
+        dist.destroy_process_group(groups.pop())
+    if any(group() is not None for group in left):
+        gc.collect()
 
 
 def first_line(error: BaseException) -> str:
@@ -395,10 +410,13 @@ def _watch(positions: weakref.ref[Positions], done: threading.Event, every: floa
 
 
 MIDDLE = "the middle of a step"
+NEWS = 10.0  # seconds in which a death is seen after an error that it is the cause of, on a busy machine
 STEP, FIRST_STEP, OWN_SAMPLES = "train_step", "the first step of its size", "the samples of a step"
 EVALUATION, COMPILATION = "eval_step", "compile_for"
 STEPS = (STEP, EVALUATION)  # what counts as a step
 AGREED = (*STEPS, FIRST_STEP, OWN_SAMPLES)  # what is followed by messages
+CLIP = "clip_grad_norm_"
+REPEATED = (*STEPS, FIRST_STEP, COMPILATION, CLIP)  # what ranks that are left agree on anew, without those that died
 Result = TypeVar("Result")
 
 
@@ -409,6 +427,47 @@ class Heard:
     content: int
     value: float
     meets: int = 0
+
+
+class Interrupted(StepFailed):
+    """A rank died meanwhile, and the others have come together without it."""
+
+
+def without_dead(call: Callable[[], Result]) -> Result:
+    """What a call of several meetings returns: begun again if a rank dies meanwhile. All ranks call it."""
+    while True:
+        with contextlib.suppress(Interrupted):
+            return call()
+
+
+def let_go(error: BaseException) -> None:
+    """Clear the frames of this room and of torch.distributed that an error went through: they refer to groups, and to
+    operations that are under way.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        for frame, _ in traceback.walk_tb(found.__traceback__):
+            if str(frame.f_globals.get("__name__", "")).startswith(("csc.runtime.", "torch.distributed.")):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
+        found = found.__cause__ or found.__context__
+
+
+class Survives(Protocol):
+    """What a meeting asks of csc.runtime.survival.Survival."""
+
+    def lost(self, seconds: float = 0.0) -> bool:
+        """Whether a member has died."""
+
+    def recover(self, error: BaseException) -> None:
+        """Come together with those that are left."""
+
+    def rows(self, number: int) -> list[list[int]] | None:
+        """Of a meeting that others have finished."""
+
+
+class _Anew(Exception):
+    """Ranks have come together without some that died: they say everything again."""
 
 
 class Meeting:
@@ -427,6 +486,8 @@ class Meeting:
         self._agreed = False  # on a step that has not begun
         self.step = 0
         self.broken = ""
+        self.survival: Survives | None = None  # if ranks may die
+        self.rounds, self.rows = 0, list[list[int]]()  # how many were held, and what was said in the last one
 
     @classmethod
     def of_all(cls, timeout: float) -> Meeting:
@@ -509,18 +570,29 @@ class Meeting:
             self._agreed = False
             if self._alone:
                 return make()[1], ()
-            try:
-                said, result = make()
-            except BaseException as error:
-                rows, words = self._round(operation, NOTHING, error)
-                self._check_middle(words)
-                error.add_note(self._note(operation))
-                raise
-            rows, words = self._round(operation, said, None)
-            if words:
-                raise self._amiss(operation, words)
-            self._agreed = operation in AGREED
-            return result, rows
+            while True:
+                try:
+                    return self._once(operation, make)
+                except _Anew:
+                    if operation not in REPEATED:
+                        raise Interrupted(
+                            f"a rank died {self._place(operation)}", "the ranks that are left",
+                            "Call it again on every rank",
+                        ) from None  # fmt: skip
+
+    def _once(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
+        try:
+            said, result = make()
+        except BaseException as error:
+            rows, words = self._round(operation, NOTHING, error)
+            self._check_middle(words)
+            error.add_note(self._note(operation))
+            raise
+        rows, words = self._round(operation, said, None)
+        if words:
+            raise self._amiss(operation, words)
+        self._agreed = operation in AGREED
+        return result, rows
 
     def failed(self, error: BaseException) -> BaseException:
         """All ranks call it that could not finish a step, and have let go of the others. Returns what to raise: the
@@ -532,6 +604,9 @@ class Meeting:
             _, words = self._round(MIDDLE, NOTHING, error)
         except RankLost as lost:
             return error if isinstance(error, RankLost) else lost
+        except _Anew:  # a rank has died while this one failed on its own
+            self.give_up(str(error))
+            return error
         failed = [rank for rank, word in enumerate(words) if word.cause]
         if not failed or any(word.operation != MIDDLE for word in words):
             self.give_up(str(error))
@@ -547,10 +622,20 @@ class Meeting:
         self.positions.close()
         for close in self._closing:
             close()
+        self.leave()
+
+    def leave(self) -> None:
+        """Free those who wait for this rank in a meeting."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
-            gc.collect()
+            own, self._group = [self._group], None
+            destroy(own)
+
+    def rejoin(self, seconds: float, store: dist.Store) -> None:
+        """Ranks that are left meet from now on, in a new default group. All of them call it."""
+        self.positions.close()
+        self._group, self.broken = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)), ""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.positions = Positions(dist.PrefixStore("positions", store), rank, ranks, seconds)
 
     # one round
 
@@ -570,7 +655,7 @@ class Meeting:
             digest(operation), self.step, int(error is not None), digest("\n".join(said.signature)),
             said.replica, said.content ^ digest("\n".join(said.shared)), as_int(said.value), said.meets,
         ]  # fmt: skip
-        rows = self.guarded(lambda: self._gathered(row), operation)
+        rows = self._said_by_all(operation, row)
         if agree(rows):
             return rows, []
         self.step = max(row[1] for row in rows)  # a rank that was at something else has not counted this step
@@ -582,6 +667,22 @@ class Meeting:
         words = [json.loads(text) for text in texts]
         listed = ("signature", "shared")
         return rows, [Word(**{**word, **{name: tuple(word[name]) for name in listed}}) for word in words]
+
+    def _said_by_all(self, operation: str, row: Sequence[int]) -> list[list[int]]:
+        number = self.rounds + 1
+        try:
+            found: list[list[int]] = self.guarded(lambda: self._gathered(row), operation)
+        except RankLost as lost:
+            if self.survival is None or not self.survival.lost(NEWS):
+                raise
+            let_go(lost)
+            self.survival.recover(lost)
+            known = self.survival.rows(number)
+            if known is None:
+                raise _Anew from None
+            found = known
+        self.rounds, self.rows = number, found
+        return found
 
     def _gathered(self, row: Sequence[int]) -> list[list[int]]:
         own = torch.tensor(row, dtype=torch.int64)
@@ -600,6 +701,7 @@ class Meeting:
                 refused = cannot(error, operation, f"rank {dist.get_rank()}")
                 self.give_up(refused.what)
                 raise refused from error
+            let_go(error)  # of the group, so that it ends here
             reason = first_line(error)
             told = self.positions.told() if is_silence(reason) else ""
             lost = RankLost(

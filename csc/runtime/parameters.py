@@ -22,9 +22,9 @@ from csc.runtime import weights
 from csc.runtime.consistency import Sample, Shared, checksum, read
 from csc.runtime.gradients import GradientSums, Shard, filled, seen, shard_of
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import NOTHING, Said
+from csc.runtime.meeting import CLIP, NOTHING, Said
 from csc.runtime.rank import Rank
-from csc.runtime.specs import Box, ParameterSpec, cut, part_in_box, put, sizes, whole_box
+from csc.runtime.specs import Box, Manifest, ParameterSpec, cut, part_in_box, put, sizes, whole_box
 from csc.runtime.transport import Endpoint, InProcess, Membership, Met, Transport
 
 # --- The parameters of a process whose ranks hold parts of them ------------------------------------------------------
@@ -85,12 +85,16 @@ class Shards:
     """
 
     def __init__(self, mesh: Mesh, transport: Transport, device: torch.device, zero: int = 0) -> None:
-        self._mesh, self._device, self._transport = mesh, device, transport
+        self._device, self._transport, self._zero = device, transport, zero
         self._alone = len(transport.ranks) == mesh.size
-        self._shard = mesh.shard(transport.ranks[0])
-        self._index = mesh.group(Group.DATA, transport.ranks[0]).index(transport.ranks[0])
-        self._zero = zero
         self._sources: dict[str, Source] = {}
+        self.regroup(mesh)
+
+    def regroup(self, mesh: Mesh) -> None:
+        """The ranks' places from now on."""
+        self._mesh, first = mesh, self._transport.ranks[0]
+        self._shard = mesh.shard(first)
+        self._index = mesh.group(Group.DATA, first).index(first)
 
     def box(self, spec: ParameterSpec) -> Box | None:
         """What this process keeps of a parameter of its own; None: all of it."""
@@ -397,6 +401,11 @@ class OwnParameters:
         self._compare(self.parts.sources)
         self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
 
+    def regroup(self, manifest: Manifest) -> None:
+        """Of fewer replicas from now on: its ranks hold what they held."""
+        self._manifest = manifest
+        self.parts.regroup(manifest.mesh)
+
     @property
     def _first(self) -> int:
         """Of this process' ranks."""
@@ -493,7 +502,7 @@ class OwnParameters:
         """
         if not max_norm >= 0:
             raise InputError(f"max_norm is {max_norm}", "clip_grad_norm_", "pass a number from 0 on; inf only measures")
-        square = self._transport.meeting.total("clip_grad_norm_", self._square)
+        square = self._transport.meeting.total(CLIP, self._square)
         norm = torch.tensor(square, dtype=torch.float64).sqrt().float()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self._device)
         for _, parameter in self.named():

@@ -12,7 +12,7 @@ from itertools import chain
 from operator import or_
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import nn
 from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import Group
+from csc.ir.mesh import Mesh
 from csc.runtime import batches, context, executor, weights
 from csc.runtime.batches import Microbatch
 from csc.runtime.c10d import Distributed
@@ -38,6 +39,7 @@ from csc.runtime.transport import InProcess, Transport, together
 if TYPE_CHECKING:
     from csc.runtime.compile_pool import FunctionFolder
     from csc.runtime.fusing import FusedMembers
+    from csc.runtime.survival import Survival
 
 
 # --- What a step was: its loss, its size and its speed, as numbers for a log -----------------------------------------
@@ -161,6 +163,54 @@ class Trainer:
         self.timeline: dict[int, list[Timed]] = {}
         self.metrics: dict[str, float] = {}  # of the last step: see csc.runtime.trainer
         self._losses: Losses | None = None  # of the last step
+        if self._survival is not None:
+            self._survival.trains(self)
+
+    @property
+    def _survival(self) -> Survival | None:
+        """If ranks may die."""
+        return cast("Survival | None", self.transport.meeting.survival)
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """Of this process."""
+        return self._members[0]
+
+    def member(self, program: int) -> Rank:
+        """The first of them in one of the programs."""
+        return self._members[program][0]
+
+    @property
+    def manifests(self) -> Sequence[Manifest]:
+        """Of the programs, as batches are divided for them."""
+        return self._manifests
+
+    @property
+    def is_profiled(self) -> Callable[[], bool]:
+        """Whether a profiler is on."""
+        return self._is_profiled
+
+    @property
+    def within(self) -> Within:
+        """Makes a context for what computes."""
+        return self._within
+
+    def regroup(self, mesh: Mesh, rank: int) -> None:
+        """Train on as this rank of fewer replicas. All that are left call it; batches stay as they are."""
+
+        def manifest(program: LoadedProgram) -> Manifest:
+            return replace(program.manifest, mesh=mesh)
+
+        def moved(one: Rank) -> Rank:
+            met = met_of(mesh, rank, one.endpoint, self.fused is not None)
+            program = replace(one.program, manifest=manifest(one.program))
+            return replace(one, program=program, rank=rank, met=met, _groups={})
+
+        assert isinstance(self.transport, Distributed)
+        self.program = replace(self.program, manifest=manifest(self.program))
+        self.transport.regroup(self.program.manifest, rank)
+        self.own.regroup(self.program.manifest)
+        self._members = [[moved(one) for one in ranks] for ranks in self._members]
 
     def add(self, program: LoadedProgram) -> None:
         """Take microbatches of this program's sizes too. ProgramError unless it is the same model, cut and scheduled
@@ -297,7 +347,11 @@ class Trainer:
             self.transport.meeting.began()
             if flags & STALE:
                 self.own.gather()
-            results = self._results(dealt, flags, drawn, None if flags & NOTHING_AHEAD else encoding)
+            if self._survival is None:
+                results = self._results(dealt, flags, drawn, None if flags & NOTHING_AHEAD else encoding)
+            else:
+                self.transport.begin_step()
+                results = self._survival.results(self, dealt, bool(flags & UNEVEN), self._drawn(drawn))
         except BaseException as error:
             if state is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(state)
@@ -325,18 +379,14 @@ class Trainer:
         self, dealt: batches.Microbatches, flags: int, drawn: int | None, encoding: Encoding | None
     ) -> dict[int, StepResult]:
         self.transport.begin_step()
-        used = [spec for spec in self.program.manifest.parameters if spec.name in self.own.values]
-        working = {spec.name: _as(self.own.values[spec.name].detach(), spec.compute or spec.dtype) for spec in used}
-        if drawn is None:
-            drawn = executor.draw() if self.program.manifest.random else 0
+        working = self._working()
+        drawn = self._drawn(drawn)
         runs, profiled, calls = {}, self._is_profiled(), []
         for index, rank in enumerate(self._ranks):
             given = dealt.of_rank(rank)
             ranks = [self._members[microbatch.program][index] for microbatch in given]
-            own = [
-                self._on_device(microbatch.tensors, _read(one)) for one, microbatch in zip(ranks, given, strict=True)
-            ]
-            held = {p.name: self.own.parts.of_rank(p, working[p.name], rank) for p in used if rank.position in p.ranks}
+            own = [self.on_device(microbatch.tensors, one) for one, microbatch in zip(ranks, given, strict=True)]
+            held = self._held(rank, working)
             calls += [(mb.program, (one, tensors, held)) for one, mb, tensors in zip(ranks, given, own, strict=True)]
             counts = counted(self._manifests, given)
             coming = encoding.of(rank) if encoding is not None else None
@@ -348,6 +398,25 @@ class Trainer:
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         with nullcontext() if self.fused is None else self.fused.step(calls, flags // FUSED, meeting):
             return interleave(runs) if turns is None else together(runs, turns)
+
+    def _drawn(self, drawn: int | None) -> int:
+        """The seed of a step."""
+        if drawn is None:
+            return executor.draw() if self.program.manifest.random else 0
+        return drawn
+
+    def _working(self) -> dict[str, torch.Tensor]:
+        """All parameters as they are computed with."""
+        used = [spec for spec in self.program.manifest.parameters if spec.name in self.own.values]
+        return {spec.name: _as(self.own.values[spec.name].detach(), spec.compute or spec.dtype) for spec in used}
+
+    def _held(self, rank: Rank, working: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        specs = [p for p in self.program.manifest.parameters if p.name in working and rank.position in p.ranks]
+        return {spec.name: self.own.parts.of_rank(spec, working[spec.name], rank) for spec in specs}
+
+    def working(self, rank: Rank) -> dict[str, torch.Tensor]:
+        """What a rank of this process computes with."""
+        return self._held(rank, self._working())
 
     @torch.no_grad()
     def prepare(self, batch: batches.GlobalBatch, steps: int = 1, local: bool = False) -> None:
@@ -366,6 +435,10 @@ class Trainer:
                     rank = self._members[microbatch.program][index]
                     names = [name for spec in context.contexts(rank) for name in spec.inputs]
                     context.prepare(rank, self._on_device(microbatch.tensors, names))
+
+    def on_device(self, microbatch: Mapping[str, torch.Tensor], rank: Rank) -> dict[str, torch.Tensor]:
+        """What a rank reads of a microbatch."""
+        return self._on_device(microbatch, _read(rank))
 
     def _on_device(self, microbatch: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
         return {name: microbatch[name].to(self.device) for name in dict.fromkeys(names)}

@@ -1,0 +1,406 @@
+"""Real processes that are killed, at each kind of place of a step: python -m benchmarks.faults_processes [--quick]
+
+Terms
+  place    where a rank is when it kills itself: each action of its schedule (F, B, W, messages), the sums over
+           replicas, the meetings (before a step, for the norm, in a save), and two of a recovery from another death
+  fault    a rank, a step and a place; a *job* has one, or as many after each other as its mesh can lose
+
+Ranks are forked from one process that has imported everything, over gloo, with a model of two layers: what is measured
+is whether jobs go on, and how long it takes them. `summary` has
+
+    faults_tried, lost_steps, wrong_losses (more than 1e-6 beside a run without faults), hangs
+    microbatches_repeated_max      of one replica and step: those that it had finished, done again by others
+    detect_seconds_p95             from the kill until another rank knows, over all others
+    recover_seconds_p95            from then until new groups are there
+    frozen, frozen_without_a_sentence        ranks that are stopped: the others are to end with a sentence
+
+Times are of a machine that may be busy: `load` has its load average by core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import csc
+from csc.errors import RankLost
+from csc.runtime.survival import Survival
+
+STEPS, MICROBATCHES, LENGTH, WORDS, WIDTH = 5, 3, 8, 32, 16
+LIMIT = 120.0  # seconds after which a job hangs
+TIMEOUT = 40.0  # of csc.compile
+FROZEN = 5.0  # the same, where a rank is stopped
+MESHES = {"dp=4": 3, "dp=2,pp=2": 1, "dp=3,pp=2": 2, "dp=2,tp=2": 1}  # how many may be lost
+RECOVERY = ("the report of a recovery", "the groups of a recovery")
+SAVE = "the shards of what is saved"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At the count-th time that a rank is at a place of a step. number: the signal that it sends itself."""
+
+    rank: int
+    step: int
+    place: str
+    count: int = 1
+    number: int = int(signal.SIGKILL)
+
+
+@dataclass
+class Job:
+    """What came of some processes. codes: None for one that had to be ended."""
+
+    mesh: str
+    faults: list[Fault]
+    codes: list[int | None]
+    told: dict[int, dict[str, Any]]
+    killed: dict[int, dict[str, float]]
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Block(torch.nn.Module):
+    """A residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.nn.functional.gelu(self.up(hidden)))
+
+
+class Model(torch.nn.Module):
+    """An embedding, two layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(WORDS, WIDTH)
+        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+        self.head = torch.nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def batch(mesh: csc.Mesh, step: int) -> dict[str, torch.Tensor]:
+    """Of one step; some labels do not count, in each sample others."""
+    made = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, WORDS, (mesh.dp * MICROBATCHES, LENGTH), generator=made)
+    counts = torch.rand(tokens.shape, generator=made) < 0.7
+    return {"tokens": tokens, "labels": torch.where(counts, tokens.roll(1, 1), -100)}
+
+
+def compiled_for(mesh: csc.Mesh, survive: int | None, timeout: float) -> Any:
+    """The model, with the same weights every time."""
+    torch.manual_seed(0)
+    return csc.compile(
+        Model(), mesh=mesh, example=batch(mesh, 0), microbatches=MICROBATCHES, schedule="1f1b", check=False,
+        survive=survive, timeout=timeout,
+    )  # fmt: skip
+
+
+def train(compiled: Any, mesh: csc.Mesh, losses: list[float], saved: Path) -> None:
+    """Some steps; losses: as they come."""
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        loss = compiled.train_step(batch(mesh, step))
+        compiled.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        if step == STEPS - 2:
+            compiled.save(saved)
+
+
+# --- one rank ----------------------------------------------------------------------------------------------------
+
+
+class Striker:
+    """Ends this rank where a fault says; notes each place of the third step."""
+
+    def __init__(self, faults: Sequence[Fault], losses: list[float], folder: Path) -> None:
+        self.rank = int(os.environ["RANK"])
+        self._faults = [one for one in faults if one.rank == self.rank]
+        self._losses, self._folder = losses, folder
+        self._seen: dict[Fault, int] = {}
+        self._finished = (0, 0)  # of a step, how many microbatches
+        self.places: list[str] = []
+
+    def at(self, place: str) -> None:
+        """The rank is at a place."""
+        step = len(self._losses)
+        if self._finished[0] != step:
+            self._finished = (step, 0)
+        if step in (2, STEPS - 1):
+            self.places.append(place)
+        for fault in self._faults:
+            if step == fault.step and place == fault.place:
+                self._seen[fault] = self._seen.get(fault, 0) + 1
+                if self._seen[fault] == fault.count:
+                    told = {"time": time.time(), "finished": self._finished[1]}
+                    (self._folder / f"killed_{self.rank}.json").write_text(json.dumps(told))
+                    os.kill(os.getpid(), fault.number)
+
+    def finished(self, count: int) -> None:
+        """So many microbatches more."""
+        self._finished = (self._finished[0], self._finished[1] + count)
+
+    def hook(self, compiled: Any) -> None:
+        """Into whatever tells where a rank is."""
+        survival = compiled.trainer().transport.meeting.survival
+        positions = type(compiled.trainer().transport.meeting.positions)
+        moved, agreed, regroup = positions.moved, Survival._agreed, Survival._regroup
+
+        def at(own: Any, place: Any) -> None:
+            if place is not None:
+                self.at(_kind(str(place)))
+                self.finished(str(place).startswith(("BW 0", "W 0")))
+            moved(own, place)
+
+        def reports(own: Any, *arguments: Any) -> Any:
+            self.at(RECOVERY[0])
+            return agreed(own, *arguments)
+
+        def groups(own: Any, *arguments: Any) -> Any:
+            self.at(RECOVERY[1])
+            return regroup(own, *arguments)
+
+        positions.moved = at
+        if survival is not None:
+            setattr(Survival, "_agreed", reports)  # noqa: B010
+            setattr(Survival, "_regroup", groups)  # noqa: B010
+
+
+def _kind(place: str) -> str:
+    """Without the number of the step."""
+    return place.split(" of step ")[0].strip("'")
+
+
+def rank(folder: Path, mesh: str, faults: Sequence[Fault], survive: int, timeout: float) -> None:
+    """Train, and tell what came of it."""
+    of, losses = csc.Mesh.parse(mesh), list[float]()
+    compiled = compiled_for(of, survive, timeout)
+    compiled.compile_for(batch(of, 0))
+    striker = Striker(faults, losses, folder)
+    striker.hook(compiled)
+    try:
+        train(compiled, of, losses, folder / "saved")
+    finally:
+        survival = compiled.trainer(check=False).transport.meeting.survival
+        told = {
+            "losses": losses, "places": striker.places, "recoveries": survival.recoveries, "dead": survival.deaths.dead
+        }  # fmt: skip
+        (folder / f"told_{striker.rank}.json").write_text(json.dumps(told))
+
+
+# --- jobs --------------------------------------------------------------------------------------------------------
+
+
+def job(mesh: str, faults: Sequence[Fault], survive: int, timeout: float = TIMEOUT) -> Job:
+    """Fork the ranks of a mesh, and wait for those that are not killed."""
+    count = csc.Mesh.parse(mesh).size
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="csc-faults-") as name:
+        folder = Path(name)
+        pids = [_forked(folder, mesh, faults, survive, timeout, one, count, store.port) for one in range(count)]
+        frozen = [pids[one.rank] for one in faults if one.number == signal.SIGSTOP]
+        codes = _ended(pids, frozen)
+        told = {one: json.loads(text) for one, text in _read(folder, "told_{}.json", count)}
+        killed = {one: json.loads(text) for one, text in _read(folder, "killed_{}.json", count)}
+        return Job(mesh, list(faults), codes, told, killed, dict(_read(folder, "error_{}.txt", count)))
+
+
+def _read(folder: Path, name: str, count: int) -> Iterator[tuple[int, str]]:
+    for one in range(count):
+        with contextlib.suppress(OSError):
+            yield one, (folder / name.format(one)).read_text()
+
+
+def _forked(
+    folder: Path, mesh: str, faults: Sequence[Fault], survive: int, timeout: float, own: int, count: int, port: int
+) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 0
+    try:
+        torch.set_num_threads(1)
+        place = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        os.environ.update({name: str(value) for name, value in {**place, **meeting}.items()})
+        output = (folder / f"output_{own}.txt").open("w")
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        rank(folder, mesh, faults, survive, timeout)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException as error:
+        code = 3 if isinstance(error, RankLost) else 1
+        (folder / f"error_{own}.txt").write_text(str(error) if code == 3 else traceback.format_exc())
+    util._exit_function()  # type: ignore[attr-defined]
+    os._exit(code)
+
+
+def _ended(pids: Sequence[int], frozen: Sequence[int]) -> list[int | None]:
+    """Exit codes, minus a signal's number; None for what had to be ended. Those that are stopped are ended last."""
+    found: dict[int, int] = {}
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end and not set(pids) - set(frozen) <= found.keys():
+        for pid in set(pids) - found.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                found[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    for pid in set(pids) - found.keys():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [found.get(pid) for pid in pids]
+
+
+def undisturbed(mesh: str) -> list[float]:
+    """The losses of all ranks in this process."""
+    of, losses = csc.Mesh.parse(mesh), list[float]()
+    with tempfile.TemporaryDirectory(prefix="csc-faults-") as name:
+        train(compiled_for(of, None, TIMEOUT), of, losses, Path(name) / "saved")
+    return losses
+
+
+def places_of(mesh: str) -> list[tuple[int, str]]:
+    """Every rank with each of its places, by a job without faults."""
+    found = job(mesh, [], 1)
+    assert set(found.codes) == {0}, found.errors
+    return [(one, place) for one, told in found.told.items() for place in dict.fromkeys(told["places"])]
+
+
+def chains(mesh: str, wanted: int) -> list[list[Fault]]:
+    """Jobs with so many faults in all: the ranks and places of a mesh in turns. Each rank of a job dies in a replica of
+    its own; the last fault of every third job comes in the middle of a recovery.
+    """
+    of, most = csc.Mesh.parse(mesh), MESHES[mesh]
+    every = places_of(mesh)
+    order = random.Random(0).sample(every, len(every))
+    jobs: list[list[Fault]] = []
+    at = 0
+    while sum(map(len, jobs)) < wanted:
+        own: list[Fault] = []
+        hit: set[int] = set()
+        for step in range(1, 1 + most):
+            while of.coordinates(order[at % len(order)][0]).dp in hit:
+                at += 1
+            victim, place = order[at % len(order)]
+            at += 1
+            hit.add(of.coordinates(victim).dp)
+            own.append(Fault(victim, STEPS - 1 if place in SAVED else step, place))
+        if most > 1 and len(jobs) % 3 == 2:
+            before = own[-2]
+            own[-1] = Fault(own[-1].rank, before.step, RECOVERY[len(jobs) % 2])
+        jobs.append(own)
+    return jobs
+
+
+SAVED = ("save", SAVE, "the index of what is saved", "the configuration of what is saved")
+
+
+# --- what came of them -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """Over all jobs."""
+
+    tried: int = 0
+    lost_steps: int = 0
+    wrong: int = 0
+    hangs: int = 0
+    repeated: int = 0
+    detect: list[float] = field(default_factory=list)
+    recover: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, found: Job, losses: Sequence[float]) -> None:
+        """Of one job. Whoever has told all its steps is a survivor; the others are killed, or spare."""
+        self.tried += len(found.killed)
+        self.hangs += found.codes.count(None)
+        survivors = [told for told in found.told.values() if len(told["losses"]) == STEPS]
+        dead = [code for code in found.codes if code == -signal.SIGKILL]
+        if not survivors or len(dead) != len(found.killed) or found.errors:
+            self.lost_steps += STEPS - max((len(told["losses"]) for told in found.told.values()), default=0)
+            errors = "; ".join(found.errors.values())
+            self.failed.append(f"{found.mesh} {found.faults}: {found.codes} {errors[-800:]}")
+        for told in survivors:
+            self.wrong += any(abs(a - b) > 1e-6 * max(1, abs(b)) for a, b in zip(told["losses"], losses, strict=True))
+            for one, seen in told["dead"].items():
+                if int(one) in found.killed:
+                    self.detect.append(seen - found.killed[int(one)]["time"])
+            self.recover += [one["done"] - one["seen"] for one in told["recoveries"]]
+        self.repeated = max([self.repeated, *(int(one["finished"]) for one in found.killed.values())])
+
+
+def p95(values: Sequence[float]) -> float | None:
+    """The 95th percentile; None of nothing."""
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1] if values else None
+
+
+def measured(faults: int, frozen: int, tell: Any = print) -> dict[str, Any]:
+    """All of it. faults: how many kills, over all meshes."""
+    tally, silent, stopped = Tally(), 0, 0
+    for mesh in MESHES:
+        losses = undisturbed(mesh)
+        for own in chains(mesh, math.ceil(faults / len(MESHES))):
+            failed = len(tally.failed)
+            tally.add(job(mesh, own, MESHES[mesh]), losses)
+            tell("\n".join([f"{mesh}: {tally.tried} faults, {tally.hangs} hangs", *tally.failed[failed:]]))
+    for i in range(frozen):
+        place = ("the sum of gradients", "F 0 0", "train_step")[i % 3]
+        found = job("dp=2", [Fault(i % 2, 2, place, 1, int(signal.SIGSTOP))], 1, FROZEN)
+        stopped += 1
+        other = 1 - i % 2
+        silent += found.codes[other] != 3 or other not in found.errors
+    cores = os.cpu_count() or 1
+    return {
+        "summary": {
+            "faults_tried": tally.tried, "lost_steps": tally.lost_steps, "wrong_losses": tally.wrong,
+            "hangs": tally.hangs, "microbatches_repeated_max": tally.repeated,
+            "detect_seconds_p95": p95(tally.detect), "recover_seconds_p95": p95(tally.recover),
+            "frozen": stopped, "frozen_without_a_sentence": silent, "load": round(os.getloadavg()[0] / cores, 2),
+        },
+        "microbatches": MICROBATCHES, "failed": tally.failed,
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults_processes", description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print the result as JSON alone")
+    parser.add_argument("--quick", action="store_true", help="about 40 faults, not 300")
+    given = parser.parse_args(arguments)
+    tell = (lambda text: None) if given.json else print
+    found = measured(40 if given.quick else 300, 2 if given.quick else 6, tell)
+    print(json.dumps(found, indent=1) if given.json else "\n".join(f"{k}: {v}" for k, v in found["summary"].items()))
+    if not given.json:
+        print(*found["failed"], sep="\n")
+
+
+if __name__ == "__main__":
+    main()

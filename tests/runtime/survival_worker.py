@@ -1,0 +1,105 @@
+"""One rank of a job in which ranks are killed, or stopped.
+
+main(directory, mesh, faults)       writes losses and weights; faults: who is killed where
+Fault(rank, step, place, times)     at the times-th time that the rank is at a place of a step, by its words
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import csc
+from csc.driver.compiled import CompiledModel
+from tests.compiler import small
+
+STEPS, MICROBATCHES = 5, 2
+
+
+class Fault(NamedTuple):
+    """signal: what the rank sends itself."""
+
+    rank: int
+    step: int
+    place: str
+    times: int = 1
+    signal: int = int(signal.SIGKILL)
+
+
+def samples(mesh: csc.Mesh) -> list[dict[str, torch.Tensor]]:
+    """The batch of each step: all tokens are others."""
+    batch = small.text_batch(2 * mesh.dp * MICROBATCHES)
+    return [
+        {name: torch.where(one < 0, one, (one + 5 * step) % small.VOCABULARY) for name, one in batch.items()}
+        for step in range(STEPS)
+    ]
+
+
+def compiled_for(mesh: csc.Mesh, survive: int | None, timeout: float = 60.0) -> CompiledModel:
+    """A model of two layers, with dropout: its masks are those of a microbatch, wherever that is computed."""
+    torch.manual_seed(0)
+    compiled = csc.compile(
+        small.dropped(), mesh=mesh, example=samples(mesh)[0], microbatches=MICROBATCHES, schedule="1f1b", check=False,
+        survive=survive, timeout=timeout,
+    )  # fmt: skip
+    assert isinstance(compiled, CompiledModel)
+    return compiled
+
+
+def trained(compiled: CompiledModel, mesh: csc.Mesh, losses: list[float], save: Path | None = None) -> None:
+    """Some steps; losses: of each, as they come."""
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)  # Adam makes steps of rounding errors
+    torch.manual_seed(1)
+    for batch in samples(mesh):
+        loss = compiled.train_step(batch)
+        compiled.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        if save is not None:
+            compiled.save(save)
+
+
+def strike(compiled: CompiledModel, faults: list[Fault], losses: list[float], directory: Path) -> None:
+    """Have this rank end where its faults say."""
+    rank = int(os.environ["RANK"])
+    own = [Fault(*one) for one in faults if one[0] == rank]
+    places = compiled.trainer().transport.meeting.positions
+    seen: dict[Fault, int] = {}
+    inner = type(places).moved
+
+    def moved(self: Any, place: Any) -> None:
+        for fault in own:
+            if place is not None and len(losses) == fault.step and fault.place in str(place):
+                seen[fault] = seen.get(fault, 0) + 1
+                if seen[fault] == fault.times:
+                    (directory / f"killed_{rank}.txt").write_text(str(time.time()))
+                    os.kill(os.getpid(), fault.signal)
+        inner(self, place)
+
+    type(places).moved = moved  # type: ignore[method-assign]
+
+
+def main(directory: Path, mesh: str, faults: list[Fault], survive: int = 1, saves: bool = False) -> None:
+    """Train, and tell what came of it."""
+    rank, of = int(os.environ["RANK"]), csc.Mesh.parse(mesh)
+    compiled = compiled_for(of, survive)
+    compiled.compile_for(samples(of)[0])
+    losses: list[float] = []
+    strike(compiled, faults, losses, directory)
+    try:
+        trained(compiled, of, losses, directory / "saved" if saves else None)
+    except SystemExit as end:
+        assert not end.code
+        (directory / f"spare_{rank}.txt").touch()
+        return
+    survival: Any = compiled.trainer().transport.meeting.survival
+    weights = {name: p.detach().tolist() for name, p in compiled.named_parameters()}
+    told = {"losses": losses, "weights": weights, "recoveries": survival.recoveries, "dead": survival.deaths.dead}
+    (directory / f"told_{rank}.json").write_text(json.dumps(told))

@@ -1,0 +1,101 @@
+"""Ranks that are killed while they train: what is planned then, and real processes."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import csc
+from csc.errors import InputError
+from csc.runtime.survival import Regrouping, Report, dealt_to, planned, shares
+from tests import launching
+from tests.compiler import small
+from tests.runtime import survival_worker
+from tests.runtime.survival_worker import STEPS, Fault
+
+
+def test_every_microbatch_is_dealt_once() -> None:
+    for before in range(1, 7):
+        for left in range(1, before + 1):
+            for microbatches in range(1, 6):
+                found = shares(left, before, microbatches)
+                assert sorted(chain.from_iterable(found)) == list(range(before * microbatches))
+                assert max(map(len, found)) - min(map(len, found)) <= 1
+    assert dealt_to(2, [7, 8, 9], [3, 1]) == [[9], [7, 8]]
+
+
+def test_what_is_done_is_kept_where_all_of_a_replica_have_done_it() -> None:
+    reports = {
+        0: Report(9, [], step=4, total=6, done=[0, 1], drawn=5),
+        1: Report(9, [], step=4, total=6, done=[1, 0], drawn=5),
+        4: Report(9, [], step=4, total=6, done=[4, 5]),
+        5: Report(8, []),  # it has not heard yet that the step begins
+    }
+    plan = planned(reports, [[0, 1], [4, 5]])
+    assert plan == Regrouping([0, 1, 4, 5], 9, [], 4, None, 5, [True, False], [[4], [2, 3, 5]])
+    assert sorted([0, 1, *chain.from_iterable(plan.todo)]) == list(range(6))
+
+
+def test_a_step_that_one_rank_has_finished_is_done() -> None:
+    reports = {0: Report(9, [], step=4, total=6, done=[0]), 1: Report(9, [], ended=4, row=[1.0, 2.0])}
+    plan = planned(reports, [[0], [1]])
+    assert plan.row == [1.0, 2.0] and plan.step == 4 and not plan.todo
+    between = planned({0: Report(9, [], ended=4, row=[1.0]), 1: Report(10, [[7]], ended=4, row=[1.0])}, [[0], [1]])
+    assert (between.step, between.rounds, between.rows) == (0, 10, [[7]])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mesh": "pp=2", "survive": 1}, "has 1 replica, and 1 lost rank may take as many away"),
+        ({"mesh": "dp=2", "survive": 2}, "use 3 replicas or more"),
+        ({"mesh": "dp=2", "survive": -1}, "pass how many ranks may die"),
+        ({"mesh": "dp=2", "survive": True}, "pass how many ranks may die"),
+        ({"mesh": "dp=2,cp=2", "survive": 1}, "ranks share sequences"),
+        ({"mesh": "dp=2", "zero": 1, "survive": 1}, "with zero=1 a rank cannot be lost"),
+    ],
+)
+def test_what_cannot_be_survived_is_refused_before_training(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        csc.compile(lambda: small.text(2), example=small.text_batch(4), **options)
+
+
+def told(directory: Path, ranks: list[int]) -> list[dict[str, Any]]:
+    return [json.loads((directory / f"told_{rank}.json").read_text()) for rank in ranks]
+
+
+def check_undisturbed(directory: Path, mesh: str, left: list[int]) -> None:
+    """Those that are left have the losses and weights of a run in which nobody died."""
+    of, losses = csc.Mesh.parse(mesh), list[float]()
+    alone = survival_worker.compiled_for(of, None)
+    survival_worker.trained(alone, of, losses)
+    weights = dict(alone.named_parameters())
+    for one in told(directory, left):
+        torch.testing.assert_close(torch.tensor(one["losses"]), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+        for name, values in one["weights"].items():
+            torch.testing.assert_close(torch.tensor(values), weights[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
+    names = {name for one in told(directory, left) for name in one["weights"]}
+    assert len(losses) == STEPS and names == set(weights)
+
+
+@pytest.mark.gloo
+def test_one_rank_after_the_other_is_killed(tmp_path: Path) -> None:
+    """The first one in a microbatch, one in the sum of gradients, one between a step and the optimizer."""
+    faults = [Fault(0, 1, "F 0 1"), Fault(2, 2, "the sum of gradients"), Fault(1, 3, "clip_grad_norm_")]
+    launching.ranks(survival_worker.main, 4, tmp_path, "dp=4", faults, 3, dying=3)
+    check_undisturbed(tmp_path, "dp=4", [3])
+    assert len(told(tmp_path, [3])[0]["recoveries"]) == 3
+
+
+@pytest.mark.gloo
+def test_a_pipeline_that_loses_a_rank_is_taken_out(tmp_path: Path) -> None:
+    faults = [Fault(1, 2, "BW 1 0")]
+    launching.ranks(survival_worker.main, 4, tmp_path, "dp=2,pp=2", faults, 1, True, dying=1)
+    check_undisturbed(tmp_path, "dp=2,pp=2", [2, 3])
+    assert (tmp_path / "spare_0.txt").exists()
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
