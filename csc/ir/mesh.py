@@ -517,14 +517,20 @@ class Mesh:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.ranks or self.cp * sum(replicas * width for replicas, width in self._extents)
+        ahead = self._ahead
+        others = (self.pp - len(ahead)) * self.dp * self.tp
+        return self.ranks or self.cp * (sum(replicas * width for replicas, width in ahead) + others)
+
+    @cached_property
+    def _ahead(self) -> list[tuple[int, int]]:
+        """As `_extents`, of the positions in front that have sizes of their own."""
+        stages = dict(self.own_stages)
+        return [extent for name, extent in in_front(self).items() for _ in range(stages[name])]
 
     @cached_property
     def _extents(self) -> tuple[tuple[int, int], ...]:
         """By position: replicas, and tp ranks of each."""
-        stages = dict(self.own_stages)
-        ahead = [extent for name, extent in in_front(self).items() for _ in range(stages[name])]
-        return (*ahead, *[(self.dp, self.tp)] * (self.pp - len(ahead)))
+        return (*self._ahead, *[(self.dp, self.tp)] * (self.pp - len(self._ahead)))
 
     @cached_property
     def _numbers(self) -> RankNumbers:
