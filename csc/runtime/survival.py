@@ -475,10 +475,8 @@ class Survival:
         left = sorted(self.deaths.left)
         if left:
             raise self._cannot(gone, f"rank {left[0]} has ended by itself") from error
-        replicas: list[list[int]] = [[] for _ in range(self._before.dp)]
-        for one in range(self._before.size):
-            replicas[self._before.coordinates(one).dp].append(one)
-        whole = [replica for replica in replicas if not set(replica).intersection(gone)]
+        replicas = dict.fromkeys(self._before.group(Group.REPLICA, rank) for rank in range(self._before.size))
+        whole = [list(replica) for replica in replicas if not set(replica).intersection(gone)]
         if not whole:
             raise self._cannot(gone, "no replica is left whole") from error
         if self._before.dp - len(whole) > self.failures:
@@ -559,7 +557,7 @@ class Survival:
             trainer.regroup(mesh, place)
         self.members, self.mesh = plan.members, mesh
         self._known = (plan.rounds, plan.rows)
-        replica, flight = mesh.coordinates(place).dp, self._flight
+        replica, flight = mesh.replicas_of(place)[0], self._flight
         if flight is None:
             self._coming = plan if plan.step and plan.row is None else None
         elif plan.row is not None:
