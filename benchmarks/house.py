@@ -20,6 +20,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from csc import cores
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"csc": "csc", "passes": "csc.passes", "codegen": "csc.codegen", "kernels": "csc.kernels"}
 SHORT = 70  # lines: a file below holds less than a subject, more often than not
@@ -111,7 +113,8 @@ def measured(root: Path) -> dict[str, int | str]:
 
 def of_revision(revision: str) -> dict[str, int | str]:
     """Figures of the tree as git has it at a revision."""
-    done = subprocess.run(["git", "archive", revision, *FOLDERS], cwd=ROOT, capture_output=True, check=True)
+    command = ["git", "archive", revision, *FOLDERS]
+    done = subprocess.run(command, cwd=ROOT, env=cores.environment(), capture_output=True, check=True)
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(folder, filter="data")
         return measured(Path(folder))

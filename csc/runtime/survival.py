@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -42,6 +43,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from csc import devices
 from csc.errors import InputError, RankLost
 from csc.ir.groups import RANDOM, Group
 from csc.ir.mesh import Mesh
@@ -355,7 +357,7 @@ class Survival:
     """Of one process. All make it at the same time, right after a meeting."""
 
     def __init__(self, failures: int, mesh: Mesh, meeting: Meeting, seconds: float) -> None:
-        if "nccl" in str(dist.get_backend_config()):
+        if any(map(devices.aborts, re.split("[:,]", str(dist.get_backend_config())))):
             raise InputError(
                 "survive= is for gloo, and the processes meet over NCCL", "compile",
                 "train without it and with checkpoints, or dist.init_process_group('gloo') before",
