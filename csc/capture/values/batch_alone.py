@@ -116,7 +116,9 @@ def _modes() -> str:
 def _constant(tensor: torch.Tensor) -> tuple[Any, ...]:
     """A tensor with values, which a module or a function has beside its parameters and buffers."""
     with outside_tracing():
-        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        values = (
+            tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return ("constant", str(tensor.dtype), str(tuple(tensor.shape)), hashlib.sha256(values).hexdigest())
 
 
