@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import csc
 from csc.capture.capture import capture
 from csc.ir.printer import program_text
 from tests.tiers import long
@@ -417,3 +418,79 @@ def test_layers_whose_parts_are_replaced(replaced: Callable[[Any, int, torch.Ten
     for layer in model.layers:
         layer.scale = lambda layer: F.dropout(torch.ones(()), 1.0, layer.linear.training)
     assert traced(model)[0]
+
+
+def recursive() -> Callable[[Any], float]:
+    def scale(layer: Any, times: int = 2) -> float:
+        return 0.5 if times == 0 else scale(layer, times - 1) * 0.5
+
+    return scale
+
+
+def in_turns() -> Callable[[Any], float]:
+    def one(layer: Any, times: int = 2) -> float:
+        return 0.5 if times == 0 else other(layer, times - 1)
+
+    def other(layer: Any, times: int = 2) -> float:
+        return 0.25 if times == 0 else one(layer, times - 1)
+
+    return one
+
+
+def dict_in_itself() -> Callable[[Any], float]:
+    held: dict[str, Any] = {"scale": 0.5}
+    held["own"] = held
+    return lambda layer: held["own"]["scale"]
+
+
+def list_in_itself() -> Callable[[Any], float]:
+    held: list[Any] = [0.5]
+    held.append(held)
+    return lambda layer: held[1][0]
+
+
+def object_in_itself() -> Callable[[Any], float]:
+    held = types.SimpleNamespace(scale=0.5)
+    held.own = held
+    return lambda layer: held.own.scale
+
+
+def partial_in_itself() -> Callable[[Any], float]:
+    def scale(layer: Any, held: dict[str, Any]) -> float:
+        return 0.5 if held["own"] is not None else 0.25
+
+    held: dict[str, Any] = {}
+    held["own"] = functools.partial(scale, held=held)
+    return held["own"]
+
+
+def attribute_of_itself() -> Callable[[Any], float]:
+    def scale(layer: Any) -> float:
+        return scale.own.number
+
+    scale.own, scale.number = scale, 0.5
+    return scale
+
+
+def test_functions_that_refer_to_themselves_train_as_in_eager() -> None:
+    """What a walk of closures, globals and attributes would go round in."""
+    makers = (
+        recursive,
+        in_turns,
+        dict_in_itself,
+        list_in_itself,
+        object_in_itself,
+        partial_in_itself,
+        attribute_of_itself,
+    )
+    model = Model(lambda layer: 1.0, lambda model: None)
+    model.layers = nn.ModuleList(Layer(make()) for make in makers for _ in range(2))
+    batch = {"x": torch.randn(2, WIDTH)}
+    loss = model(**batch)
+    loss.backward()
+    right = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    compiled = csc.compile(model, mesh="pp=1", example=batch, cache=False, check=False)
+    assert float(compiled.train_step(batch)) == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, right[name], msg=name)
