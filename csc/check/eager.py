@@ -456,8 +456,8 @@ def eager_step(
     before, and need not be looked at again.
 
     trainable: names of the parameters that train; of none, the loss alone, under no_grad. rule: how the losses of
-    listed microbatches combine: "mean", "sum", "tokens" (counted targets of the loss), or "auto", as in one batch of
-    all of them. chance: what stands for random numbers, if not constants.
+    listed microbatches combine: "mean" (by samples), "sum", "tokens" (counted targets of the loss), or "auto", as in
+    one batch of all of them. chance: what stands for random numbers, if not constants.
     """
     standing = model if isinstance(model, Snapshot) else Snapshot(model)
     with _as_in_training(standing, trainable, chance) as mode:
@@ -507,12 +507,12 @@ def _loss(model: nn.Module, batch: Batch | Sequence[Batch], rule: str) -> tuple[
         with _Counting() as counting:
             losses.append(_of_one(model, microbatch))
         counts.append(counting.of(losses[-1]))
-    weights = {"mean": [1 / len(batch)] * len(batch), "sum": [1.0] * len(batch)}
+    weights = {"mean": _shares([_samples(microbatch) for microbatch in batch]), "sum": [1.0] * len(batch)}
     if all(count is not None for count in counts):
         weights["tokens"] = _shares([count or 0 for count in counts])
     if rule != "auto":
         return _weighted(losses, weights[rule]), True
-    weights["samples"] = _shares([_samples(microbatch) for microbatch in batch])
+    weights["samples"] = weights["mean"]
     together = joined(batch)
     whole = _seen(model, together)
     for found in ("tokens", "samples", "sum"):

@@ -250,3 +250,24 @@ def test_a_list_is_not_cut() -> None:
     check(model, batch, batch)
     batch = {**tokens(), "factors": (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)}
     check(Model(lambda m, h, each, labels, factors: each.mean() * factors[2]), batch, batch, microbatches=2)
+
+
+class ScaledAlong(nn.Module):
+    """The samples of `scale` lie along its second dimension: the check cannot join microbatches by the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (self.head(torch.tanh(self.layer(x))) * scale.sum(0)[:, None]).square().sum() / x.shape[0]
+
+
+def test_a_mean_over_microbatches_of_unlike_sizes_is_by_samples() -> None:
+    listed = [{"x": torch.randn(number, 4), "scale": torch.rand(2, number)} for number in (3, 2)]
+    whole = {name: torch.cat([one[name] for one in listed], dim) for name, dim in (("x", 0), ("scale", 1))}
+    compiled = csc.compile(
+        ScaledAlong(), mesh="pp=1", example=listed, microbatches=2, divide={"scale": 1}, loss_weight="mean", cache=False
+    )
+    assert float(compiled.train_step(listed)) == pytest.approx(float(ScaledAlong()(**whole)), rel=1e-6)
