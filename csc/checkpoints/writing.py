@@ -27,7 +27,7 @@ from csc.ir.mesh import Mesh
 from csc.runtime import optimizer as optimizer_state
 from csc.runtime.gradients import shard_of
 from csc.runtime.loaded_program import LONGEST
-from csc.runtime.meeting import NOTHING, Meeting, Said
+from csc.runtime.meeting import NOTHING, Meeting, Vote
 from csc.runtime.specs import Box, ParameterSpec, part_in_box, whole_box
 from csc.runtime.trainer import Trainer
 from csc.runtime.weights import flushed, make_directory, published
@@ -294,7 +294,7 @@ def write(own: ProcessState, save: Save, meeting: Meeting) -> Path:
     """
     with contextlib.ExitStack() as turn:
 
-        def begin() -> tuple[Said, None]:
+        def begin() -> tuple[Vote, None]:
             if save.place[0] == 0:
                 make_directory(save.folder.parent)
                 turn.enter_context(alone_in(save.folder.parent, wait=True))
@@ -306,7 +306,7 @@ def write(own: ProcessState, save: Save, meeting: Meeting) -> Path:
 
 
 def _write(own: ProcessState, save: Save, meeting: Meeting) -> None:
-    def parts() -> tuple[Said, str]:
+    def parts() -> tuple[Vote, str]:
         return NOTHING, json.dumps(_written(own, save))
 
     try:
@@ -316,7 +316,7 @@ def _write(own: ProcessState, save: Save, meeting: Meeting) -> None:
         _discard(save)
         raise
 
-    def index() -> tuple[Said, None]:
+    def index() -> tuple[Vote, None]:
         if save.place[0] == 0:
             _publish(save, [json.loads(one) for one in texts])
         return NOTHING, None

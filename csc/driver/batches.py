@@ -8,8 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from operator import or_
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +25,7 @@ from csc.ir.mesh import Mesh
 from csc.runtime import batches
 from csc.runtime.batches import sizes
 from csc.runtime.launch import several_processes
-from csc.runtime.meeting import CHANGED, OWN_SAMPLES, Heard, Meeting, Said, digest
-from csc.runtime.trainer import SAID
+from csc.runtime.meeting import CHANGED, OWN_SAMPLES, Meeting, StepVote, Vote, VoteNumbers, digest
 
 # --- Whose rows are whose --------------------------------------------------------------------------------------------
 #
@@ -498,10 +495,6 @@ def _divided(
 
 Ready = list[dict[str, Any]]
 Result = TypeVar("Result")
-# Bits of what ranks say: those of csc.runtime.trainer below SAID; from FLAGS on a digest of what replicas share.
-UNSERVED = SAID
-FLAGS = 2 * UNSERVED
-HALF, LOW = 32, 0xFFFFFFFF  # of 64 bits
 
 
 class ReplicaShare(list[dict[str, Any]]):
@@ -539,85 +532,79 @@ class Share:
         return self._replicas[dist.get_rank()] if self.own else 0
 
     def agree(
-        self, operation: str, divide: Callable[[], Ready], prepare: Callable[[Ready], tuple[Said, Result]]
-    ) -> tuple[Ready, Result, list[Heard]]:
+        self, operation: str, divide: Callable[[], Ready], prepare: Callable[[Ready], tuple[Vote, Result]]
+    ) -> tuple[Ready, Result, list[VoteNumbers]]:
         """Divide the batch and prepare its step on every rank, with one meeting; with two where each has its own
         samples: the first completes what ranks of a replica leave out.
         """
         if not self.own:
 
-            def both() -> tuple[Said, tuple[Ready, Result]]:
+            def both() -> tuple[Vote, tuple[Ready, Result]]:
                 ready = divide()
-                said, result = prepare(ready)
-                return said, (ready, result)
+                vote, result = prepare(ready)
+                return vote, (ready, result)
 
-            (ready, result), heard = self._meeting.heard(operation, both)
-            return ready, result, heard
+            (ready, result), votes = self._meeting.votes(operation, both)
+            return ready, result, votes
 
-        def samples() -> tuple[Said, Ready]:
+        def samples() -> tuple[Vote, Ready]:
             ready = divide()
             content = digest("\n".join(sizes(ready)))  # compared below, within replicas
-            return Said((f"{len(ready)} microbatches of a replica", *self._said), dist.get_rank(), content), ready
+            return Vote((f"{len(ready)} microbatches of a replica", *self._said), dist.get_rank(), content), ready
 
-        ready, heard = self._meeting.heard(operation, samples)
-        if len({(replica, one.content) for replica, one in zip(self._replicas, heard)}) > len(set(self._replicas)):
+        ready, votes = self._meeting.votes(operation, samples)
+        if len({(replica, vote.content) for replica, vote in zip(self._replicas, votes)}) > len(set(self._replicas)):
             texts = self._meeting.texts(OWN_SAMPLES, batches.told(ready))
             self._meeting.began()  # if it is refused now, it is on every rank
             ready = batches.completed(ready, texts, self._replicas, dist.get_rank())
-        result, heard = self._meeting.heard(OWN_SAMPLES, lambda: prepare(ready))
-        return ready, result, heard
+        result, votes = self._meeting.votes(OWN_SAMPLES, lambda: prepare(ready))
+        return ready, result, votes
 
-    def waits(self, ready: Ready, changed: bool) -> Said:
-        """Said by a rank without a program for its microbatches. changed: it had one, for the model as it was."""
-        value = float(UNSERVED)
+    def waits(self, ready: Ready, changed: bool) -> Vote:
+        """The vote of a rank without a program for its microbatches. changed: it had one, for the model as it was."""
+        step = StepVote(unserved=True)
         if self.own:
-            return Said((CHANGED,) * changed, self._replica, value=value, shared=sizes(ready))
-        return Said((*sizes(ready), CHANGED if changed else "no program yet"), value=value)
+            return Vote((CHANGED,) * changed, self._replica, shared=sizes(ready), step=step)
+        return Vote((*sizes(ready), CHANGED if changed else "no program yet"), step=step)
 
-    def known(self, ready: Ready, said: Said, decides: Sequence[str], meets: Set[str]) -> Said:
-        """Said by a rank with one. said: what its runtime says; decides: what the microbatches decide; meets: what
-        meets in them (csc.driver.checking).
+    def known(self, ready: Ready, vote: Vote, decides: Sequence[str], meets: Set[str]) -> Vote:
+        """The vote of a rank with one. vote: its runtime's; decides: what the microbatches decide; meets: what meets in
+        them (csc.driver.checking).
         """
         if not self.own:
-            return replace(said, signature=sizes(ready))
-        common = digest("\n".join((*said.signature, *decides))) & 0xFFFFFFFF
-        value = said.value + FLAGS * common
-        return replace(said, signature=(), shared=sizes(ready), value=value, meets=_meets(ready, meets))
+            return replace(vote, signature=sizes(ready))
+        step = replace(_met(vote.step, ready, meets), common=digest("\n".join((*vote.signature, *decides))))
+        return replace(vote, signature=(), shared=sizes(ready), step=step)
 
-    def first(self, ready: Ready, said: Said, decides: Sequence[str], meets: Set[str]) -> Said:
-        """Said once all have one."""
+    def first(self, ready: Ready, vote: Vote, decides: Sequence[str], meets: Set[str]) -> Vote:
+        """The same once all have one."""
         if not self.own:
-            return replace(said, signature=sizes(ready))
-        signature = (*said.signature, *decides)
-        return replace(said, signature=signature, shared=sizes(ready), meets=_meets(ready, meets))
+            return replace(vote, signature=sizes(ready))
+        signature = (*vote.signature, *decides)
+        return replace(vote, signature=signature, shared=sizes(ready), step=_met(vote.step, ready, meets))
 
-    def served(self, heard: Sequence[Heard]) -> bool:
+    def served(self, votes: Sequence[VoteNumbers]) -> bool:
         """Whether every rank has a program, and what replicas must have in common is so as far as anybody can tell."""
-        found = {int(one.value) // FLAGS for one in heard}
-        return len(found) == 1 and not any(int(one.value) & UNSERVED for one in heard)
+        return len({vote.step.common for vote in votes}) == 1 and not any(vote.step.unserved for vote in votes)
 
-    def meets(self, heard: Sequence[Heard]) -> frozenset[str]:
+    def meets(self, votes: Sequence[VoteNumbers]) -> frozenset[str]:
         """What meets in the step where ranks have samples of their own: the kinds of their shares, and whether the
         sizes of these differ.
         """
         if not self.own:
             return frozenset()
-        kinds = {f"replicas of kind {one.meets >> HALF}" for one in heard}
-        uneven = len({one.meets & LOW for one in heard}) > 1
+        kinds = {f"replicas of kind {vote.step.kind}" for vote in votes}
+        uneven = len({vote.step.sizes for vote in votes}) > 1
         return frozenset(kinds | {"replicas of other sizes"} if uneven else kinds)
-
-    def flags(self, heard: Sequence[Heard]) -> int:
-        """What any rank's trainer said."""
-        return reduce(or_, (int(one.value) % UNSERVED for one in heard), 0)
 
     def of_all(self, ready: Ready) -> Ready:
         """The microbatches of all replicas. All ranks call it, right after a meeting."""
         return batches.of_all(self._meeting, self._replicas, ready) if self.own else ready
 
 
-def _meets(ready: Ready, meets: Set[str]) -> int:
-    """The kind of a replica's share in the upper half, its sizes in the lower."""
-    return (digest("\n".join(sorted(meets))) >> HALF << HALF) | (digest("\n".join(sizes(ready))) & LOW)
+def _met(step: StepVote, ready: Ready, meets: Set[str]) -> StepVote:
+    """With the kind and sizes of a replica's samples."""
+    return replace(step, kind=digest("\n".join(sorted(meets))), sizes=digest("\n".join(sizes(ready))))
 
 
 # --- Microbatches of many widths, padded to a few: each size of microbatches is a program, and compiled once ---------

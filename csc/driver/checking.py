@@ -32,7 +32,7 @@ from csc.kernels.opaque import is_opaque
 from csc.runtime import executor
 from csc.runtime.consistency import checksum
 from csc.runtime.loaded_program import load
-from csc.runtime.meeting import NOTHING, Meeting, Said, answering, first_makes, heard, told
+from csc.runtime.meeting import NOTHING, Meeting, Vote, answering, first_makes, heard, told
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
 
@@ -257,7 +257,7 @@ class Checking:
         the others what it found; None: it is alone. DifferenceError, on every rank.
         """
 
-        def make() -> tuple[Said, None]:
+        def make() -> tuple[Vote, None]:
             self._idle, self._compared = False, ""
             if group is None or dist.get_rank() == 0:
                 self._warn_of_caches(asked)
@@ -268,11 +268,11 @@ class Checking:
             return replace(NOTHING, value=float(self._idle)), None
 
         try:
-            _, heard = meeting.heard("check", make)
+            _, votes = meeting.votes("check", make)
         except DifferenceError as error:
             self._different = error
             raise
-        self.idle = any(one.value for one in heard) and len(set(asked.names)) > 1
+        self.idle = any(vote.value for vote in votes) and len(set(asked.names)) > 1
         if not self.idle:
             self._remember(asked)
             self.due(asked.options.microbatches).difference_update(asked.names)

@@ -35,7 +35,7 @@ from csc.driver.training_state import (
     taken,
 )
 from csc.errors import CscError, InputError, RankLost
-from csc.runtime.meeting import LONGEST_MAKING, NOTHING, Meeting, Said, without_dead
+from csc.runtime.meeting import LONGEST_MAKING, NOTHING, Meeting, Vote, without_dead
 
 # --- What a model's configuration says otherwise than the one beside a checkpoint: shapes may agree all the same -----
 
@@ -142,15 +142,15 @@ def save_state(
     trainer = state.saved.trainer
     meeting, first = trainer.transport.meeting, 0 in trainer.transport.ranks
 
-    def take() -> tuple[Said, ProcessState]:
+    def take() -> tuple[Vote, ProcessState]:
         own = taken(state, beside is not None)
         if first and WEIGHTS in state.has:
             write_config(state.saved.model, folder)
             note_adapters(state.saved.model, folder)
-        return Said(value=float(secrets.randbits(32)) if first else 0.0), own
+        return Vote(value=float(secrets.randbits(32)) if first else 0.0), own
 
-    own, heard = meeting.heard("save a checkpoint", take)
-    number = f"{int(sum(one.value for one in heard)):08x}"
+    own, votes = meeting.votes("save a checkpoint", take)
+    number = f"{int(sum(vote.value for vote in votes)):08x}"
     names = expected(state) if WEIGHTS in state.has else {}
     save = Save(folder, number, state.process, about(state, step), names, keep)
     if beside is None:
@@ -182,7 +182,7 @@ def _written(own: ProcessState, save: Save, beside: Meeting) -> None:
 def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> files.StepIndex | None:
     """What is in the folder that `choose` gives. InputError if ranks see other ones."""
 
-    def read() -> tuple[Said, tuple[files.StepIndex | None, str]]:
+    def read() -> tuple[Vote, tuple[files.StepIndex | None, str]]:
         folder = choose()
         if folder is None:
             return NOTHING, (None, "no checkpoint")

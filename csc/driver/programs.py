@@ -41,7 +41,7 @@ from csc.passes import pipeline_problem as numbers
 from csc.planning.problem import Problem
 from csc.runtime.launch import join_group
 from csc.runtime.loaded_program import LoadedProgram, is_part, load
-from csc.runtime.meeting import NOTHING, Meeting, Said, broadcast_group, first_makes
+from csc.runtime.meeting import NOTHING, Meeting, Vote, broadcast_group, first_makes
 from csc.runtime.parameters import DataShards, Kept
 from csc.runtime.specs import Manifest
 from csc.runtime.survival import Survival
@@ -720,7 +720,7 @@ class ProgramSet:
         directory = self._broadcast.directory(sum(map(len, self._served.values())))
         meeting = self.meeting(options)
 
-        def make() -> tuple[Said, tuple[Packed, str, LoadedProgram]]:
+        def make() -> tuple[Vote, tuple[Packed, str, LoadedProgram]]:
             packed, how = self._broadcast.shared(microbatch, options, directory, progress)
             loaded = load(directory, own_rank())
             return NOTHING, (packed, how, self.survival.reduced(loaded) if self.survival is not None else loaded)

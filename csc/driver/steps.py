@@ -30,10 +30,10 @@ from csc.ir.program import Options
 from csc.runtime.batches import Fetched, Microbatches, ahead
 from csc.runtime.executor import Encoding
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS, Said
+from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS, StepVote, Vote
 from csc.runtime.specs import Manifest
 from csc.runtime.timelines import gathered, timeline
-from csc.runtime.trainer import NOTHING_AHEAD, Trainer
+from csc.runtime.trainer import Trainer
 from csc.simulation.page import bytes_text
 from csc.simulation.pipeline import from_json as read_pipeline
 from csc.simulation.pipeline import peaks as peaks_of_run
@@ -270,11 +270,11 @@ class Steps:
     ) -> torch.Tensor:
         self._scaled.look()
         with self.agreed(operation, batch, microbatches, local, following) as agreed:
-            trainer, dealt, flags, compared, encoding = agreed
+            trainer, dealt, vote, compared, encoding = agreed
             self._count += 1
             if operation == STEP:
                 self._tell_what_trains(trainer)
-            loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, flags, None, encoding)
+            loss = compared.keep(trainer) if compared is not None else trainer.run(dealt, vote, None, encoding)
             if self.encodes_ahead is not None:
                 self.encodes_ahead.keep(encoding)
             self._measure(trainer)
@@ -292,9 +292,9 @@ class Steps:
     @contextmanager
     def agreed(
         self, operation: str, batch: Any, microbatches: int | None, local: bool, following: Any = None
-    ) -> Iterator[tuple[Trainer, Microbatches, int, ComparedStep | None, Encoding | None]]:
-        """Within the context all ranks are about to make the step of a batch: its trainer, the microbatches, and the
-        flags that any rank has said; the step itself, if the check has made it just now; and what is encoded in it.
+    ) -> Iterator[tuple[Trainer, Microbatches, StepVote, ComparedStep | None, Encoding | None]]:
+        """Within the context all ranks are about to make the step of a batch: its trainer, the microbatches, and what
+        any rank has said of it; the step itself, if the check has made it just now; and what is encoded in it.
         """
         given, programs, options = self.given, self.programs.set, self.options(microbatches)
         meeting = programs.meeting(options)
@@ -308,7 +308,7 @@ class Steps:
             refuse_torch(was, operation)
             return given.ready(batch, options, share.parts)
 
-        def prepare(ready: list[dict[str, Any]]) -> tuple[Said, tuple[Trainer, Microbatches, Encoding | None] | None]:
+        def prepare(ready: list[dict[str, Any]]) -> tuple[Vote, tuple[Trainer, Microbatches, Encoding | None] | None]:
             given.check(ready if share.own else batch, share.own)
             ready = self._of_widths(ready, batch)
             changed = self.programs.changed()
@@ -324,39 +324,40 @@ class Steps:
 
         def known(
             ready: list[dict[str, Any]], matches: Sequence[Match], made: Trainer, say: Any
-        ) -> tuple[Said, tuple[Trainer, Microbatches, Encoding | None]]:
+        ) -> tuple[Vote, tuple[Trainer, Microbatches, Encoding | None]]:
             given.check_cut(batch, made, share.parts)
             if operation == STEP:
                 refuse_no_gradient(made.program.manifest)
-            said, dealt = made.ready(self.complete(matches, made), local=share.own)
+            vote, dealt = made.ready(self.complete(matches, made), local=share.own)
             coming, encoding = self._coming(following, made, options, share.parts)
-            said = replace(said, value=said.value + NOTHING_AHEAD * (encoding is None))
+            vote = replace(vote, step=replace(vote.step, nothing_ahead=encoding is None))
             decides, meets = programs.decides(matches, options), meeting_in(matches)
-            return say([*ready, *coming], said, decides, meets), (made, dealt, encoding)
+            return say([*ready, *coming], vote, decides, meets), (made, dealt, encoding)
 
         with meeting.turn(operation):
             compared: list[ComparedStep] = []
             try:
-                ready, found, heard = share.agree(operation, lambda: ready_from(batch), prepare)
+                ready, found, votes = share.agree(operation, lambda: ready_from(batch), prepare)
             except StepFailed as error:
                 for what in filter(None, changes):
                     error.add_note(f"on this rank the model has changed since it was compiled: {what}")
                 raise
-            served = share.served(heard) and found is not None and not programs.unmet(share.meets(heard))
+            served = share.served(votes) and found is not None and not programs.unmet(share.meets(votes))
             if (due := served and self._is_due) or not served:
                 meeting.began()  # what is made now has meetings of its own
                 programs = self.programs.current()
                 made, compared = self._for_all(share, ready, batch, options, due, any(changes))
                 ready = self._of_widths(ready, batch)
-                found, heard = meeting.heard(FIRST_STEP, lambda: known(ready, programs.match(ready), made, share.first))
+                found, votes = meeting.votes(FIRST_STEP, lambda: known(ready, programs.match(ready), made, share.first))
                 if not programs.checking.idle:
-                    programs.checking.met(programs.unmet(share.meets(heard)))
+                    programs.checking.met(programs.unmet(share.meets(votes)))
             assert found is not None
             programs.use(found[0])
             if operation not in STEPS or compared:
                 meeting.began()
             made, dealt, encoding = found
-            yield made, dealt, share.flags(heard), compared[-1] if compared else None, encoding
+            said = StepVote.of_any(vote.step for vote in votes)
+            yield made, dealt, said, compared[-1] if compared else None, encoding
 
     def _of_widths(self, ready: list[dict[str, Any]], batch: Any) -> list[dict[str, Any]]:
         """Microbatches padded to the widths that programs are for. A batch that was divided for all has its widths."""

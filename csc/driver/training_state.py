@@ -31,7 +31,7 @@ from csc.driver.programs import ProgramSet
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.runtime import optimizer
-from csc.runtime.meeting import NOTHING, Meeting, Said, first_line
+from csc.runtime.meeting import NOTHING, Meeting, Vote, first_line
 from csc.runtime.specs import whole_box
 from csc.runtime.trainer import Trainer
 from csc.runtime.weights import WeightLayout, check_rest, published
@@ -143,7 +143,7 @@ def load(path: str | Path, saved: Saved) -> None:
     positions: list[Any] = []
     meeting = saved.trainer.transport.meeting
 
-    def rest() -> tuple[Said, dict[str, torch.Tensor]]:
+    def rest() -> tuple[Vote, dict[str, torch.Tensor]]:
         if saved.loader is not None:
             check(saved.loader)
             positions.append(read(path, place(saved.mesh)))
@@ -163,7 +163,7 @@ def load(path: str | Path, saved: Saved) -> None:
 def save(directory: str | Path, saved: Saved) -> None:
     """Write it all. InputError, on every rank, if one cannot."""
 
-    def config() -> tuple[Said, None]:
+    def config() -> tuple[Vote, None]:
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_config(saved.model, directory)
         if saved.loader is not None and saved.trainer.speaks:
@@ -312,7 +312,7 @@ def take_up(state: State, index: StepIndex) -> Restored:
     changes: list[Callable[[], Any]] = []
     moves: list[Move] = []
 
-    def ready() -> tuple[Said, dict[str, Any]]:
+    def ready() -> tuple[Vote, dict[str, Any]]:
         absent = [what for what in state.has if what not in index.has]
         if absent:
             raise InputError(
@@ -342,7 +342,7 @@ def take_up(state: State, index: StepIndex) -> Restored:
             rest = _rest(state, index)
         return NOTHING, {"rest": rest, "random": of_process.get(RANDOM), "extra": unpacked(first.get(EXTRA, {}))}
 
-    def careful() -> tuple[Said, dict[str, Any]]:
+    def careful() -> tuple[Vote, dict[str, Any]]:
         try:
             return ready()
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -387,7 +387,7 @@ def _moved(meeting: Meeting, moves: Sequence[Move], where: str) -> None:
     loader stands last and is not asked: one of torchdata would start its workers to say where it is.
     """
 
-    def move() -> tuple[Said, None]:
+    def move() -> tuple[Vote, None]:
         for one, state, _ in moves:
             try:
                 one.load_state_dict(state)

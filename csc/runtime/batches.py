@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 
 from csc.errors import InputError, StepFailed
 from csc.runtime.loaded_program import LoadedProgram, read_tensors
-from csc.runtime.meeting import OWN_SAMPLES, SAME_SAMPLES, Meeting, Said
+from csc.runtime.meeting import OWN_SAMPLES, SAME_SAMPLES, Meeting, Vote
 from csc.runtime.rank import Rank
 from csc.runtime.specs import InputSpec, Manifest
 from csc.runtime.weights import digest as tensor_digest
@@ -126,7 +126,7 @@ def whose(rank: Rank, local: bool) -> list[int] | None:
     return [*rank.replicas] if local and not rank.program.manifest.mesh.own_replicas else None
 
 
-def said(manifest: Manifest, dealt: Microbatches, replica: int) -> Said:
+def vote(manifest: Manifest, dealt: Microbatches, replica: int) -> Vote:
     """The sizes of all microbatches, or where they are one replica's alone how many, and a digest of the whole numbers
     (tokens, labels, masks) of this replica's share; of all samples where replicas share ranks, each of which says one.
 
@@ -142,10 +142,10 @@ def said(manifest: Manifest, dealt: Microbatches, replica: int) -> Said:
     content = int.from_bytes(digest.digest(), "little", signed=True)
     lines = sizes(one.tensors for one in dealt.all)
     if dealt.whole:
-        return Said(lines, replica, content)
+        return Vote(lines, replica, content)
     first = dealt.of[replica][0].tensors
     whole = tuple(f"{name} is {tensor_digest(first[name])}" for name in shared(manifest) if name in first)
-    return Said(whole, replica, content, shared=lines)
+    return Vote(whole, replica, content, shared=lines)
 
 
 def shared(manifest: Manifest) -> list[str]:

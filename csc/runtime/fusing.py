@@ -16,8 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,7 +41,7 @@ from csc.runtime.compiled_function import (
 from csc.runtime.executor import NO_CHANCE
 from csc.runtime.flat_tensors import Layout, empty_as, layouts_of, nesting, structure_of, tensors_of
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import NOTHING, Meeting
+from csc.runtime.meeting import NOTHING, Meeting, StepVote
 from csc.runtime.rank import Rank
 from csc.runtime.specs import StageSpec
 from csc.runtime.tried_function import tried
@@ -560,7 +558,6 @@ def _backward(rank: Rank, stage: StageSpec, forward: Any, weights: Tensors, cons
 
 UNLIKE = "not all ranks' CPUs and C++ compilers have the same vector instructions"
 MET = 4  # steps with a size, before it is compiled: not what comes once
-BUSY, PREPARES, READY = 1, 2, 4  # what a program says before a step
 Call = tuple[Rank, Mapping[str, Any], Mapping[str, torch.Tensor]]  # microbatch and weights
 
 
@@ -594,17 +591,17 @@ class FusedProgram:
         self._made = threading.Event()
 
     @property
-    def says(self) -> int:
+    def vote(self) -> StepVote:
         """Waits where a step is to be the first one that can be compiled, and where steps have to be the same from run
         to run (torch.use_deterministic_algorithms).
         """
         if self._settled:
-            return 0
+            return StepVote()
         if not self._noted:
-            return 0 if self._notes_at else PREPARES
+            return StepVote(prepares=not self._notes_at)
         if not self._later or torch.are_deterministic_algorithms_enabled():
             self._made.wait()
-        return READY if self._tried else BUSY
+        return StepVote(ready=self._tried, busy=not self._tried)
 
     @property
     def is_settled(self) -> bool:
@@ -845,15 +842,15 @@ class FusedMembers:
             )
         )  # fmt: skip
 
-    def says(self, numbers: Iterable[int]) -> int:
-        """Of the programs with these numbers."""
-        return reduce(or_, (self._programs[number].says for number in numbers), 0)
+    def vote(self, numbers: Iterable[int]) -> StepVote:
+        """On a step of the programs with these numbers."""
+        return StepVote.of_any(self._programs[number].vote for number in numbers)
 
     @contextmanager
-    def step(self, calls: Sequence[tuple[int, Call]], flags: int, meeting: Meeting) -> Iterator[None]:
-        """All ranks have agreed on the step; flags: those that any rank says."""
+    def step(self, calls: Sequence[tuple[int, Call]], vote: StepVote, meeting: Meeting) -> Iterator[None]:
+        """All ranks have agreed on the step. vote: what any of them has said of it."""
         numbers = list(dict.fromkeys(number for number, _ in calls))
-        hold = bool(flags & BUSY)
+        hold = vote.busy
 
         def before() -> list[FusedWord]:
             for number in numbers:
@@ -861,7 +858,7 @@ class FusedMembers:
                 self._programs[number].before(of_one.values, hold)
             return [word for number in numbers if (word := self._programs[number].word(hold)) is not None]
 
-        if flags & PREPARES or (flags & READY and not hold):
+        if vote.prepares or (vote.ready and not hold):
             words = told(meeting, before)
             for number in {*numbers, *(word.program for word in words)}:
                 self._programs[number].settle(words, hold)

@@ -13,9 +13,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -94,13 +94,14 @@ def cannot(error: BaseException, what: str, where: str) -> CscError:
     )
 
 
-# --- What ranks say when they meet, and what is wrong with it --------------------------------------------------------
+# --- Votes: what ranks say when they meet, and what is wrong with it -------------------------------------------------
+#
+# A vote travels as numbers, texts as digests. Only where ranks do not agree their texts follow.
 #
 # Terms
 #   signature   lines of text that must be the same on every rank, such as the sizes of a batch
 #   shared      lines of text that must be the same on ranks of one replica: the sizes of its own samples
 #   content     a number that ranks of one replica must have in common: a digest of the tokens of their share
-#   word        all that a rank has to say, once something is amiss
 
 
 SAME_SAMPLES = (
@@ -112,9 +113,39 @@ CHANGED = "the model has changed"  # in the signature of a rank whose programs a
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a rank says in a meeting, besides the operation. replica: its place on the dp axis. value, meets: numbers
-    for the others, which need not agree.
+class StepVote:
+    """What a rank says of the step that it is about to make; ranks need not agree.
+
+    uneven: its microbatches may leave parameters out. stale: it has stepped parameters in shards, and not gathered
+    them. nothing_ahead: it encodes nothing for the next step. prepares, ready, busy: its compiled functions are to be
+    prepared, are made and tried, are still being made (csc.runtime.fusing). unserved: it has no program for its
+    microbatches. common: a digest of what replicas must have in common. kind, sizes: digests of the kind and of the
+    sizes of its replica's samples.
+    """
+
+    uneven: bool = False
+    stale: bool = False
+    nothing_ahead: bool = False
+    prepares: bool = False
+    ready: bool = False
+    busy: bool = False
+    unserved: bool = False
+    common: int = 0
+    kind: int = 0
+    sizes: int = 0
+
+    @classmethod
+    def of_any(cls, votes: Iterable[StepVote]) -> StepVote:
+        """What at least one of them says; of digests nothing."""
+        votes = list(votes)
+        said = (field.name for field in fields(cls) if isinstance(field.default, bool))
+        return cls(**{name: any(getattr(vote, name) for vote in votes) for name in said})
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a rank says in a meeting, besides the operation. replica: its place on the dp axis. value, step: for the
+    others, which need not agree.
     """
 
     signature: tuple[str, ...] = ()
@@ -122,15 +153,15 @@ class Said:
     content: int = 0
     value: float = 0.0
     shared: tuple[str, ...] = ()
-    meets: int = 0
+    step: StepVote = StepVote()
 
 
-NOTHING = Said()
+NOTHING = Vote()
 
 
 @dataclass(frozen=True)
-class Word:
-    """What a rank says when something is amiss. cause: see `cause`."""
+class VoteTexts:
+    """The texts of a vote, which follow when something is amiss. cause: see `cause`."""
 
     operation: str
     cause: str
@@ -140,7 +171,7 @@ class Word:
     shared: tuple[str, ...] = ()
 
 
-def disagreement(operation: str, words: Sequence[Word]) -> StepFailed | None:
+def disagreement(operation: str, words: Sequence[VoteTexts]) -> StepFailed | None:
     """The first thing in which ranks differ, as an error."""
     first = words[0]
     for rank, word in enumerate(words):
@@ -176,7 +207,7 @@ def disagreement(operation: str, words: Sequence[Word]) -> StepFailed | None:
     return None
 
 
-def _other_samples(operation: str, words: Sequence[Word], one: int, other: int) -> StepFailed:
+def _other_samples(operation: str, words: Sequence[VoteTexts], one: int, other: int) -> StepFailed:
     """Two ranks of a replica differ in its samples."""
     local = words[one].shared or words[other].shared
     found = f"rank {one} and rank {other} were given batches of the same sizes with other tokens"
@@ -196,7 +227,7 @@ def _other_samples(operation: str, words: Sequence[Word], one: int, other: int) 
 def agree(rows: Sequence[Sequence[int]]) -> bool:
     """Whether nobody failed, and operation, step and signature are the same; the content within each replica.
 
-    A row: operation, step, failed, signature, replica, content, value, meets; texts as digests.
+    A row: operation, step, failed, signature, replica, content, value, and the fields of a StepVote; texts as digests.
     """
     contents = {(row[4], row[5]) for row in rows}
     same = len({tuple(row[:4]) for row in rows}) == 1 and len(contents) == len({row[4] for row in rows})
@@ -421,12 +452,19 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Heard:
-    """The numbers of what a rank said."""
+class VoteNumbers:
+    """What the others learn of a vote."""
 
     content: int
     value: float
-    meets: int = 0
+    step: StepVote = StepVote()
+
+    @classmethod
+    def of(cls, row: Sequence[int]) -> VoteNumbers:
+        """Of a row (see `agree`)."""
+        kinds = {field.name: type(field.default) for field in fields(StepVote)}
+        step = StepVote(**{name: kind(number) for (name, kind), number in zip(kinds.items(), row[7:], strict=True)})
+        return cls(row[5], as_float(row[6]), step)
 
 
 class Interrupted(StepFailed):
@@ -523,7 +561,7 @@ class Meeting:
         """What to call when the group breaks, so that nobody waits for this rank any more."""
         self._closing.append(close)
 
-    def hold(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> Result:
+    def hold(self, operation: str, make: Callable[[], tuple[Vote, Result]]) -> Result:
         """Run `make` on every rank, and return its result if all are about to do the same.
 
         Raises what `make` raised. StepFailed, on every rank, if another one failed, is about to do something else or
@@ -531,18 +569,18 @@ class Meeting:
         """
         return self._held(operation, make)[0]
 
-    def heard(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> tuple[Result, list[Heard]]:
-        """As `hold`, with what every rank said, by rank; of one alone what it said itself."""
-        own: list[Said] = []
+    def votes(self, operation: str, make: Callable[[], tuple[Vote, Result]]) -> tuple[Result, list[VoteNumbers]]:
+        """As `hold`, with the votes of all ranks, by rank; of one alone its own."""
+        own: list[Vote] = []
 
-        def said() -> tuple[Said, Result]:
-            found, result = make()
-            own.append(found)
-            return found, result
+        def noted() -> tuple[Vote, Result]:
+            vote, result = make()
+            own.append(vote)
+            return vote, result
 
-        result, rows = self._held(operation, said)
-        heard = [Heard(row[5], as_float(row[6]), row[7]) for row in rows]
-        return result, heard or [Heard(own[0].content, own[0].value, own[0].meets)]
+        result, rows = self._held(operation, noted)
+        votes = [VoteNumbers.of(row) for row in rows]
+        return result, votes or [VoteNumbers(own[0].content, own[0].value, own[0].step)]
 
     def texts(self, operation: str, text: str) -> list[str]:
         """A text of every rank, by rank, right after a meeting in which all learnt that they would tell. RankLost."""
@@ -556,14 +594,14 @@ class Meeting:
     def total(self, operation: str, make: Callable[[], float]) -> float:
         """The sum of what `make` returns on the ranks."""
 
-        def said() -> tuple[Said, float]:
+        def vote() -> tuple[Vote, float]:
             value = make()
-            return Said(value=value), value
+            return Vote(value=value), value
 
-        own, rows = self._held(operation, said)
+        own, rows = self._held(operation, vote)
         return sum(as_float(row[6]) for row in rows) if rows else own
 
-    def _held(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
+    def _held(self, operation: str, make: Callable[[], tuple[Vote, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
         with self.turn(operation):
             self._refuse(operation)
             self.step += operation in STEPS
@@ -580,15 +618,15 @@ class Meeting:
                             "Call it again on every rank",
                         ) from None  # fmt: skip
 
-    def _once(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
+    def _once(self, operation: str, make: Callable[[], tuple[Vote, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
         try:
-            said, result = make()
+            vote, result = make()
         except BaseException as error:
             rows, words = self._round(operation, NOTHING, error)
             self._check_middle(words)
             error.add_note(self._note(operation))
             raise
-        rows, words = self._round(operation, said, None)
+        rows, words = self._round(operation, vote, None)
         if words:
             raise self._amiss(operation, words)
         self._agreed = operation in AGREED
@@ -648,25 +686,25 @@ class Meeting:
             )
 
     def _round(
-        self, operation: str, said: Said, error: BaseException | None
-    ) -> tuple[Sequence[Sequence[int]], list[Word]]:
-        """What all said, and the words of all if they do not agree."""
+        self, operation: str, vote: Vote, error: BaseException | None
+    ) -> tuple[Sequence[Sequence[int]], list[VoteTexts]]:
+        """The votes of all, and their texts if they do not agree."""
         row = [
-            digest(operation), self.step, int(error is not None), digest("\n".join(said.signature)),
-            said.replica, said.content ^ digest("\n".join(said.shared)), as_int(said.value), said.meets,
+            digest(operation), self.step, int(error is not None), digest("\n".join(vote.signature)), vote.replica,
+            vote.content ^ digest("\n".join(vote.shared)), as_int(vote.value), *map(int, astuple(vote.step)),
         ]  # fmt: skip
         rows = self._said_by_all(operation, row)
         if agree(rows):
             return rows, []
         self.step = max(row[1] for row in rows)  # a rank that was at something else has not counted this step
         own = {
-            "operation": operation, "cause": cause(error), "signature": list(said.signature),
-            "content": said.content, "replica": said.replica, "shared": list(said.shared),
+            "operation": operation, "cause": cause(error), "signature": list(vote.signature),
+            "content": vote.content, "replica": vote.replica, "shared": list(vote.shared),
         }  # fmt: skip
         texts = self.guarded(lambda: gathered_texts(json.dumps(own), self._group), operation)
         words = [json.loads(text) for text in texts]
         listed = ("signature", "shared")
-        return rows, [Word(**{**word, **{name: tuple(word[name]) for name in listed}}) for word in words]
+        return rows, [VoteTexts(**{**word, **{name: tuple(word[name]) for name in listed}}) for word in words]
 
     def _said_by_all(self, operation: str, row: Sequence[int]) -> list[list[int]]:
         number = self.rounds + 1
@@ -720,7 +758,7 @@ class Meeting:
 
     # what is amiss
 
-    def _amiss(self, operation: str, words: Sequence[Word]) -> CscError:
+    def _amiss(self, operation: str, words: Sequence[VoteTexts]) -> CscError:
         self._check_middle(words)
         failed = [rank for rank, word in enumerate(words) if word.cause]
         if failed:
@@ -731,7 +769,7 @@ class Meeting:
             return RankLost("the ranks do not agree how many steps there were", operation, "Start again")
         return found
 
-    def _check_middle(self, words: Sequence[Word]) -> None:
+    def _check_middle(self, words: Sequence[VoteTexts]) -> None:
         """RankLost if a rank is still in a step that this one has finished."""
         inside = [rank for rank, word in enumerate(words) if word.operation == MIDDLE]
         if inside:
@@ -739,7 +777,7 @@ class Meeting:
             self.give_up(what)
             raise RankLost(what, f"rank {dist.get_rank()}", "Start again from saved weights")
 
-    def _of_others(self, operation: str, words: Sequence[Word], failed: Sequence[int]) -> StepFailed:
+    def _of_others(self, operation: str, words: Sequence[VoteTexts], failed: Sequence[int]) -> StepFailed:
         several = f" (and rank{'s' * (len(failed) > 2)} {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
         return StepFailed(
             f"rank {failed[0]}{several} failed {self._place(operation)}: {words[failed[0]].cause}",

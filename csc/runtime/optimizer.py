@@ -20,7 +20,7 @@ from csc import devices
 from csc.errors import InputError
 from csc.runtime import weights
 from csc.runtime.loaded_program import read_json, within
-from csc.runtime.meeting import NOTHING, Said
+from csc.runtime.meeting import NOTHING, Vote
 from csc.runtime.specs import Box, ParameterSpec, overlap, part_in_box, whole_box
 from csc.runtime.trainer import Trainer
 from csc.runtime.weights import digest, published
@@ -244,7 +244,7 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
     drawn = meeting.total("save the optimizer", lambda: float(secrets.randbits(32)) if rank == 0 else 0.0)
     file = f"optimizer-{rank + 1:05d}-of-{count:05d}-{int(drawn):08x}.safetensors"
 
-    def write() -> tuple[Said, str]:
+    def write() -> tuple[Vote, str]:
         own = owned(trainer)
         tensors, told = _placed(listed(optimizer, own), {one.name: one for one in own}, file, rank)
         if tensors:
@@ -260,7 +260,7 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
             (path / file).unlink(missing_ok=True)
         raise
 
-    def index() -> tuple[Said, None]:
+    def index() -> tuple[Vote, None]:
         if rank == 0:
             told = _joined([json.loads(one) for one in texts], weights.identity(path))
             published(path / INDEX, lambda made: made.write_text(json.dumps(told, indent=1) + "\n"))
@@ -404,7 +404,7 @@ def load(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
     other groups or parameters, or belongs to other weights than those beside it.
     """
 
-    def read() -> tuple[Said, dict[str, Any]]:
+    def read() -> tuple[Vote, dict[str, Any]]:
         try:
             return NOTHING, _read(Path(directory), optimizer, owned(trainer))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

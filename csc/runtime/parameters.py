@@ -22,7 +22,7 @@ from csc.runtime import weights
 from csc.runtime.consistency import Sample, Shared, checksum, read
 from csc.runtime.gradients import GradientSums, Shard, filled, seen, shard_of
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import CLIP, NOTHING, Said
+from csc.runtime.meeting import CLIP, NOTHING, Vote
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, Manifest, ParameterSpec, cut, part_in_box, put, sizes, whole_box
 from csc.runtime.transport import Endpoint, InProcess, Membership, Met, Transport
@@ -606,7 +606,7 @@ class OwnParameters:
 
         wholes: dict[str, torch.Tensor] = {}
 
-        def read() -> tuple[Said, None]:
+        def read() -> tuple[Vote, None]:
             boxes = {spec.name: self.parts.box(spec) for spec in self.specs}
             into = {name: tensor for name, tensor in self.values.items() if boxes.get(name) is None}
             for name, tensor in weights.each(path, self.specs, self._device, format, into=into):
@@ -628,7 +628,7 @@ class OwnParameters:
         the tensor of that. All ranks call it. If it fails on one of them, none goes on without values.
         """
 
-        def filled() -> tuple[Said, None]:
+        def filled() -> tuple[Vote, None]:
             for spec in self.specs:
                 self._empty = set(self.values)  # until all have come
                 fill(spec.name, self.parts.box(spec) or whole_box(spec.shape), self.values[spec.name].detach())
@@ -653,7 +653,7 @@ class OwnParameters:
         manifest = self._manifest
         wanted = [spec for spec in manifest.parameters if spec.trainable or self._filled]
 
-        def check() -> tuple[Said, None]:
+        def check() -> tuple[Vote, None]:
             self._check_values("collect")
             for spec in wanted:
                 if into[spec.name].is_meta:
@@ -687,12 +687,12 @@ class OwnParameters:
             self._check_values("save")
             return float(secrets.randbits(32)) if self._first == 0 else 0.0
 
-        def shards() -> tuple[Said, None]:
+        def shards() -> tuple[Vote, None]:
             for position in own:
                 weights.write(directory, manifest, position, state, format, save)
             return NOTHING, None
 
-        def index() -> tuple[Said, None]:
+        def index() -> tuple[Vote, None]:
             if self._first == 0:
                 weights.write_index(directory, manifest, format, save)
             return NOTHING, None

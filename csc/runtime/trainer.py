@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import reduce
 from itertools import chain
-from operator import or_
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -30,7 +28,7 @@ from csc.runtime.executor import Ahead, Encoding, StepResult, Timed, Within, int
 from csc.runtime.graphed_stage import GraphedPrograms
 from csc.runtime.loaded_program import LoadedProgram, check_member, functions, is_part, visibility
 from csc.runtime.loss import Losses, StepLoss
-from csc.runtime.meeting import NOTHING, Heard, Meeting, Said
+from csc.runtime.meeting import NOTHING, Meeting, StepVote, Vote
 from csc.runtime.parameters import DataShards, Kept, OwnParameters, met_of, receive, taken
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Manifest, StepCounts
@@ -107,10 +105,6 @@ def metrics(
 
 
 log = logging.getLogger("csc")
-
-UNEVEN, STALE, NOTHING_AHEAD = 1, 2, 4  # what ranks say before a step, as bits
-FUSED = 8  # times what csc.runtime.fusing says
-SAID = 8 * FUSED  # above all of them
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -297,8 +291,8 @@ class Trainer:
         """
         meeting = self.transport.meeting
         with meeting.turn("train_step"):
-            dealt, heard = meeting.heard("train_step", lambda: self.ready(batch, microbatches, local))
-            return StepLoss.of(self.run(dealt, flags(heard), drawn))
+            dealt, votes = meeting.votes("train_step", lambda: self.ready(batch, microbatches, local))
+            return StepLoss.of(self.run(dealt, StepVote.of_any(vote.step for vote in votes), drawn))
 
     def check_batch(self, batch: batches.GlobalBatch) -> None:
         """InputError for a batch that does not fit; whether there are weights is not asked."""
@@ -306,9 +300,9 @@ class Trainer:
 
     def ready(
         self, batch: batches.GlobalBatch, microbatches: int | None = None, local: bool = False
-    ) -> tuple[Said, batches.Microbatches]:
-        """The microbatches of every replica, or of this one's alone, for `run`; and what ranks compare of them, its
-        value the flags of this rank. InputError for a batch that does not fit. Nothing moves.
+    ) -> tuple[Vote, batches.Microbatches]:
+        """The microbatches of every replica, or of this one's alone, for `run`; and this rank's vote on the step.
+        InputError for a batch that does not fit. Nothing moves.
         """
         manifest = self.program.manifest
         if microbatches not in (None, manifest.microbatches):
@@ -327,31 +321,29 @@ class Trainer:
                 names = [*_read(one), *(() if dealt.whole else batches.shared(one.program.manifest))]
                 batches.check_present(one.program.manifest, microbatch.tensors, names, rank.rank)
         part = any(is_part(manifest, self._manifests[microbatch.program]) for microbatch in dealt.all)
-        said = NOTHING if alone else batches.said(manifest, dealt, first.replicas[0])
-        fused = 0 if self.fused is None else self.fused.says({microbatch.program for microbatch in dealt.all})
-        return replace(said, value=float(UNEVEN * part + STALE * self.own.stale + FUSED * fused)), dealt
+        vote = NOTHING if alone else batches.vote(manifest, dealt, first.replicas[0])
+        fused = StepVote() if self.fused is None else self.fused.vote({microbatch.program for microbatch in dealt.all})
+        return replace(vote, step=replace(fused, uneven=part, stale=self.own.stale)), dealt
 
     @torch.no_grad()
     def run(
-        self, dealt: batches.Microbatches, flags: int, drawn: int | None = None, encoding: Encoding | None = None
+        self, dealt: batches.Microbatches, vote: StepVote, drawn: int | None = None, encoding: Encoding | None = None
     ) -> torch.Tensor:
-        """A step that all ranks have agreed on in a meeting; see `train_step`. flags: those that any rank has said:
-        UNEVEN if microbatches of some replica may leave parameters out, STALE if parameters were stepped in shards,
-        and what they have said of compiled functions.
-        encoding: what ranks do for the next step, unless any said NOTHING_AHEAD.
+        """A step that all ranks have agreed on in a meeting; see `train_step`. vote: what any rank has said of it.
+        encoding: what ranks do for the next step, unless any does nothing ahead.
         """
         state = torch.get_rng_state() if self.program.manifest.random else None
         start = time.perf_counter()
         devices.watch_memory(self.device)
         try:
             self.transport.meeting.began()
-            if flags & STALE:
+            if vote.stale:
                 self.own.gather()
             if self._survival is None:
-                results = self._results(dealt, flags, drawn, None if flags & NOTHING_AHEAD else encoding)
+                results = self._results(dealt, vote, drawn, None if vote.nothing_ahead else encoding)
             else:
                 self.transport.begin_step()
-                results = self._survival.results(self, dealt, bool(flags & UNEVEN), self._drawn(drawn))
+                results = self._survival.results(self, dealt, vote.uneven, self._drawn(drawn))
         except BaseException as error:
             if state is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(state)
@@ -376,7 +368,7 @@ class Trainer:
         return loss
 
     def _results(
-        self, dealt: batches.Microbatches, flags: int, drawn: int | None, encoding: Encoding | None
+        self, dealt: batches.Microbatches, vote: StepVote, drawn: int | None, encoding: Encoding | None
     ) -> dict[int, StepResult]:
         self.transport.begin_step()
         working = self._working()
@@ -391,12 +383,12 @@ class Trainer:
             counts = counted(self._manifests, given)
             coming = encoding.of(rank) if encoding is not None else None
             runs[rank.rank] = step(
-                rank, ranks, own, held, self.trace, drawn, bool(flags & UNEVEN), counts, profiled, self._within, coming,
+                rank, ranks, own, held, self.trace, drawn, vote.uneven, counts, profiled, self._within, coming,
                 self.ahead,
             )  # fmt: skip
         meeting = self.transport.meeting
         turns = self.transport.turns if isinstance(self.transport, InProcess) else None
-        with nullcontext() if self.fused is None else self.fused.step(calls, flags // FUSED, meeting):
+        with nullcontext() if self.fused is None else self.fused.step(calls, vote, meeting):
             return interleave(runs) if turns is None else together(runs, turns)
 
     def _drawn(self, drawn: int | None) -> int:
@@ -493,11 +485,6 @@ class Trainer:
         if self.program.manifest.mesh.own_replicas:
             return first.rank == 0
         return first.position == 0 and first.cp_rank == 0 and first.rank == first.group(Group.TENSOR)[0]
-
-
-def flags(heard: Sequence[Heard]) -> int:
-    """What any rank said."""
-    return reduce(or_, (int(one.value) for one in heard), 0)
 
 
 def _members(

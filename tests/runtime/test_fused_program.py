@@ -13,19 +13,18 @@ from csc.commands.tables import fused_table
 from csc.runtime import fusing
 from csc.runtime.fusing import (
     AS_IT_IS,
-    BUSY,
     COMPILED,
     MET,
-    PREPARES,
-    READY,
     FusedProgram,
     FusedRow,
     FusedWord,
     KeptProgram,
     rows_of,
 )
+from csc.runtime.meeting import StepVote
 
 CPU = torch.device("cpu")
+NOTHING, BUSY, READY, PREPARES = StepVote(), StepVote(busy=True), StepVote(ready=True), StepVote(prepares=True)
 
 
 class Function:
@@ -97,14 +96,15 @@ def first(functions: list[Any], kept: KeptProgram | None = None, **given: Any) -
     return FusedProgram(0, functions, Path("nowhere"), kept, CPU, Background(), **given)  # type: ignore[arg-type]
 
 
-def step(program: FusedProgram, others: int = 0, words: list[FusedWord] | None = None, calls: Any = None) -> None:
+def step(
+    program: FusedProgram, others: StepVote = NOTHING, words: list[FusedWord] | None = None, calls: Any = None
+) -> None:
     """others: what other ranks say of the step; words: of what they know of the program."""
-    flags = program.says | others
-    hold = bool(flags & BUSY)
-    program.before(lambda: calls or [], hold)
-    if flags & PREPARES or (flags & READY and not hold):
-        word = program.word(hold)
-        program.settle([*([] if word is None else [word]), *(words or [])], hold)
+    vote = StepVote.of_any([program.vote, others])
+    program.before(lambda: calls or [], vote.busy)
+    if vote.prepares or (vote.ready and not vote.busy):
+        word = program.word(vote.busy)
+        program.settle([*([] if word is None else [word]), *(words or [])], vote.busy)
     program.after()
 
 
@@ -113,20 +113,20 @@ def test_a_size_is_compiled_once_it_was_met_and_waits_for_every_rank(orders: lis
     program = later(function, background)
     for _ in range(MET - 1):
         step(program)
-    assert not background.orders and not program.says
+    assert not background.orders and program.vote == NOTHING
     step(program)
-    assert background.orders == orders and program.says == BUSY and function.watches == [True]
+    assert background.orders == orders and program.vote == BUSY and function.watches == [True]
     background.made(orders[0], "")
     step(program)
-    assert program.says == BUSY and not function.on
+    assert program.vote == BUSY and not function.on
     background.made(orders[1], "")
     assert not function.tried
     step(program, BUSY)  # another rank is not done
-    assert program.says == READY and not function.on and function.tried == [True, False]
+    assert program.vote == READY and not function.on and function.tried == [True, False]
     step(program, BUSY)
-    assert program.says == READY and not function.on
+    assert program.vote == READY and not function.on
     step(program)
-    assert function.on and function.tried == [True, False] and not program.says
+    assert function.on and function.tried == [True, False] and program.vote == NOTHING
 
 
 def test_what_differs_is_used_on_no_rank(orders: list[Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -137,17 +137,17 @@ def test_what_differs_is_used_on_no_rank(orders: list[Any], caplog: pytest.LogCa
         for _ in range(MET):
             step(program)
     programs[0].before(list, hold=True)  # and fails
-    assert programs[0].says == BUSY
+    assert programs[0].vote == BUSY
     functions[0].differs = ["layer.forward: result 0 differs by 1.0e+00, more than 1.0e-05"]
     for program in programs:
         step(program)
-        assert program.says == READY
+        assert program.vote == READY
     assert functions[0].tried == [True, True, False]
     word = programs[0].word(hold=False)
     assert word is not None
     step(programs[0])
     step(programs[1], words=[word])
-    assert not functions[0].on and not functions[1].on and programs[0].says == programs[1].says == 0
+    assert not functions[0].on and not functions[1].on and programs[0].vote == programs[1].vote == NOTHING
     assert caplog.messages == 2 * [
         "fuse: all functions run as they are for sizes that came later, as layer.forward: result 0 differs by 1.0e+00, "
         "more than 1.0e-05"
@@ -267,7 +267,7 @@ def test_where_a_rehearsal_fails_the_first_step_runs_as_it_is(
     step(program)
     assert function.tried == [True, False] and not function.on
     step(program)
-    assert function.on and not program.says
+    assert function.on and program.vote == NOTHING
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ def test_without_a_compiler_no_later_size_is_compiled(orders: list[Any]) -> None
     program = FusedProgram(1, [function], Path("nowhere"), None, CPU, background, without="none", later=True)  # type: ignore
     for _ in range(MET + 3):
         step(program)
-    assert not background.orders and not function.watches and not program.says
+    assert not background.orders and not function.watches and program.vote == NOTHING
     assert program.word(hold=False) is not None, "for ranks that have one"
 
 
