@@ -70,6 +70,30 @@ def test_a_mean_over_rows_that_were_picked_is_over_as_many(
     step(Rows(pick, early), TWO_EACH, UNEVEN, NONE_LATER)
 
 
+def gathered(rows: Tensor, labels: Tensor) -> Tensor:
+    return rows.log_softmax(-1).gather(1, labels[:, None])
+
+
+def chosen(rows: Tensor, labels: Tensor) -> Tensor:
+    return (rows.log_softmax(-1) * F.one_hot(labels, 9)).sum(-1)
+
+
+def beside(rows: Tensor, labels: Tensor) -> Tensor:
+    return rows * torch.eye(9)[labels]
+
+
+@pytest.mark.parametrize("read", [gathered, chosen, beside])
+def test_labels_of_rows_that_were_not_picked_are_never_looked_up(read: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """They are -100 there: an IndexError, or a row of somebody else's."""
+
+    def pick(rows: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        labels = ids.masked_fill(~mask, -100)
+        at = torch.where(labels != -100)
+        return read(rows[at], labels[at])
+
+    step(Rows(pick), UNEVEN, NONE_LATER)
+
+
 @pytest.mark.parametrize(
     "places",
     [

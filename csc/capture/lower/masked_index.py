@@ -16,6 +16,7 @@ from csc.analysis.operators.table import (
     COPIES,
     ELEMENTS,
     LABELS,
+    LOOK_UPS,
     NORMS,
     RESHAPES,
     SLICE,
@@ -415,6 +416,7 @@ def stays_finite(call: fx.Node) -> bool:
 #              the mask, scattered to other places, or are the targets of a loss.
 
 
+BY_NUMBER = LOOK_UPS | {"aten::gather", "aten::one_hot"}  # fail on whole numbers that are out of bounds
 ALONG_ROWS = {"aten::linear", "aten::embedding"} | NORMS | COPIES  # whatever dimensions stand in front
 SIZED = {"aten::full", "aten::zeros", "aten::ones", "aten::expand"}
 
@@ -634,10 +636,25 @@ class _Rewriting:
 
     def _zero_inputs(self, node: fx.Node) -> None:
         """See csc.capture.lower.masked_index."""
-        for used in [one for one in node.all_input_nodes if one in self.in_place]:
-            finite = stays_finite(node) or used in self.rows.zeros or not used.meta["val"].is_floating_point()
-            if used in self.infinite or not finite:
+        for used in [operand for operand in node.all_input_nodes if operand in self.in_place]:
+            if used.meta["val"].is_floating_point():
+                fits = stays_finite(node) or used in self.rows.zeros
+            else:  # a label that says that there is none (-100) is no number of a row
+                fits = g.op_name(node) not in BY_NUMBER or used in self.rows.zeros or not self._is_of_batch(used)
+            if used in self.infinite or not fits:
                 node.replace_input_with(used, self.rows.zeroed(node, used, self.in_place[used]))
+
+    def _is_of_batch(self, rows: fx.Node) -> bool:
+        """Numbers that come from a batch; not those of rows, which are within bounds everywhere."""
+        stack, seen = [rows], set[fx.Node]()
+        while stack and rows not in self.numbers:
+            node = stack.pop()
+            if node.op == "placeholder":
+                return True
+            values = [used for used in node.all_input_nodes if g.tensor_value(used) is not None and used not in seen]
+            seen.update(values)
+            stack += values
+        return False
 
     def _count(self, node: fx.Node, rows: fx.Node) -> None:
         """The number of selected rows: reshapes do without it; what it is the size of is made for all rows instead."""
