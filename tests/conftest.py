@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # The models are tiny and the workers are many: a second thread costs more than it gives. Subprocesses inherit it.
@@ -22,6 +24,9 @@ from csc.torch_private.process_state import process_state
 from tests.kept_traces import FOLDER, STARTED_HERE, kept_traces
 
 LONG = {"examples", "benchmarks"}  # folders of tests that run whole programs
+
+RESIDENT = pytest.StashKey[int]()  # bytes of this process when its memory was last given back
+GROWN = 48 * 2**20  # by which a process has to be larger than it was then: to collect takes a tenth of a second
 
 # Whose functions a trace replaces for a while.
 SPACES = (torch, torch.nn.functional, torch.Tensor, torch.nn.Module, torch.autograd.function._SingleLevelFunction)
@@ -97,6 +102,29 @@ def _of_other_library(function: Any) -> bool:
         .get("__name__", "")
         .startswith(("torch._dynamo.", "torch._compile", "lightning."))
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a file of tests has compiled is gone behind it: programs, which refer to themselves in circles, and the
+    modules that csc has imported for them. What is free goes back to the system: each worker runs thousands of tests.
+    """
+    stash = request.config.stash
+    before = stash.setdefault(RESIDENT, _resident())
+    yield
+    if _resident() > before + GROWN:
+        for name in [name for name in sys.modules if name.startswith("_csc_program_")]:
+            del sys.modules[name]
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
+        stash[RESIDENT] = _resident()
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has now; 0 where the system does not say so in a file."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.exists() else 0
 
 
 @pytest.fixture(scope="module")

@@ -163,6 +163,7 @@ class Origins:
     def __init__(self) -> None:
         self._distributions: dict[str, str] = {}
         self._files: dict[str, str] = {}  # content's hash by path
+        self._modules: dict[tuple[str, str], tuple[str, str] | None] = {}  # what file_of has found
 
     def file(self, path: str, package: str = "") -> None:
         """Take in a source file and what it imports. package: that it belongs to, for relative imports."""
@@ -177,7 +178,7 @@ class Origins:
                 return
             content = Path(path).read_bytes()
             self._files[path] = hashlib.sha256(content).hexdigest()
-            for found, inside in _imported(content, path, package):
+            for found, inside in self._imported(content, path, package):
                 self.file(found, inside)
 
     def _whole(self, folder: Path) -> None:
@@ -187,7 +188,9 @@ class Origins:
         self._files[str(folder)] = ""  # what it imports may import it
         digest = hashlib.sha256()
         elsewhere: dict[str, tuple[str, str] | None] = {folder.name: None}
-        for file in sorted(folder.rglob("*.py")):
+        files = sorted(folder.rglob("*.py"))
+        within = set(map(str, files))
+        for file in files:
             content = file.read_bytes()
             digest.update(f"{file.relative_to(folder)} {len(content)} ".encode() + content)
             for name in _packages_named(content):
@@ -196,10 +199,19 @@ class Origins:
                     self.file(*(elsewhere[name] or ("", "")))
                 if (found := elsewhere[name]) is not None and is_own(found[0]):
                     package = ".".join((folder.name, *file.relative_to(folder).parts[:-1]))
-                    for path, inside in _imported(content, str(file), package):
-                        if not Path(path).is_relative_to(folder):
+                    for path, inside in self._imported(content, str(file), package):
+                        if path not in within and not Path(path).is_relative_to(folder):
                             self.file(path, inside)
         self._files[str(folder)] = digest.hexdigest()
+
+    def _imported(self, content: bytes, path: str, package: str) -> Iterator[tuple[str, str]]:
+        """(file, package) of everything that a source imports, wherever in it; nothing is imported to find out."""
+        beside = str(Path(path).parent)
+        for name in _modules_named(content, package):
+            if (name, beside) not in self._modules:
+                self._modules[name, beside] = file_of(name, beside)
+            if (found := self._modules[name, beside]) is not None:
+                yield found
 
     def _installed(self, name: str) -> None:
         if name not in self._distributions:
@@ -309,12 +321,16 @@ def _is_large(folder: Path) -> bool:
     return sum(1 for _ in folder.rglob("*.py")) > LARGE
 
 
-def _packages_named(content: bytes) -> set[str]:
-    """The first parts of all that a source's lines import by a full name, and perhaps of what its texts speak of."""
+@cache
+def _packages_named(content: bytes) -> frozenset[str]:
+    """The first parts of all that a source's lines import by a full name, and perhaps of what its texts speak of. Keys
+    are made again and again, of sources that stay what they are: each is read for it once.
+    """
     found: set[bytes] = set()
     for source, names in IMPORTS.findall(content.replace(b"\\\n", b" ")):
         found.update(name.split()[0] for name in (source or names).split(b",") if name.split())
-    return {top for name in found if (top := name.partition(b".")[0].decode(errors="replace")).isidentifier()}
+    tops = (name.partition(b".")[0].decode(errors="replace") for name in found)
+    return frozenset(top for top in tops if top.isidentifier())
 
 
 @cache
@@ -336,13 +352,16 @@ def _within(path: Path, folder: Path) -> bool:
     return not any(part in ("site-packages", "dist-packages") for part in inside)
 
 
-def _imported(content: bytes, path: str, package: str) -> Iterator[tuple[str, str]]:
-    """(file, package) of everything that a source imports, wherever in it; nothing is imported to find out."""
+@cache
+def _modules_named(content: bytes, package: str) -> tuple[str, ...]:
+    """All that a source may import, by full names, and the packages that these are in. package: that the source is in;
+    each source is parsed once.
+    """
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
-        return
-    beside = str(Path(path).parent)
+        return ()
+    modules: dict[str, None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -355,10 +374,8 @@ def _imported(content: bytes, path: str, package: str) -> Iterator[tuple[str, st
             continue
         for name in names:
             parts = name.split(".")
-            for count in range(1, len(parts) + 1):
-                found = file_of(".".join(parts[:count]), beside)
-                if found is not None:
-                    yield found
+            modules |= dict.fromkeys(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return tuple(modules)
 
 
 def file_of(name: str, beside: str) -> tuple[str, str] | None:

@@ -103,7 +103,7 @@ def test_microbatches_and_replicas_without_images(mesh: str, microbatches: int, 
     step_is_eager(compiled, captions.batch([[1], [2], [2], [1]]), FLOAT64)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", [long("gpipe"), "1f1b", "zb-h1", long("interleaved-1f1b"), "zb-v"])
 def test_schedules_keep_in_step(schedule: str) -> None:
     batch = captions.batch([[1], [], [2], [], [], [3], [], [1]])
     same(captions.Captions(), batch, FLOAT64, mesh="pp=2", microbatches=8, schedule=schedule)

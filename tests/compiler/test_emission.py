@@ -36,8 +36,9 @@ from csc.runtime.trainer import Trainer
 from tests.compiler import small
 from tests.compiler.conftest import Models
 from tests.exactness import FLOAT32
+from tests.kept_traces import kept_traces
 from tests.launching import PATIENCE
-from tests.tiers import long
+from tests.tiers import in_turn, long
 
 ROOT = Path(__file__).parents[2]
 OF_TORCH = {f"torch.{name.removeprefix('aten::').partition('.')[0]}" for name in FUNCTIONS}
@@ -50,15 +51,18 @@ METHODS = (
 # --- short -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[(2, 8, 16), long((2, 8, 32))], ids=str)
+@pytest.fixture(scope="module", params=[(2, 8, 12), long((2, 8, 32))], ids=str)
 def depths(request: pytest.FixtureRequest) -> dict[int, CompiledModel]:
     """The same model with so many layers."""
-    return {n: csc.compile(small.text(n), mesh="pp=2", example=small.text_batch()) for n in request.param}
+    with kept_traces():
+        return {n: csc.compile(small.text(n), mesh="pp=2", example=small.text_batch()) for n in request.param}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freeze", [None, ["embed_tokens"], ["embed_tokens", "layers.0", "layers.1"], ["layers"]])
-@pytest.mark.parametrize("cut", [5, 6])
+@pytest.mark.parametrize(
+    ("freeze", "cut"),
+    in_turn([None, ["embed_tokens"], ["embed_tokens", "layers.0", "layers.1"], ["layers"]], [5, 6]),
+)
 def test_a_rank_file_does_not_grow_with_depth(depths: dict, freeze: list[str] | None, cut: int) -> None:
     lines: dict[int, list[int]] = {}
     for layers in (8, max(depths)):
@@ -70,10 +74,15 @@ def test_a_rank_file_does_not_grow_with_depth(depths: dict, freeze: list[str] | 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("freeze", "least"), [(None, 2), (["layers"], 2), (["embed_tokens"], 8)])
-@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize(
+    ("freeze", "least", "mesh"),
+    [
+        (None, 2, "pp=2"), (["layers"], 2, "pp=2,dp=2"), (["embed_tokens"], 8, "pp=2"),
+        long(None, 2, "pp=2,dp=2"), long(["layers"], 2, "pp=2"), long(["embed_tokens"], 8, "pp=2,dp=2"),
+    ],
+)  # fmt: skip
 def test_lines_do_not_grow_with_depth_at_all(depths: dict, freeze: list[str] | None, least: int, mesh: str) -> None:
-    """One rank with all layers: the same number of lines in every file of 2 layers and of 16, layers/ included.
+    """One rank with all layers: the same number of lines in every file of 2 layers and of 12, layers/ included.
 
     With the embedding frozen the first layer is another function than the rest, and two layers are no loop.
     """

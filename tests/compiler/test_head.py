@@ -26,6 +26,9 @@ from tests.compiler.conftest import Models
 from tests.models import hf
 from tests.tiers import long
 
+# The same Llama again and again, with options that its trace is not about.
+pytestmark = pytest.mark.usefixtures("traces")
+
 TOLERANCE = 1e-6  # relative, of norms, in float32: sums over chunks in another order
 CHUNK, VOCABULARY = 8, 103
 OPERATOR = "csc::linear_cross_entropy"
@@ -89,16 +92,16 @@ def batch(samples: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [long("Llama"), "Gemma2", long("Cohere"), long("Granite"), long("Phi")])
 def test_families(name: str) -> None:
-    compiled = parity(csc.compile(family(name), example=batch(), cache=False, loss_chunk=CHUNK, mesh="pp=2"))
+    compiled = parity(csc.compile(family(name), example=batch(), loss_chunk=CHUNK, mesh="pp=2"))
     assert heads(compiled.program) == [[True, True, True, name == "Phi"]]
     assert not widest(compiled.program)
 
 
 def test_microbatches_and_replicas_with_other_numbers_of_labels() -> None:
-    parity(csc.compile(family("Llama"), example=batch(8), cache=False, loss_chunk=CHUNK, mesh="dp=2", microbatches=2))
+    parity(csc.compile(family("Llama"), example=batch(8), loss_chunk=CHUNK, mesh="dp=2", microbatches=2))
 
 
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=2", "cp=2", "cp=2,pp=2"])
+@pytest.mark.parametrize("mesh", [long("pp=2"), "dp=2,pp=2", long("cp=2"), "cp=2,pp=2"])
 def test_multimodal(models: Models, mesh: str) -> None:
     given = hf.llava_batch(4 if "dp" in mesh else 2, length=57)
     compiled = parity(models("llava", given, mesh=mesh, loss_chunk=CHUNK), 2e-6 if "cp" in mesh else TOLERANCE)
@@ -117,7 +120,7 @@ TENSOR: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["Llama", long("Gemma2"), long("Phi")])
 def test_words_divided_over_ranks(name: str, mesh: str) -> None:
     """Each rank makes logits of its own words, a chunk of tokens at a time."""
-    options: dict[str, Any] = {"example": batch(8), "cache": False, "loss_chunk": CHUNK, "mesh": mesh, **TENSOR[mesh]}
+    options: dict[str, Any] = {"example": batch(8), "loss_chunk": CHUNK, "mesh": mesh, **TENSOR[mesh]}
     compiled = parity(csc.compile(family(name, vocab_size=104), **options), 5e-6)
     calls = [(name, node) for variant in compiled.program.variants.values() for node in g.calls(variant.pruned)
              if (name := g.op_name(node)).endswith("linear_cross_entropy")]  # fmt: skip
@@ -126,7 +129,7 @@ def test_words_divided_over_ranks(name: str, mesh: str) -> None:
 
 
 def test_words_that_ranks_cannot_divide_stay_together() -> None:
-    options: dict[str, Any] = {"example": batch(), "cache": False, "loss_chunk": CHUNK, "mesh": "tp=2"}
+    options: dict[str, Any] = {"example": batch(), "loss_chunk": CHUNK, "mesh": "tp=2"}
     assert heads(parity(csc.compile(family("Llama"), **options)).program) == [[True, True, True, False]]
 
 
@@ -149,7 +152,7 @@ def test_what_nothing_in_front_trains_with_is_not_made() -> None:
 
 @pytest.mark.parametrize("recompute", [long("selective"), "full"])
 def test_what_b_makes_again_f_does_not_make(recompute: str) -> None:
-    options: dict[str, Any] = {"cache": False, "loss_chunk": CHUNK, "recompute": recompute}
+    options: dict[str, Any] = {"loss_chunk": CHUNK, "recompute": recompute}
     compiled = parity(csc.compile(family("Llama"), example=batch(), **options))
     again = recompute == "full"
     assert heads(compiled.program) == [[True, not again, not again, False]]
@@ -159,7 +162,7 @@ def test_costs_count_every_product_and_the_gradients_that_f_keeps() -> None:
     given = batch()
     made = {}
     for chunk in (0, CHUNK):
-        compiled = csc.compile(family("Llama"), example=given, cache=False, loss_chunk=chunk)
+        compiled = csc.compile(family("Llama"), example=given, loss_chunk=chunk)
         region = next(one for one in compiled.program.regions if one.name == "lm_head")
         made[chunk] = variant_cost(compiled.program.variants[region.variant])
     whole, chunked = made[0], made[CHUNK]
@@ -205,7 +208,7 @@ def test_inductor_leaves_the_operator_as_it_is(mesh: str) -> None:
 def test_steps_repeat_to_the_bit() -> None:
     """Gradients are finished where they lie: a second step must not find what the first one left."""
     model = family("Llama")
-    compiled = csc.compile(model, example=batch(), cache=False, loss_chunk=CHUNK, microbatches=2)
+    compiled = csc.compile(model, example=batch(), loss_chunk=CHUNK, microbatches=2)
     steps = []
     for _ in range(2):
         compiled.zero_grad()
@@ -216,7 +219,7 @@ def test_steps_repeat_to_the_bit() -> None:
 
 def test_evaluation_makes_no_gradient() -> None:
     model = family("Llama")
-    compiled = csc.compile(model, example=batch(), cache=False, loss_chunk=CHUNK)
+    compiled = csc.compile(model, example=batch(), loss_chunk=CHUNK)
     with torch.no_grad():
         expected = model(**batch()).loss
     torch.testing.assert_close(compiled.eval_step(batch()), expected, rtol=TOLERANCE, atol=0)
@@ -326,7 +329,7 @@ def test_with_fuse_logits_that_are_not_large_are_no_values_either(
 def test_a_sample_without_labels_beside_one_with_few(mesh: str) -> None:
     given = batch()
     given["labels"][0] = given["labels"][1, :-4] = -100  # the last two have none
-    compiled = csc.compile(family("Llama"), example=batch(), cache=False, loss_chunk=CHUNK, mesh=mesh)
+    compiled = csc.compile(family("Llama"), example=batch(), loss_chunk=CHUNK, mesh=mesh)
     result = verify(compiled, given)
     assert result.params_missing == () and result.params_checked > 0
     assert result.loss_rel <= TOLERANCE and result.grad_rel_max <= TOLERANCE

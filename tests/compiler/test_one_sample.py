@@ -176,7 +176,8 @@ def tokens(samples: int = 4) -> Batch:
 
 
 @pytest.mark.parametrize(
-    "options", [{"mesh": "pp=2", "microbatches": 4}, {"mesh": "dp=2,tp=2", "microbatches": 2}, {"mesh": "cp=2,dp=4"}]
+    "options",
+    [{"mesh": "pp=2", "microbatches": 4}, long({"mesh": "dp=2,tp=2", "microbatches": 2}), {"mesh": "cp=2,dp=4"}],
 )
 def test_two_samples_show_how_the_losses_of_one_combine(options: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -382,9 +382,8 @@ def test_a_large_package_is_taken_whole_and_hardly_parsed(tmp_path: Path, monkey
     (tmp_path / "script.py").write_text("from large import part3\nfrom torch import nn\n")
     monkeypatch.syspath_prepend(tmp_path)
     parsed: list[bytes] = []
-    monkeypatch.setattr(
-        describe, "_imported", lambda *given, old=describe._imported: parsed.append(given) or old(*given)
-    )
+    named = describe._modules_named
+    monkeypatch.setattr(describe, "_modules_named", lambda *given: parsed.append(given) or named(*given))
 
     def tree() -> Any:
         found = describe.Origins()
@@ -393,6 +392,8 @@ def test_a_large_package_is_taken_whole_and_hardly_parsed(tmp_path: Path, monkey
 
     before = tree()
     assert {"large", "inner.py", "script.py", "torch"} <= {row[0] for row in before} and len(parsed) <= 4
+    read = named.cache_info().misses
+    assert tree() == before and named.cache_info().misses == read, "nothing has changed: nothing is parsed again"
     for changed in (package / "part119.py", tmp_path / "aside" / "inner.py"):
         text = changed.read_text()
         changed.write_text("VALUE = -1\n")
