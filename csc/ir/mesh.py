@@ -15,14 +15,22 @@ Terms
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from csc.errors import InputError
 from csc.ir.groups import Group
+
+
+def refuse(what: str, remedy: str) -> NoReturn:
+    """Raises InputError for a mesh that cannot be."""
+    raise InputError(what, "mesh", remedy)
+
 
 # --- The axes of a component -----------------------------------------------------------------------------------------
 
@@ -34,7 +42,7 @@ OWN = tuple(f".{axis}" for axis in AXES)  # behind the name of a component, its 
 def check_size(what: str, size: object) -> None:
     """InputError for what is no size of an axis."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise InputError(f"{what} has size {size!r}", "mesh", "Every axis needs a whole number of at least 1")
+        refuse(f"{what} has size {size!r}", "Every axis needs a whole number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -57,13 +65,17 @@ class Axes:
 
     @classmethod
     def of(cls, component: str, sizes: Axes | Mapping[str, int] | Any) -> Axes:
-        """Read the axes of a component, or a dict of their sizes. InputError for anything else."""
+        """Read the axes of a component, or a dict of their sizes. InputError for anything else, and for a name that no
+        text of a mesh can have.
+        """
+        if not isinstance(component, str) or not component or component.strip() != component or {*component} & {*",="}:
+            refuse(f"the mesh names {component!r} as a component", "Name it as the model does, without , and =")
         table = sizes.to_dict() if isinstance(sizes, cls) else sizes
         if not isinstance(table, Mapping) or set(table) - set(AXES):
-            raise InputError(
-                f"the mesh has {sizes!r} for {component}", "mesh",
+            refuse(
+                f"the mesh has {sizes!r} for {component}",
                 'Map components to sizes of axes, {"vision_tower": dict(tp=1, dp=4), "language_model": dict(tp=4)}',
-            )  # fmt: skip
+            )
         for axis, size in table.items():
             check_size(f"axis {axis} of {component}", size)
         return cls(**table)
@@ -133,6 +145,14 @@ class _Stretch(NamedTuple):
     strides: Coordinates
     """How far neighbours along an axis are from each other."""
 
+    def rank(self, dp: int, pp: int, cp: int, tp: int) -> int:
+        """The one at these coordinates, which are at one of the positions."""
+        of_dp, of_pp, of_cp, of_tp = self.strides
+        return self.start + dp * of_dp + (pp - self.first) * of_pp + cp * of_cp + tp * of_tp
+
+
+_first, _start = attrgetter("first"), attrgetter("start")
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -169,10 +189,8 @@ class Mesh:
     def __post_init__(self) -> None:
         """Check the sizes, and leave out what says nothing, so that equal meshes are equal."""
         if not isinstance(self.components, Mapping):
-            raise InputError(
-                f"the mesh has components={self.components!r}", "mesh",
-                'Map components to sizes of axes: components={"vision_tower": dict(tp=1)}',
-            )  # fmt: skip
+            remedy = 'Map components to sizes of axes: components={"vision_tower": dict(tp=1)}'
+            refuse(f"the mesh has components={self.components!r}", remedy)
         axes = {name: Axes.of(name, sizes) for name, sizes in self.components.items()}
         check_sizes(self, axes)
         axes = {name: replace(own, cp=None if own.cp == self.cp else own.cp) for name, own in axes.items()}
@@ -194,7 +212,7 @@ class Mesh:
         """Whether the axes are still to be chosen."""
         return self.ranks is not None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return self.ranks or self.cp * sum(positions * math.prod(extent) for positions, extent in self._runs)
@@ -295,14 +313,18 @@ class Mesh:
         return self.order[: self.order.index("pp")]
 
     @cached_property
+    def _ranks_of_one_index(self) -> int:
+        """How many ranks there are for one index of the slower axes."""
+        return self.size // math.prod(getattr(self, axis) for axis in self._slower)
+
+    @cached_property
     def _stretches(self) -> tuple[_Stretch, ...]:
         """In the order of positions."""
-        whole = self.size // math.prod(getattr(self, axis) for axis in self._slower)  # for one index of the slower axes
         stretches, first, start = list[_Stretch](), 0, 0
         for positions, extent in self._runs:
             sizes, strides, stride = self._sizes_at(extent), dict[str, int](), 1
             for axis in reversed(self.order):
-                strides[axis], stride = stride, whole if axis == "pp" else stride * sizes[axis]
+                strides[axis], stride = stride, self._ranks_of_one_index if axis == "pp" else stride * sizes[axis]
             stretches.append(_Stretch(first, extent, start, Coordinates(**strides)))
             first, start = first + positions, start + positions * strides["pp"]
         return tuple(stretches)
@@ -314,7 +336,7 @@ class Mesh:
         """The one with a position. IndexError: there is none."""
         if not 0 <= position < self.pp:
             raise IndexError(f"pp index {position} is outside 0..{self.pp - 1} of {self}")
-        return next(stretch for stretch in reversed(self._stretches) if stretch.first <= position)
+        return self._stretches[bisect(self._stretches, position, key=_first) - 1]
 
     def extent(self, position: int) -> Extent:
         """How many replicas there are at an index on the pp axis, and tp ranks of each.
@@ -342,13 +364,7 @@ class Mesh:
         for axis in self.AXES:
             if not 0 <= getattr(at, axis) < sizes[axis]:
                 raise IndexError(f"{axis} index {getattr(at, axis)} is outside 0..{sizes[axis] - 1} of {self}")
-        return self._number(*at)
-
-    def _number(self, dp: int, pp: int, cp: int, tp: int) -> int:
-        """Rank at coordinates inside the mesh."""
-        stretch = self._stretch(pp)
-        of_dp, of_pp, of_cp, of_tp = stretch.strides
-        return stretch.start + dp * of_dp + (pp - stretch.first) * of_pp + cp * of_cp + tp * of_tp
+        return self._stretch(pp).rank(*at)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Inverse of `rank_of`.
@@ -358,14 +374,12 @@ class Mesh:
             InputError: Its axes are still to be chosen.
         """
         if self.is_open:
-            raise InputError(
-                f"the axes of {self} are not chosen yet", "mesh",
-                "csc.compile(model, mesh=csc.Mesh(ranks=...), example=batch) chooses them: compiled.options.mesh",
-            )  # fmt: skip
+            remedy = "csc.compile(model, mesh=csc.Mesh(ranks=...), example=batch) chooses them: compiled.options.mesh"
+            refuse(f"the axes of {self} are not chosen yet", remedy)
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is outside 0..{self.size - 1} of {self}")
-        there = rank % (self.size // math.prod(getattr(self, axis) for axis in self._slower))  # at their index 0
-        stretch = next(one for one in reversed(self._stretches) if one.start <= there)
+        there = rank % self._ranks_of_one_index  # at index 0 of the slower axes
+        stretch = self._stretches[bisect(self._stretches, there, key=_start) - 1]
         position, inside = divmod(there - stretch.start, stretch.strides.pp)
         at = {
             axis: (rank if axis in self._slower else inside) // getattr(stretch.strides, axis) % size
@@ -458,14 +472,13 @@ class Mesh:
         """at: of a rank, or of one that would be there if its position had as many as any; its dp is a replica."""
         cp = range(self.cp) if "cp" in what.along else (at.cp,)
         cp = range(at.cp % what.size, self.cp, what.size) if "sequences" in what.along else cp
-        everywhere = range(self.pp) if "pp" in what.along else (at.pp,)
-        ranks = tuple(
-            self._number(d, p, c, t)
-            for p in (everywhere if positions is None else positions)
-            for d in (range(self.extent(p).replicas) if "dp" in what.along else (at.dp // self.sharers(p),))
-            for c, t in product(cp, self._parts_of_layers(what, at.tp, p))
-        )
-        return tuple(sorted(ranks)) if positions is None else ranks
+        everywhere, ranks = range(self.pp) if "pp" in what.along else (at.pp,), list[int]()
+        for p in everywhere if positions is None else positions:
+            stretch = self._stretch(p)
+            replicas, width = stretch.extent
+            dp = range(replicas) if "dp" in what.along else (at.dp * replicas // self.dp,)
+            ranks += [stretch.rank(d, p, c, t) for d, c, t in product(dp, cp, _parts_of_layers(what, at.tp, width))]
+        return tuple(sorted(ranks) if positions is None else ranks)
 
     def groups(self, what: Group, positions: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
         """All groups of a kind, in the order of their coordinates on the other axes: every rank (with positions: every
@@ -479,25 +492,14 @@ class Mesh:
         firsts = []
         for p in pp:
             widest = max(positions or (range(self.pp) if "pp" in inside else [p]), key=self.width)
-            parts = range(self.width(widest))
-            firsts.append(sorted({self._parts_of_layers(what, part, widest)[0] for part in parts}))
+            width = self.width(widest)
+            firsts.append(sorted({_parts_of_layers(what, part, width)[0] for part in range(width)}))
         return tuple(
             self._group(what, Coordinates(d, p, c, part), positions)
             for d, p, c in product(range(replicas), pp, cp)
             if d % each[p] == 0
             for part in firsts[p]
         )
-
-    def _parts_of_layers(self, what: Group, part: int, position: int) -> Sequence[int]:
-        """The indices on the tp axis of the ranks of a group at a position, that of a rank with this index."""
-        width, along = self.width(position), what.along
-        part %= width
-        if "tp" in along:
-            return range(width)
-        first = part // what.size * what.size if what.size else part
-        if "copies" in along:
-            return range(part - first, width, what.size)
-        return range(first, min(first + what.size, width)) if "division" in along else (part,)
 
     def place(self, what: Group, rank: int) -> int:
         """A rank's index among those of a group that runs along one axis.
@@ -570,7 +572,7 @@ class Mesh:
         sizes = {name: size for name, size in sizes.items() if not str(name).endswith(OWN)}
         unknown = [name for name in sizes if name not in (*cls.AXES, "order", "ranks")]
         if unknown:
-            raise InputError(f"there is no axis {unknown[0]!r}", "mesh", f"The axes are {', '.join(cls.AXES)}")
+            refuse(f"there is no axis {unknown[0]!r}", f"The axes are {', '.join(cls.AXES)}")
         axes = {name: size for name, size in sizes.items() if name != "order"}
         mesh = cls(**axes, components=own)  # type: ignore[arg-type]
         if "order" not in sizes:
@@ -589,16 +591,25 @@ class Mesh:
         staged = {name: axes.pp for name, axes in named.items() if axes.pp is not None}
         if largest not in staged and staged:  # the largest has what the others leave, which nobody has said
             name = next(iter(staged))
-            raise InputError(
-                f"{name} has pp={staged[name]} in a mesh where {largest} has no pp", "mesh",
-                f"Give {largest} its pipeline stages too: those of all components are added up",
-            )  # fmt: skip
+            remedy = f"Give {largest} its pipeline stages too: those of all components are added up"
+            refuse(f"{name} has pp={staged[name]} in a mesh where {largest} has no pp", remedy)
         whole = named[largest]
         axes = {
             name: Axes(own.dp or 1, own.pp if len(staged) > 1 else None, own.cp, own.tp or 1)
             for name, own in named.items()
         }
         return cls(whole.dp or 1, sum(staged.values()) or 1, whole.cp or 1, whole.tp or 1, components=axes)
+
+
+def _parts_of_layers(what: Group, part: int, width: int) -> Sequence[int]:
+    """The indices on the tp axis of the ranks of a group at a position of so many, that of a rank with this index."""
+    part, along = part % width, what.along
+    if "tp" in along:
+        return range(width)
+    first = part // what.size * what.size if what.size else part
+    if "copies" in along:
+        return range(part - first, width, what.size)
+    return range(first, min(first + what.size, width)) if "division" in along else (part,)
 
 
 # --- What sizes, orders and components a mesh may have ---------------------------------------------------------------
@@ -633,38 +644,34 @@ def check_sizes(mesh: Mesh, components: Mapping[str, Axes]) -> None:
     if mesh.ranks is not None:
         check_size("ranks", mesh.ranks)
         if components or any(getattr(mesh, axis) > 1 for axis in AXES):
-            given = replace(mesh, ranks=None)
-            raise InputError(
-                f"the mesh has ranks={mesh.ranks}, for csc to choose the axes, and {given} too", "mesh",
-                "Give either: csc.Mesh(ranks=...) alone, or the sizes of the axes",
-            )  # fmt: skip
+            sizes = replace(mesh, ranks=None)
+            what = f"the mesh has ranks={mesh.ranks}, for csc to choose the axes, and {sizes} too"
+            refuse(what, "Give either: csc.Mesh(ranks=...) alone, or the sizes of the axes")
     if sorted(mesh.order) != sorted(AXES) or [a for a in mesh.order if a != "pp"] != ["dp", "cp", "tp"]:
-        raise InputError(
-            f"the order of ranks is {'-'.join(map(str, mesh.order))}", "mesh",
-            "Name dp, cp and tp in this order, and pp where it should be: pp-dp-cp-tp",
-        )  # fmt: skip
+        remedy = "Name dp, cp and tp in this order, and pp where it should be: pp-dp-cp-tp"
+        refuse(f"the order of ranks is {'-'.join(map(str, mesh.order))}", remedy)
     for component, axes in components.items():
         if axes.tp is not None and mesh.tp % axes.tp:
-            nearest = _nearest_divisor(axes.tp, mesh.tp)
-            raise InputError(
+            nearest = next(size for size in _divisors(mesh.tp, axes.tp) if size <= axes.tp)
+            refuse(
                 f"{component} has tp={axes.tp}, and the mesh has tp={mesh.tp}: {mesh.tp} ranks are no groups of "
-                f"{axes.tp}", "mesh",
+                f"{axes.tp}",
                 f"The nearest that fits is {component}.tp={nearest}, where {nearest} ranks divide its layers and "
                 f"{mesh.tp // nearest} share out its samples, or no {component}.tp, where all divide its layers",
-            )  # fmt: skip
+            )
         if axes.cp is not None and mesh.cp % axes.cp:
-            nearest = _nearest_divisor(axes.cp, mesh.cp)
-            raise InputError(
+            nearest = next(size for size in _divisors(mesh.cp, axes.cp) if size <= axes.cp)
+            refuse(
                 f"{component} has cp={axes.cp} in a mesh of cp={mesh.cp}: {mesh.cp} ranks are no groups of {axes.cp}",
-                "mesh",
                 f"The nearest that fits is {component}.cp={nearest}, where {nearest} ranks share the tokens of its "
                 f"samples and {mesh.cp // nearest} groups of these share out its samples",
-            )  # fmt: skip
+            )
 
 
-def _nearest_divisor(size: int, whole: int) -> int:
-    """The largest divisor of a whole that is no larger than a size."""
-    return max(n for n in range(1, min(size, whole) + 1) if whole % n == 0)
+def _divisors(whole: int, near: int) -> list[int]:
+    """The divisors of a whole, those nearest to a size first."""
+    divisors = (size for size in range(1, whole + 1) if whole % size == 0)
+    return sorted(divisors, key=lambda size: (abs(size - near), size))
 
 
 def check_components(mesh: Mesh, components: Mapping[str, Axes]) -> None:
@@ -675,27 +682,20 @@ def check_components(mesh: Mesh, components: Mapping[str, Axes]) -> None:
     told = sum(stages.values())
     if told > mesh.pp or (told == mesh.pp and len(stages) == 1):
         named = ", ".join(f"{component}.pp={pp}" for component, pp in stages.items())
-        raise InputError(
-            f"{named} leaves none of pp={mesh.pp} for the other components", "mesh",
-            "pp counts all stages: name each component that has some, or leave at least one for the others",
-        )  # fmt: skip
+        remedy = "pp counts all stages: name each component that has some, or leave at least one for the others"
+        refuse(f"{named} leaves none of pp={mesh.pp} for the other components", remedy)
     for component, axes in components.items():
         if axes.dp is None:
             continue
         tp, shares = axes.tp or mesh.tp, _shares(mesh, axes)
-        if _fewer_replicas(mesh, axes):
-            if mesh.dp % axes.dp:
-                divisors = [size for size in range(1, mesh.dp + 1) if mesh.dp % size == 0]
-                nearest = min(divisors, key=lambda size: (abs(size - axes.dp), size))  # type: ignore[operator]
-                raise InputError(
-                    f"{component} has dp={axes.dp} in a mesh of {mesh.dp} replicas, which do not share {axes.dp} ranks "
-                    "evenly", "mesh", f"The nearest that fits is {component} with dp={nearest}",
-                )  # fmt: skip
-        elif axes.dp * tp % shares:
-            raise InputError(
-                f"{component} has dp * tp = {axes.dp * tp} ranks in a mesh of {shares} replicas", "mesh",
-                f"Each replica has as many: {_fitting(component, axes.dp * tp, tp, shares, mesh.tp)}",
-            )  # fmt: skip
+        if _fewer_replicas(mesh, axes) and mesh.dp % axes.dp:
+            nearest = _divisors(mesh.dp, near=axes.dp)[0]
+            what = f"{component} has dp={axes.dp} in a mesh of {mesh.dp} replicas, which do not share {axes.dp} ranks "
+            refuse(f"{what}evenly", f"The nearest that fits is {component} with dp={nearest}")
+        if not _fewer_replicas(mesh, axes) and axes.dp * tp % shares:
+            fitting = _fitting(component, axes.dp * tp, tp, shares, mesh.tp)
+            what = f"{component} has dp * tp = {axes.dp * tp} ranks in a mesh of {shares} replicas"
+            refuse(what, f"Each replica has as many: {fitting}")
 
 
 def check_in_front(mesh: Mesh) -> None:
@@ -707,35 +707,35 @@ def check_in_front(mesh: Mesh) -> None:
         says = f"{component} has dp * tp = {shares * width} in a mesh where dp * tp = {whole}"
         nearest = _fitting(component, shares * width, tp, shares, mesh.tp)
         if axes.pp is None and replicas < mesh.dp:
-            raise InputError(
+            refuse(
                 f"{component} has dp={replicas} in a mesh of {mesh.dp} replicas, and no pipeline stages of its own: "
-                "all ranks of a stage have its components", "mesh",
+                "all ranks of a stage have its components",
                 f"For ranks of its own give {component} a pp, and the components on the other ranks one; or leave its "
                 "dp out",
-            )  # fmt: skip
+            )
         if axes.pp is None:
-            raise InputError(
-                f"{says}, and no pipeline stages of its own: all ranks of a stage have its components", "mesh",
+            refuse(
+                f"{says}, and no pipeline stages of its own: all ranks of a stage have its components",
                 f"The nearest on the same ranks: {component} with tp={tp} and dp={max(1, whole // tp)}. For ranks of "
                 f"its own give {component} a pp, and the components on the other ranks one",
-            )  # fmt: skip
+            )
         if width > mesh.tp and width % mesh.tp:
-            raise InputError(
-                says, "mesh",
+            refuse(
+                says,
                 f"A stage on more ranks has a multiple of tp={mesh.tp} for each replica, which share out its samples, "
                 f"each with whole weights (tp=1) or groups that divide them: {nearest}",
-            )  # fmt: skip
+            )
         if width < mesh.tp and (mesh.tp % width or tp not in (1, width)):
-            raise InputError(
-                says, "mesh",
+            refuse(
+                says,
                 f"A stage on fewer ranks has a divisor of tp={mesh.tp} for each replica, which all divide its layers "
                 f"or (tp=1) share out its samples: {nearest}",
-            )  # fmt: skip
+            )
         if mesh.order.index("tp") < mesh.order.index("pp"):
-            raise InputError(
+            refuse(
                 f"{component} is on another number of ranks than others, whose order is {'-'.join(mesh.order)}",
-                "mesh", "Let tp ranks stand beside each other: put pp in front of tp, or leave the order out",
-            )  # fmt: skip
+                "Let tp ranks stand beside each other: put pp in front of tp, or leave the order out",
+            )
 
 
 def _fitting(component: str, asked: int, own: int, replicas: int, tp: int) -> str:
@@ -762,10 +762,10 @@ def fitting_order(mesh: Mesh, order: tuple[str, ...]) -> tuple[str, ...]:
     """The order that is asked for. InputError where the mesh has another."""
     if mesh.replicas_share_ranks and order[0] != "pp":
         component = next(name for name, extent in sorted(mesh.in_front.items()) if extent.replicas < mesh.dp)
-        raise InputError(
+        refuse(
             f"the order of ranks is {'-'.join(order)}, and {component} has fewer replicas than the mesh",
-            "mesh", "Let the ranks of a position stand beside each other: put pp in front, or leave the order out",
-        )  # fmt: skip
+            "Let the ranks of a position stand beside each other: put pp in front, or leave the order out",
+        )
     return order
 
 
@@ -802,17 +802,15 @@ def sizes_of_device_mesh(mesh: Any) -> dict[str, Any]:
     names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
     if shape is None:
         what = f"{type(mesh).__name__} is not a mesh"
-        raise InputError(what, "mesh", "Give a Mesh, a dict, text like pp=3,dp=2 or a torch DeviceMesh")
+        refuse(what, "Give a Mesh, a dict, text like pp=3,dp=2 or a torch DeviceMesh")
     if not names:
-        raise InputError("the DeviceMesh has no axis names", "mesh", f"Pass mesh_dim_names out of {', '.join(AXES)}")
+        refuse("the DeviceMesh has no axis names", f"Pass mesh_dim_names out of {', '.join(AXES)}")
     sizes: dict[str, Any] = dict(zip(names, (int(n) for n in shape), strict=True))
     order = [name for name in names if sizes[name] > 1]
     if set(names) <= set(AXES) and [n for n in order if n != "pp"] != [a for a in ("dp", "cp", "tp") if a in order]:
         usual = ", ".join(a for a in AXES if a in names)
-        raise InputError(
-            f"the DeviceMesh has its axes in the order {', '.join(names)}", "mesh",
-            f"Ranks count through the axes in the order {usual}, pp anywhere: create the DeviceMesh so",
-        )  # fmt: skip
+        remedy = f"Ranks count through the axes in the order {usual}, pp anywhere: create the DeviceMesh so"
+        refuse(f"the DeviceMesh has its axes in the order {', '.join(names)}", remedy)
     return {**sizes, "order": "-".join(order)} if order else sizes
 
 
@@ -823,10 +821,8 @@ def order_of(text: str, larger: Sequence[str]) -> tuple[str, ...]:
     rest = [a for a in ("dp", "cp", "tp") if a in named] == [a for a in named if a != "pp"]
     left = [axis for axis in larger if axis not in named]
     if not rest or len(set(named)) < len(named) or left:
-        raise InputError(
-            f"the order of ranks is {text!r}", "mesh",
-            "Name the axes larger than 1: dp, cp and tp in this order, and pp where it should be, as in pp-dp-tp",
-        )  # fmt: skip
+        remedy = "Name the axes larger than 1: dp, cp and tp in this order, and pp where it should be, as in pp-dp-tp"
+        refuse(f"the order of ranks is {text!r}", remedy)
     return _pp_behind(ahead)
 
 

@@ -4,6 +4,8 @@ force over coordinates.
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -170,6 +172,63 @@ def test_messages_of_each_replica_where_replicas_share_ranks(given: tuple[Mesh, 
             assert rank in mesh.receivers(mesh.sender(rank, source, replica), destination, replica)
 
 
+@st.composite
+def mixed(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, Any]]]:
+    """A mesh with several components on other numbers of ranks, narrow, wide or shared, and the coordinates of every
+    rank with its replicas: written from what the axes of a component mean, one position after the other.
+    """
+    dp, cp, tp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 4]))
+    components, positions = dict[str, Axes](), list[tuple[int, int]]()
+    for name in draw(st.permutations("abc"))[: draw(st.integers(1, 3))]:
+        own = draw(st.sampled_from([size for size in (1, 2, 4) if tp % size == 0]))
+        fewer = [(size, own) for size in (1, 2) if size < dp]
+        more = [(dp, tp * times) for times in (2, 3)]
+        narrow = [(dp, size) for size in (1, 2) if size < tp and own in (1, size)]
+        replicas, width = draw(st.sampled_from([*fewer, *more, *narrow]))
+        components[name] = Axes(dp=replicas * width // own, pp=draw(st.integers(1, 2)), tp=own)
+        positions += [(replicas, width)] * (components[name].pp or 0)
+    positions.append((dp, tp))
+    mesh = Mesh(dp, len(positions), cp, tp, components=components)
+    shared = any(replicas < dp for replicas, _ in positions)
+    order = ("pp", "dp", "cp", "tp") if shared else AXES
+    size = {"dp": dp, "pp": len(positions), "cp": cp, "tp": max(width for _, width in positions)}
+    at: list[dict[str, Any]] = [dict(zip(order, one)) for one in product(*(range(size[axis]) for axis in order))]
+    at = [one for one in at if one["dp"] < positions[one["pp"]][0] and one["tp"] < positions[one["pp"]][1]]
+    for one in at:
+        each = dp // positions[one["pp"]][0]
+        one["of"] = set(range(one["dp"] * each, (one["dp"] + 1) * each))
+    return mesh, at
+
+
+@given(mixed())
+def test_several_components_on_other_numbers_of_ranks(given: tuple[Mesh, list[dict[str, Any]]]) -> None:
+    mesh, at = given
+    assert mesh.size == len(at) and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
+    assert pickle.loads(pickle.dumps(mesh)) == mesh and hash(replace(mesh)) == hash(mesh)
+    for rank, own in enumerate(at):
+        assert mesh.coordinates(rank)._asdict() == {axis: own[axis] for axis in AXES}
+        assert mesh.rank_of(**{axis: own[axis] for axis in AXES}) == rank
+        assert set(mesh.replicas_of(rank)) == own["of"]
+    for what in set(FIXED) - {Group.PIPELINE, Group.REPLICA}:
+        for rank, own in enumerate(at):
+            same = [other for other, its in enumerate(at) if all(its[axis] == own[axis] for axis in AGREE[what.kind])]
+            assert mesh.group(what, rank) == tuple(same)
+    for source, destination, replica in product(range(mesh.pp), range(mesh.pp), range(mesh.dp)):
+        senders = [rank for rank, its in enumerate(at) if its["pp"] == source and replica in its["of"]]
+        receiving = [rank for rank, its in enumerate(at) if its["pp"] == destination and replica in its["of"]]
+        sent = [other for rank in senders for other in mesh.receivers(rank, destination, replica)]
+        assert sorted(sent) == receiving, "each rank that works for the replica receives once"
+        assert all(rank in mesh.receivers(mesh.sender(rank, source, replica), destination, replica) for rank in sent)
+
+
+def test_a_mesh_of_any_length_lists_no_positions() -> None:
+    mesh = Mesh(dp=2, pp=10**30, components={"eye": Axes(dp=4, pp=10**20)})
+    assert mesh.size == 2 * 10**30 + 2 * 10**20
+    assert [mesh.width(position) for position in (0, 10**20 - 1, 10**20)] == [2, 2, 1]
+    for rank in (0, 10**20, 10**29, mesh.size - 1):
+        assert mesh.rank_of(*mesh.coordinates(rank)) == rank
+
+
 def test_fewer_replicas_in_four_forms() -> None:
     """The component named last has the mesh's."""
     mesh = Mesh.of({"eye": {"dp": 2, "pp": 1}, "text": {"dp": 4, "pp": 2}})
@@ -252,6 +311,8 @@ def test_what_cannot_be(mesh: Any, said: str) -> None:
         ({"a": Axes(tp=0)}, "axis tp of a has size 0"),
         ({"a": Axes(pp=2)}, "a.pp=2 leaves none of pp=2"),
         ({"a": {"xp": 2}}, "the mesh has {'xp': 2} for a. Map components to sizes of axes"),
+        ({"": {"tp": 1}}, "the mesh names '' as a component. Name it as the model does"),
+        ({"a,b": {"tp": 1}}, "the mesh names 'a,b' as a component"),
         ({"a": 2}, "the mesh has 2 for a. Map components"),
         ((("a", 2),), "the mesh has components=.*. Map components to sizes of axes: components={"),
     ],
