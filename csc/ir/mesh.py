@@ -670,8 +670,8 @@ def check_sizes(mesh: Mesh, components: Mapping[str, Axes]) -> None:
 
 def _divisors(whole: int, near: int) -> list[int]:
     """The divisors of a whole, those nearest to a size first."""
-    divisors = (size for size in range(1, whole + 1) if whole % size == 0)
-    return sorted(divisors, key=lambda size: (abs(size - near), size))
+    small = [size for size in range(1, math.isqrt(whole) + 1) if whole % size == 0]
+    return sorted({*small, *(whole // size for size in small)}, key=lambda size: (abs(size - near), size))
 
 
 def check_components(mesh: Mesh, components: Mapping[str, Axes]) -> None:
@@ -740,7 +740,7 @@ def check_in_front(mesh: Mesh) -> None:
 
 def _fitting(component: str, asked: int, own: int, replicas: int, tp: int) -> str:
     """The nearest number of ranks that a component can be on, in words."""
-    known = [(n, own if own in (1, n) else n) for n in range(1, tp + 1) if tp % n == 0 and (own in (1, n) or n == tp)]
+    known = [(n, own if own in (1, n) else n) for n in sorted(_divisors(tp, tp)) if own in (1, n) or n == tp]
     known += [(n, own) for times in (0, 1) if (n := (asked // (replicas * tp) + times) * tp) > tp]
     near, with_tp = min(known, key=lambda ranks: abs(ranks[0] * replicas - asked))
     return f"the nearest that fits is {component} with tp={with_tp} and dp={near * replicas // with_tp}"
