@@ -700,7 +700,7 @@ def _copies(mesh: Mesh, rank: int) -> list[str]:
     """Which part the rank has of components whose layers fewer tp ranks divide."""
     there = mesh.width(mesh.coordinates(rank).pp)
     lines: list[str] = []
-    for component in [one for one in mesh.held_in_copies if mesh.tp_ranks(one) == there]:
+    for component in [one for one in mesh.held_in_copies if mesh.extent_of(one).width == there]:
         (part, copy), parts = mesh.part(component, rank), mesh.dividing(component)
         lines.append(
             f"{'' if lines else 'Divided':<9} part {part} of {parts} of {comment(component)}, copy {copy} of "

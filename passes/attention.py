@@ -124,9 +124,10 @@ def attention(program: Program, options: Options) -> Program:
     writer = Writer(graph, program.fake_mode)
     masks: Masks = {}
     notes = []
-    shared = {component for component, tp in options.mesh.components if tp < options.mesh.tp_ranks(component)}
+    mesh = options.mesh
+    shared = {component for component, tp in mesh.own("tp").items() if tp < mesh.extent_of(component).width}
     for node in g.calls(graph):
-        spread = options.mesh.cp > 1 or component_of(program, node) in shared
+        spread = mesh.cp > 1 or component_of(program, node) in shared
         given = _given(node, writer, spread)
         if given is None:
             continue

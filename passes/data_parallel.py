@@ -296,9 +296,8 @@ def data_parallel(program: Program, options: Options) -> Program:
     After     %x = conv2d(csc.own_part(%images, 0, 2), %w) : f32[2, 48, 7, 7];  %y = linear(csc.all_gather(%x), %up)
     """
     mesh, known = options.mesh, {info.component for info in program.modules.values()}
-    own = dict(mesh.components)
-    own_cp = dict(mesh.own_cp)
-    for component in _readers_first(program, {*own, *own_cp, *dict(mesh.own_ranks)}):
+    own, own_cp = mesh.own("tp"), mesh.own("cp")
+    for component in _readers_first(program, {*own, *own_cp, *mesh.in_front}):
         if component not in known:
             raise InputError(
                 f"the mesh names {component!r}, which is no component of the model", "mesh",
@@ -313,7 +312,7 @@ def data_parallel(program: Program, options: Options) -> Program:
         levels, cp = dict[str, int](), own_cp.get(component, 1)
         if component in own_cp:
             levels["cp" if cp == 1 else str(Group.sequences(cp))] = mesh.cp // cp
-        tp, ranks = own.get(component, mesh.tp), mesh.tp_ranks(component)
+        tp, ranks = mesh.dividing(component), mesh.extent_of(component).width
         if tp < ranks:
             shares = Group.copies(tp) if tp > 1 else Group.division(ranks)
             levels["tp" if tp == 1 and ranks >= mesh.tp else str(shares)] = ranks // tp

@@ -25,7 +25,6 @@ from csc.analysis.operators.table import RESHAPES
 from csc.analysis.samples.rules import MEAN
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call
-from csc.ir.mesh import on_fewer, on_more
 from csc.ir.program import Options, Program
 
 aten = torch.ops.aten
@@ -89,7 +88,7 @@ def _rows(found: _Head, options: Options) -> int:
         return options.loss_chunk
     weight, tokens, mesh = found.weight.meta["val"], found.labels.meta["val"].numel(), options.mesh
     classes, width = weight.shape
-    fewer = mesh.components or on_fewer(mesh) or on_more(mesh)  # divide the head, or none
+    fewer = mesh.own("tp") or mesh.wide  # divide the head, or none
     divided = classes % mesh.tp == 0 and not fewer
     ranks = mesh.tp if divided else 1
     logits = tokens * classes // ranks * wide(weight.dtype).itemsize

@@ -19,7 +19,7 @@ from csc.analysis.hardware import Hardware
 from csc.errors import InputError, ScheduleError
 from csc.ir import graph as g
 from csc.ir.groups import LOSS_WEIGHTS
-from csc.ir.mesh import Mesh, in_front
+from csc.ir.mesh import Mesh
 from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
 from csc.ir.schedule import Schedule, parse, part, verify
 from csc.planning.partition import at_cuts, own_stages
@@ -124,15 +124,14 @@ def _refuse_uneven(program: Program, stages: Sequence[Stage], mesh: Mesh) -> Non
     """InputError for a component at a position with another number of ranks than the mesh gives it, and for a parameter
     of stages with different numbers of ranks, which no two of these hold alike.
     """
-    extents = in_front(mesh)
-    if not extents:
+    if not mesh.in_front:
         return
     held: dict[str, tuple[int, int]] = {}
     component = {region.name: region.component for region in program.regions}
     for stage in stages:
         there = mesh.extent(stage.rank)
         for name in stage.regions:
-            own = extents.get(component.get(name, ""), (mesh.dp, mesh.tp))
+            own = mesh.extent_of(component.get(name, ""))
             if name in component and own != there:
                 raise InputError(
                     f"{name} of {component[name]}, which the mesh puts on {_ranks(own)}, is at position {stage.rank}, "
@@ -191,9 +190,10 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
             f"use pp={len(program.regions)} or less",
         )  # fmt: skip
     given = _given(program, options)
-    if given is None and options.mesh.own_stages:
-        given = own_stages(problem, options.mesh.own_stages, tuple(in_front(options.mesh).items()))
-    placement = tuple(range(options.mesh.pp)) if in_front(options.mesh) else options.placement
+    own, in_front = options.mesh.own("pp"), options.mesh.in_front
+    if given is None and own:
+        given = own_stages(problem, tuple(own.items()), tuple(in_front.items()))
+    placement = tuple(range(options.mesh.pp)) if in_front else options.placement
     written = given_schedule(options)
     if written is not None:
         placement = tuple(written.placement.values())

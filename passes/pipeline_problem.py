@@ -10,7 +10,7 @@ from csc import devices
 from csc.analysis.costs import RegionTimes, recorded_bytes, region_costs, stored_dtypes, value_bytes, working
 from csc.analysis.hardware import Hardware, Wire, hardware
 from csc.ir.groups import Group
-from csc.ir.mesh import Mesh, in_front
+from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
 from csc.planning.encode_ahead import AheadPlan, fit_ahead
 from csc.planning.plan import PipelinePlan
@@ -101,7 +101,7 @@ def _costs(program: Program, profile: Hardware, options: Options) -> list[Region
 
 def gathering(own: Sequence[Hardware], options: Options) -> Link:
     """How data-parallel ranks get each other's shards: all but its own come to each, over the slowest of its links."""
-    shared = options.mesh.own_replicas  # by replicas: those positions stand in front, and have fewer to gather from
+    shared = options.mesh.replicas_share_ranks  # at positions in front, which have fewer to gather from
     ranks = options.mesh.group(Group.DATA, 0, [options.mesh.pp - 1] if shared else None)
     others = len(ranks) - 1
     if not others:
@@ -189,9 +189,8 @@ def _receivers(mesh: Mesh | None, components: Sequence[str], maker: int, readers
     """
     if mesh is None:
         return 1, 1
-    extents, whole = in_front(mesh), (mesh.dp, mesh.tp)
-    replicas, here = extents.get(components[maker], whole)
-    others = [extents.get(components[reader], whole) for reader in readers if components[reader] != components[maker]]
+    replicas, here = mesh.extent_of(components[maker])
+    others = [mesh.extent_of(components[reader]) for reader in readers if components[reader] != components[maker]]
     several = mesh.dp // min([replicas, *(other for other, _ in others)])
     there = max((tp for _, tp in others), default=here)
     return several * max(1, there // here), several * max(1, here // there)
@@ -211,7 +210,7 @@ def names(program: Program) -> tuple[str, ...]:
 def encoded_ahead(program: Program, decided: PipelinePlan, options: Options) -> AheadPlan | None:
     """None: nothing is left out of the step, no stage reads what is, or replicas share ranks."""
     apart = program.features
-    if apart is None or options.mesh.own_replicas:
+    if apart is None or options.mesh.replicas_share_ranks:
         return None
     readers = {stage.rank for stage in program.stages if set(apart.entries).intersection(stage.inputs)}
     if not readers:

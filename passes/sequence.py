@@ -33,7 +33,6 @@ from csc.analysis.operators.table import (
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, Writer, unique
-from csc.ir.mesh import on_fewer, on_more
 from csc.ir.program import LOSS, DividedAxis, Options, Program, Region, Template
 
 # --- Which values of a template's graph tensor-parallel ranks can have as shards of tokens ---------------------------
@@ -435,7 +434,7 @@ def sequence(program: Program, options: Options) -> Program:
     groups = {name: node.meta["val"] for node, name in named if node.meta.get("role") == GROUP}
     if not groups:
         return program
-    fewer = (*options.mesh.held_in_copies, *on_fewer(options.mesh), *on_more(options.mesh))
+    fewer = (*options.mesh.held_in_copies, *options.mesh.narrow, *options.mesh.wide)
     return _Handing(program, options.mesh.tp, [*groups.values()][-1], tuple(groups), fewer).program()
 
 

@@ -14,7 +14,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, unique
 from csc.ir.groups import CONTEXT_GROUP, Group
-from csc.ir.mesh import Mesh, on_fewer, on_more
+from csc.ir.mesh import Mesh
 from csc.ir.program import Box, DividedAxis, Options, Parameter, Program, Region, Template
 from csc.torch_private.traces import FakeTensorMode
 
@@ -293,7 +293,7 @@ def tensor(program: Program, options: Options) -> Program:
     with program.fake_mode:
         number = torch.empty((), dtype=torch.int64)
     fewer = {component: mesh.dividing(component) for component in mesh.held_in_copies}
-    fewer = on_fewer(mesh) | dict.fromkeys(on_more(mesh), 1) | fewer  # more have whole ones
+    fewer = mesh.narrow | dict.fromkeys(mesh.wide, 1) | fewer  # more have whole ones
     program = _templates_apart(program, fewer)
     ranks = {region.template: fewer.get(region.component, mesh.tp) for region in program.regions}
     whole = _of_shards(program) | _uses(program, lambda region, _: fewer.get(region.component) == 1)
@@ -301,7 +301,7 @@ def tensor(program: Program, options: Options) -> Program:
     alike = _uses(program, lambda region, name: region.component in mesh.held_in_copies and name not in copied)
     # copies compute alike what they do not share out: REDUCE adds up over all of tp or none, so graphs add up
     found = _Agreement(program, ranks, number, whole, alike, options.replicate).choices()
-    for size in sorted({mesh.tp, *(tp for _, tp in mesh.components if tp > 1)} & set(ranks.values())):
+    for size in sorted({mesh.tp, *(tp for tp in mesh.own("tp").values() if tp > 1)} & set(ranks.values())):
         choices = {name: one for name, one in found.items() if ranks[name] == size}
         _check(program, choices, size, mesh)
     return _applied(program, found, number, ranks, mesh)
@@ -424,7 +424,7 @@ def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh:
     """
     asked, what = f"tp={ranks}", "this model"
     if ranks < mesh.tp:
-        asked, what = ", ".join(f"{component}.tp={tp}" for component, tp in mesh.components if tp == ranks), "it"
+        asked, what = ", ".join(f"{component}.tp={tp}" for component, tp in mesh.own("tp").items() if tp == ranks), "it"
     _refuse_unknown(program, found, asked)
     odd = [odd for choice in found.values() for odd in choice.odd]
     if odd:
@@ -443,7 +443,7 @@ def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh:
         )  # fmt: skip
     if not any(choice.graph is not None for choice in found.values()):
         reasons = list(dict.fromkeys(reason for choice in found.values() for reason in choice.reasons))
-        less = max(n for n in (1, *mesh.divisions, *dict(mesh.components).values()) if n < ranks)
+        less = max(n for n in (1, *mesh.divisions, *mesh.own("tp").values()) if n < ranks)
         raise InputError(
             f"{asked} divides nothing of {what}: csc found neither heads nor hidden features in a layer", "mesh",
             "; ".join([f"make tp {less}" if less > 1 else "leave tp at 1", *reasons[:3]]),
@@ -520,7 +520,7 @@ def _parameters(program: Program, found: Mapping[str, ShardChoice], mesh: Mesh) 
         choice, template = found[region.template], program.templates[region.template]
         for name, local in zip(region.parameters, template.parameters, strict=True):
             held = choice.boxes.get(local, ())
-            ranks = max(mesh.tp, mesh.tp_ranks(region.component))
+            ranks = max(mesh.tp, mesh.extent_of(region.component).width)
             boxes[name] = held * (ranks // len(held)) if held else ()
             parts |= {name} if local in choice.shared_reads - choice.operators else set()
     return tuple(replace(p, boxes=boxes.get(p.name, ()), parts=p.parts or p.name in parts) for p in program.parameters)

@@ -67,9 +67,7 @@ def _traced(configuration: Configuration, mesh: Mesh, sequence: bool, context: t
 
 def _shared(mesh: Mesh) -> Mesh:
     """What of it traces are of: one replica, with as few stages as it can have."""
-    pp = sum(1 for _ in mesh.own_ranks) + 1
-    own = tuple((component, 1) for component, _ in mesh.own_ranks)
-    return replace(mesh, dp=1, pp=pp, own_stages=own, order=Mesh.AXES)
+    return replace(mesh.fewest_stages().one_replica(), order=Mesh.AXES)
 
 
 class TraceClock:

@@ -100,7 +100,7 @@ def exchange(node: fx.Node) -> Exchange | None:
 def wires_between(mesh: Mesh, hardware: Hardware, component: str = "") -> dict[str, tuple[int, Wire]]:
     """Devices fill nodes in the order of their global ranks. component: with as many tp ranks as it has."""
     found = {}
-    positions = [place for place in range(mesh.pp) if mesh.width(place) == mesh.tp_ranks(component)]
+    positions = [place for place in range(mesh.pp) if mesh.width(place) == mesh.extent_of(component).width]
     met = {"cp": Group.CONTEXT, "tp": Group.TENSOR}
     if component in mesh.held_in_copies:
         met["division"] = Group.division(mesh.dividing(component))
@@ -111,9 +111,9 @@ def wires_between(mesh: Mesh, hardware: Hardware, component: str = "") -> dict[s
             continue
         apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
         found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
-    if (mesh.components or mesh.own_ranks) and "cp" not in found and "tp" in found:
+    if (mesh.own("tp") or mesh.in_front) and "cp" not in found and "tp" in found:
         found["cp"] = found["tp"]  # which alone share tokens then
-    if mesh.own_cp and "tp" not in found:
+    if mesh.own("cp") and "tp" not in found:
         found["tp"] = found["cp"]  # which alone share out samples then
     return found
 
@@ -566,9 +566,9 @@ def region_costs(
     wires = {} if mesh is None else wires_between(mesh, hardware)
     others: dict[str, Wires] = {}
     if mesh is not None:
-        others |= {one: wires_between(mesh, hardware, one) for one, _ in mesh.own_ranks}
+        others |= {one: wires_between(mesh, hardware, one) for one in mesh.in_front}
         others |= {one: within_division(wires_between(mesh, hardware, one)) for one in mesh.held_in_copies}
-    sharers = {} if mesh is None else {one: mesh.dp // replicas for one, replicas in mesh.own_replicas}
+    sharers = {} if mesh is None else {one: mesh.dp // extent.replicas for one, extent in mesh.in_front.items()}
     timed: dict[tuple[str, tuple[str, ...], str], Seconds] = {}
     found = []
     for region in program.regions:

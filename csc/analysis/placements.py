@@ -32,7 +32,7 @@ from csc.analysis.operators.table import (
 )
 from csc.ir import graph as g
 from csc.ir.groups import CONTEXT_GROUP, Group
-from csc.ir.mesh import Mesh, on_fewer, on_more
+from csc.ir.mesh import Mesh
 from csc.ir.program import Box, Parameter, Program, Region, Template, Variant
 from csc.ir.verifier import VerificationError
 
@@ -360,12 +360,12 @@ def verify_on(mesh: Mesh, program: Program, after: str, checked: dict[str, Check
 
 def _asked(mesh: Mesh, components: Collection[str]) -> Mapping[Over, Collection[str]]:
     """With the components of which each rank computes other samples or tokens."""
-    fewer, more = set(on_fewer(mesh)), set(on_more(mesh))
-    whole = {component for component, tp in mesh.components if tp == 1} | more
-    apart = {component for component, tp in mesh.components if tp < mesh.tp_ranks(component)} - fewer | more
+    fewer, more, own_tp = {*mesh.narrow}, {*mesh.wide}, mesh.own("tp")
+    whole = {component for component, tp in own_tp.items() if tp == 1} | more
+    apart = {component for component, tp in own_tp.items() if tp < mesh.extent_of(component).width} - fewer | more
     if not mesh.divisions:
         return {ALL: apart}
-    own = on_fewer(mesh) | {component: mesh.dividing(component) for component in mesh.held_in_copies}
+    own = mesh.narrow | {component: mesh.dividing(component) for component in mesh.held_in_copies}
     found = dict[Over, Collection[str]]()
     for size in mesh.divisions:
         alone = size == mesh.tp  # groups of which there are several at positions with more ranks alone

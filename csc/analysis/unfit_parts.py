@@ -47,7 +47,7 @@ def unfit_parts(program: Program, mesh: Mesh) -> list[UnfitPart]:
         if stage.divided:
             found.append(UnfitPart(stage.index, "F", GATHERED))
             continue
-        if stage.contexts or mesh.width(stage.rank) > 1 or mesh.own_cp:
+        if stage.contexts or mesh.width(stage.rank) > 1 or mesh.own("cp"):
             found.append(UnfitPart(stage.index, "F", MEETS))
             continue
         for part in PARTS:

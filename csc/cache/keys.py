@@ -441,10 +441,7 @@ def trace_key(model: str, batch: Any, options: Options) -> str:
             "trace",
             model,
             repr(batch),
-            (options.mesh.cp, options.mesh.tp),
-            options.mesh.components,
-            options.mesh.own_ranks,
-            options.mesh.own_cp,
+            *options.mesh.graph_key,
             repr(chosen),
         ]
     )

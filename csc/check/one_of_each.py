@@ -230,8 +230,7 @@ def check_by_layer(
     """
     start = time.perf_counter()
     model = compiler.model
-    staged = tuple((component, 1) for component, _ in options.mesh.own_ranks)  # they need stages of their own
-    mesh = replace(options.mesh, dp=1, pp=1 + len(staged), own_stages=staged, own_replicas=())
+    mesh = options.mesh.fewest_stages().one_replica()
     alone = replace(
         options, mesh=mesh, cuts=None, stages=None, placement=None, chunks=None, schedule="auto", memory=None,
         features=False,

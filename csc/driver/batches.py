@@ -509,7 +509,7 @@ def place(mesh: Mesh) -> tuple[int, int]:
     """(dp_rank, dp_size): under torchrun the replica of this process. One process alone runs all of them; and where
     replicas share ranks no process has the samples of one alone, so that each loads all.
     """
-    if not several_processes() or mesh.own_replicas:
+    if not several_processes() or mesh.replicas_share_ranks:
         return 0, 1
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     return mesh.replicas_of(rank)[0], mesh.dp
@@ -523,7 +523,7 @@ class Share:
     ) -> None:
         self._meeting = meeting
         self._said = said
-        self.own = local and meeting.group is not None and not mesh.own_replicas
+        self.own = local and meeting.group is not None and not mesh.replicas_share_ranks
         self._replicas = [mesh.replicas_of(rank)[0] for rank in range(mesh.size)]
         self.parts = microbatches * (1 if self.own else mesh.dp)
 

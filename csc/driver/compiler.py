@@ -94,7 +94,8 @@ class SharedTraces:
 
 def undivided(options: Options) -> Options:
     """Without what the passes up to `loss` do not look at: how tp divides layers, whether logits are whole."""
-    mesh: Mesh = options.mesh if options.mesh.components else replace(options.mesh, tp=1)
+    own = options.mesh.own("tp") or options.mesh.in_front
+    mesh: Mesh = options.mesh if own else replace(options.mesh, tp=1)
     return replace(options, mesh=mesh, sequence_parallel=False, loss_chunk=None, fuse=False, replicate=())
 
 
@@ -360,7 +361,7 @@ class Compiler:
                 return match, known
         match, captured = self._captured(microbatch, progress, whole)
         from_cache = any(captured is one for one in self.restored.values())
-        alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1, own_replicas=()))
+        alone = replace(options, microbatches=1, mesh=options.mesh.one_replica())
         begins = with_sizes_of(captured, split_batch(match.batch)[0])
         key = from_cache, _key(match, undivided(alone))
         history = self.shared.history(key, begins, alone, progress)
@@ -452,8 +453,7 @@ class Compiler:
 def _key(match: Match, options: Options) -> Any:
     """Of traced graphs."""
     return (
-        match.key, options.loss_weight, (options.mesh.cp, options.mesh.tp), options.mesh.components,
-        options.mesh.own_ranks, options.mesh.own_cp, options.context, options.precision, options.keep_fp32,
+        match.key, options.loss_weight, options.mesh.graph_key, options.context, options.precision, options.keep_fp32,
         options.loss_chunk, options.fuse, options.sequence_parallel, options.replicate,
     )  # fmt: skip
 

@@ -198,7 +198,7 @@ class MeshPlans:
         plan.
         """
         assert one.problem is not None
-        mesh = replace(Mesh.parse(self._found.rows[one].mesh), own_stages=own)
+        mesh = Mesh.parse(self._found.rows[one].mesh).with_own(pp=dict(own))
         options = replace(one.options, mesh=mesh)
         program = self._problems.program(one.layout, options)
         numbers = replace(problem(program, options), memory=one.problem.memory)
@@ -595,7 +595,7 @@ class MeshSearch:
 
     def _enough(self) -> bool:
         """Whether there are others beside the best."""
-        return len({replace(one.layout.mesh, components=(), own_cp=()) for one in self.found.rows}) >= MESHES
+        return len({one.layout.mesh.with_own(tp={}, cp={}) for one in self.found.rows}) >= MESHES
 
     def _late(self, kind: Kind) -> bool:
         """Whether there is no time for another of this kind; for the first that fits there is more."""

@@ -141,7 +141,7 @@ def _check_stages(options: Options) -> None:
     """InputError if the mesh says which stages are whose, and an option says what they hold."""
     asked = {"stages": options.stages, "cuts": options.cuts, "placement": options.placement, "chunks": options.chunks}
     twice = next((name for name, value in asked.items() if value not in (None, 1)), None)
-    if options.mesh.own_stages and twice is not None:
+    if options.mesh.own("pp") and twice is not None:
         raise InputError(
             f"{options.mesh} gives components pipeline stages of their own, and {twice} says what stages hold too",
             twice, "give one of the two",

@@ -73,13 +73,13 @@ class MeshLayout:
 
     @property
     def division(self) -> MeshDivision:
-        form = MeshForm(self.mesh.components, self.sequence, tuple(dict(self.mesh.own_cp)), self.spread)
+        form = MeshForm(tuple(self.mesh.own("tp").items()), self.sequence, tuple(self.mesh.own("cp")), self.spread)
         return MeshDivision(self.mesh.tp, self.mesh.cp, self.samples, form)
 
     def in_form(self, form: MeshForm) -> MeshLayout:
         """The same devices and samples; with a tp (cp) of 1 nothing of the form is about tp (cp)."""
         several = self.mesh.tp > 1
-        mesh = replace(self.mesh, components=form.own if several else (), own_cp=tuple((one, 1) for one in form.whole))
+        mesh = self.mesh.with_own(tp=dict(form.own) if several else {}, cp=dict.fromkeys(form.whole, 1))
         spread = form.spread if self.mesh.cp > 1 else ()
         return replace(self, mesh=mesh, sequence=form.sequence and several, spread=spread)
 

@@ -151,7 +151,7 @@ def now_of(program: Program, options: Options) -> Now:
     place = {region.name: unit for unit, region in enumerate(program.regions)}
     numbers = problem(program, options)
     work = sum(stage.work for stage in read_pipeline(program.plan.pipeline).stages) * numbers.microbatches
-    written, uneven = given_schedule(options) is not None, bool(options.mesh.own_ranks)
+    written, uneven = given_schedule(options) is not None, bool(options.mesh.in_front)
     return Now(
         problem=numbers,
         stages=tuple(tuple(sorted(place[name] for name in stage.regions)) for stage in program.stages),

@@ -539,7 +539,7 @@ def _options(options: Options, batch_size: int, regions: int) -> Iterator[Option
     What is said of each pipeline rank, or of a component's stages, keeps their number.
     """
     mesh = options.mesh
-    fixed = bool(mesh.own_stages) or any(isinstance(one, tuple) for one in (options.hardware, options.memory))
+    fixed = bool(mesh.own("pp")) or any(isinstance(one, tuple) for one in (options.hardware, options.memory))
     total = mesh.dp * mesh.pp
     lengths = [mesh.pp] if fixed else [pp for pp in range(1, min(total, regions) + 1) if total % pp == 0]
     for pp in lengths:

@@ -123,7 +123,7 @@ def whose(rank: Rank, local: bool) -> list[int] | None:
     """The replicas whose samples a batch has that a process is given; None: all of them, as always where replicas share
     ranks. local: those of its own alone.
     """
-    return [*rank.replicas] if local and not rank.program.manifest.mesh.own_replicas else None
+    return [*rank.replicas] if local and not rank.program.manifest.mesh.replicas_share_ranks else None
 
 
 def vote(manifest: Manifest, dealt: Microbatches, replica: int) -> Vote:
@@ -132,7 +132,7 @@ def vote(manifest: Manifest, dealt: Microbatches, replica: int) -> Vote:
 
     Of features nothing is read, nor of what is not on the CPU; of a tensor at most SAMPLED numbers, spread over it.
     """
-    digest, apart = hashlib.blake2b(digest_size=8), not manifest.mesh.own_replicas
+    digest, apart = hashlib.blake2b(digest_size=8), not manifest.mesh.replicas_share_ranks
     replica = replica if apart else 0
     for one in dealt.of[replica] if apart else dealt.all:
         for _, tensor in sorted(one.tensors.items()):

@@ -71,7 +71,7 @@ def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> di
     """
     asked = [Group.TENSOR]
     asked += [one(size) for size in mesh.divisions for one in (Group.copies, Group.division)]
-    asked += [Group.CONTEXT if size == 1 else Group.sequences(size) for size in sorted({cp for _, cp in mesh.own_cp})]
+    asked += [Group.CONTEXT if size == 1 else Group.sequences(size) for size in sorted({*mesh.own("cp").values()})]
     groups = {meeting(group): mesh.group(group, rank) for group in asked}
     return {
         name: Met(Membership(endpoint, ranks.index(rank), ranks), copies=fused) for name, ranks in groups.items()
@@ -113,7 +113,7 @@ class Shards:
 
     def _ranks(self, spec: ParameterSpec) -> int:
         """How many data-parallel ranks have a shard of it."""
-        return self._mesh.extent(spec.owner)[0] * self._mesh.cp if self._zero >= 3 else 1
+        return self._mesh.extent(spec.owner).replicas * self._mesh.cp if self._zero >= 3 else 1
 
     def _boxes(self, spec: ParameterSpec, box: Box) -> list[Box]:
         """What the data-parallel ranks hold of a box, in their order."""

@@ -277,7 +277,7 @@ class Manifest:
         if self.zero < 3:
             return [False] * len(self.stages)
         having, mesh = {stage for one in self.parameters if one.shape for stage in one.stages}, self.mesh
-        return [mesh.extent(stage.rank)[0] * mesh.cp > 1 and stage.stage in having for stage in self.stages]
+        return [mesh.extent(stage.rank).replicas * mesh.cp > 1 and stage.stage in having for stage in self.stages]
 
     @cached_property
     def flops(self) -> float:
@@ -661,7 +661,7 @@ def _context(row: Fields, mesh: Mesh) -> ContextSpec:
         group = group_over(axis)
     except ValueError:
         raise ProgramError(f"tokens cannot be spread over {axis!r}", row.where, REMEDY) from None
-    (size,) = (mesh.tp_ranks(component),) if axis == "tp" else mesh.sizes(group)
+    (size,) = (mesh.extent_of(component).width,) if axis == "tp" else mesh.sizes(group)
     along = f"{axis}={size}"
     if ranks < 1 or size % ranks:
         raise ProgramError(f"{ranks} ranks do not divide {along}", row.where, REMEDY)

@@ -82,15 +82,14 @@ def check(mesh: Mesh, failures: int, refused: Mapping[str, str]) -> None:
     """
     where = "compile"
     if mesh.dp <= failures:
-        needed = replace(mesh, dp=failures + 1) if not mesh.own_replicas else f"dp={failures + 1}"
+        needed = f"dp={failures + 1}" if mesh.components else replace(mesh, dp=failures + 1)
         raise InputError(
             f"the mesh {mesh} has {mesh.dp} replica{'s' * (mesh.dp > 1)}, and {failures} lost "
             f"rank{'s' * (failures > 1)} may take as many away: no copy of some weights would be left", where,
             f"use {failures + 1} replicas or more (mesh='{needed}'), or survive={mesh.dp - 1}"
             + (", and checkpoints" if mesh.dp == 1 else ""),
         )  # fmt: skip
-    own = [name for name in ("components", "own_stages", "own_ranks", "own_replicas", "own_cp") if getattr(mesh, name)]
-    if own or mesh.order != Mesh.AXES:
+    if mesh.components or mesh.order != Mesh.AXES:
         raise InputError(
             f"a rank of the mesh {mesh} cannot be lost: components have sizes of their own, or ranks another order",
             where, "use one mesh for the whole model, in the usual order, or leave survive= out",

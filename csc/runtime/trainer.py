@@ -482,7 +482,7 @@ class Trainer:
     def speaks(self) -> bool:
         """Whether this process is the first of its replica; where replicas share ranks, of all."""
         first = self._ranks[0]
-        if self.program.manifest.mesh.own_replicas:
+        if self.program.manifest.mesh.replicas_share_ranks:
             return first.rank == 0
         return first.position == 0 and first.cp_rank == 0 and first.rank == first.group(Group.TENSOR)[0]
 

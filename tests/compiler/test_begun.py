@@ -23,6 +23,7 @@ DIVISIONS = {
     "llava": [
         "tp=2", "pp=1", f"tp=2,{OWN}.tp=1", f"cp=2,{OWN}.cp=1", f"cp=2,tp=2,{OWN}.cp=1", "cp=2,tp=2", "tp=4",
         f"cp=2,tp=2,{OWN}.tp=1,{OWN}.cp=1", f"tp=4,{OWN}.tp=2",
+        f"pp=2,{OWN}.pp=1,{OWN}.dp=4", f"tp=2,pp=2,{OWN}.pp=1,{OWN}.dp=2",
     ],
 }  # fmt: skip
 

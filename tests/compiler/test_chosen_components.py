@@ -12,7 +12,7 @@ import transformers as hf
 import csc
 from csc.analysis import hardware
 from csc.driver import mesh_choice, mesh_search
-from csc.ir.mesh import Mesh
+from csc.ir.mesh import Axes, Mesh
 from csc.planning.meshes import layouts
 from tests.models.hf import IMAGE_TOKEN, VOCABULARY, llava_batch
 from tests.tiers import long
@@ -83,7 +83,7 @@ def test_a_tower_with_a_tp_of_its_own_is_chosen_and_trains_as_eager_does(
         check=False, freeze=["vision_tower"],
     )  # fmt: skip
     mesh = compiled.options.mesh
-    assert mesh.components == (("vision_tower", 1),) and mesh.tp > 1 and mesh.size == 4, mesh
+    assert mesh.components == {"vision_tower": Axes(tp=1)} and mesh.tp > 1 and mesh.size == 4, mesh
     assert Mesh.parse(str(mesh)) == mesh and str(mesh) in compiled.inspected.mesh_text
     trains_as_eager_does(compiled, model, eager, 4)
 
@@ -91,13 +91,13 @@ def test_a_tower_with_a_tp_of_its_own_is_chosen_and_trains_as_eager_does(
 @pytest.mark.parametrize(
     ("axes", "samples", "own", "context"),
     [
-        long(Mesh(tp=4), 2, (("vision_tower", 2),), ()),  # of two images on four ranks
-        (Mesh(cp=2), 1, (), (("vision_tower", 2),)),
-        long(Mesh(cp=2, tp=2), 1, (), (("vision_tower", 2),)),
+        long(Mesh(tp=4), 2, {"vision_tower": 2}, ()),  # of two images on four ranks
+        (Mesh(cp=2), 1, {}, (("vision_tower", 2),)),
+        long(Mesh(cp=2, tp=2), 1, {}, (("vision_tower", 2),)),
     ],
 )
 def test_what_samples_that_do_not_divide_are_divided_by_instead(
-    axes: Mesh, samples: int, own: tuple[tuple[str, int], ...], context: tuple[tuple[str, int], ...],
+    axes: Mesh, samples: int, own: dict[str, int], context: tuple[tuple[str, int], ...],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of the layouts that divide layers and tokens so."""
@@ -110,6 +110,6 @@ def test_what_samples_that_do_not_divide_are_divided_by_instead(
         model, mesh=csc.Mesh(ranks=axes.size), example=llava_batch(samples), microbatches=1, cache=False, check=False,
         hardware=slow(tmp_path, "1e11"), freeze=["vision_tower"],
     )  # fmt: skip
-    assert (compiled.options.mesh.components, compiled.options.context) == (own, context)
+    assert (compiled.options.mesh.own("tp"), compiled.options.context) == (own, context)
     assert all(f"{name}': {ranks}" in compiled.inspected.mesh_text for name, ranks in context)
     trains_as_eager_does(compiled, model, eager, samples)

@@ -319,11 +319,11 @@ def test_processes(model: str, mesh: str, tmp_path: Path) -> None:
 def test_one_mesh_in_four_forms() -> None:
     mesh = csc.Mesh.of(BY_COMPONENT)
     assert mesh == csc.Mesh.parse(str(mesh)) == csc.Mesh.of(mesh.to_dict())
-    assert mesh == csc.Mesh(tp=2, components=(("vision_tower", 1), ("language_model", 2)))
+    assert mesh == csc.Mesh(tp=2, components={"vision_tower": {"tp": 1}, "language_model": {"tp": 2}})
     assert csc.Mesh.of({"a": {"tp": 4, "pp": 2}, "b": {"dp": 4}}) == csc.Mesh.parse("tp=4,pp=2,a.tp=4,b.tp=1")
     mesh = csc.Mesh.of({"a": {"tp": 4, "pp": 2}, "b": {"dp": 4, "pp": 1}})
     assert mesh == csc.Mesh.parse(str(mesh)) == csc.Mesh.of(mesh.to_dict())
-    assert (mesh.pp, mesh.size, mesh.own_stages) == (3, 12, (("a", 2), ("b", 1)))
+    assert (mesh.pp, mesh.size, mesh.own("pp")) == (3, 12, {"a": 2, "b": 1})
 
 
 @pytest.mark.parametrize(

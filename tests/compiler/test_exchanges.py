@@ -13,7 +13,7 @@ import csc
 from csc.analysis.costs import Exchange, exchange, region_costs, wire_seconds, wires_between, within_division
 from csc.analysis.hardware import Wire, hardware
 from csc.ir import graph as g
-from csc.ir.mesh import Mesh
+from csc.ir.mesh import Axes, Mesh
 from csc.ir.program import Program
 
 pytestmark = pytest.mark.usefixtures("traces")
@@ -46,22 +46,23 @@ def test_wires_are_those_between_the_nodes_where_a_group_is_on_several() -> None
     assert wires_between(Mesh(pp=2, tp=8), h100) == {"tp": (8, h100.within)}
     assert wires_between(Mesh(cp=2, tp=8), h100) == {"tp": (8, h100.within), "cp": (2, h100.between)}
     assert wires_between(Mesh(dp=5, tp=3), h100) == {"tp": (3, h100.between)}  # ranks 6 to 8 stand on two nodes
-    shared = Mesh(tp=8, components=(("visual", 1),))  # whose ranks share tokens, as those of cp do
+    shared = Mesh(tp=8, components={"visual": Axes(tp=1)})  # whose ranks share tokens, as those of cp do
     assert wires_between(shared, h100) == {"tp": (8, h100.within), "cp": (8, h100.within)}
-    visual = Mesh(tp=16, components=(("visual", 4), ("audio", 8)))  # over two nodes, each with two copies of it
+    visual = Mesh(
+        tp=16, components={"visual": Axes(tp=4), "audio": Axes(tp=8)}
+    )  # over two nodes, each with two copies of it
     copies, audio = wires_between(visual, h100, "visual"), wires_between(visual, h100, "audio")
     assert "division" not in wires_between(visual, h100) and audio["division"] == (8, h100.within)
     assert copies["tp"] == (16, h100.between) and within_division(copies)["tp"] == copies["division"] == (
         4,
         h100.within,
     )
-    eye = {"components": (("eye", 1),), "own_stages": (("eye", 1),), "own_ranks": (("eye", 16),)}
-    wide = Mesh(tp=2, pp=2, **eye)  # type: ignore[arg-type]
+    wide = Mesh(tp=2, pp=2, components={"eye": Axes(dp=16, pp=1, tp=1)})
     assert wires_between(wide, h100)["tp"] == (2, h100.within) and wires_between(wide, h100, "eye")["tp"] == (
         16,
         h100.between,
     )
-    alone = Mesh(pp=2, **{**eye, "own_ranks": (("eye", 4),)})  # type: ignore[arg-type]
+    alone = Mesh(pp=2, components={"eye": Axes(dp=4, pp=1, tp=1)})
     assert wires_between(alone, h100) == {} and wires_between(alone, h100, "eye")["cp"] == (4, h100.within)
     total = Exchange("tp", 100, 0, False, False, True)
     assert wire_seconds(total, within_division(copies)) == pytest.approx(

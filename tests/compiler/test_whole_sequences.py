@@ -120,10 +120,10 @@ def test_any_number_and_size_of_images(
 
 def test_forms_of_a_mesh() -> None:
     mesh = csc.Mesh.of({"vision_tower": {"dp": 4, "cp": 1, "tp": 1}, "language_model": {"cp": 2, "tp": 2}})
-    assert (mesh.size, mesh.own_cp, mesh.own_ranks) == (4, (("vision_tower", 1),), ())
+    assert (mesh.size, mesh.own("cp"), mesh.in_front) == (4, {"vision_tower": 1}, {})
     assert mesh == csc.Mesh.parse(str(mesh)) == csc.Mesh.of(mesh.to_dict())
     fewer = csc.Mesh.parse("cp=2,tp=2,pp=2,a.tp=1,a.pp=1,a.cp=1,a.dp=2")
-    assert (fewer.size, fewer.own_ranks) == (6, (("a", 1),))
+    assert (fewer.size, fewer.in_front) == (6, {"a": (1, 1)})
     assert fewer == csc.Mesh.parse(str(fewer)) == csc.Mesh.of(fewer.to_dict())
     assert csc.Mesh.parse("tp=2,a.cp=1") == csc.Mesh(tp=2)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from csc.errors import InputError
 from csc.ir.groups import SUMMED, WHOLE, Group, Placement, held, held_summed
-from csc.ir.mesh import Mesh
+from csc.ir.mesh import Axes, Mesh
 
 ROOT = Path(__file__).parents[2]
 AXES = ("dp", "pp", "cp", "tp")
@@ -52,8 +52,11 @@ def meshes(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, int]], Group]:
     cp = draw(st.sampled_from([size for size in range(1, shape[2] + 1) if shape[2] % size == 0]))
     between = [size for size in range(2, shape[-1]) if shape[-1] % size == 0]
     own = draw(st.lists(st.sampled_from(between), unique=True)) if between else []
-    mesh = Mesh(*shape, order, components=tuple((f"tower{size}", size) for size in own), own_cp=(("eye", cp),))
-    assert mesh.cp_ranks("eye") == cp and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
+    components = {f"tower{size}": Axes(tp=size) for size in own} | {"eye": Axes(cp=cp)}
+    mesh = Mesh(*shape, order, components=components)
+    assert mesh.own("cp") == ({"eye": cp} if cp < mesh.cp else {}) and mesh == Mesh.parse(str(mesh)) == Mesh.of(
+        mesh.to_dict()
+    )
     assert mesh.divisions == tuple(sorted(own)) and [mesh.dividing(f"tower{size}") for size in own] == own
     within = [Group(kind, size) for size in own for kind in WITHIN] + [Group.sequences(cp)] * (cp > 1)
     return mesh, places(shape, order), draw(st.sampled_from([*FIXED, *within]))

@@ -4,6 +4,8 @@ force over coordinates.
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from csc.errors import InputError
 from csc.ir.groups import Group
-from csc.ir.mesh import Mesh
+from csc.ir.mesh import Axes, Mesh
 from tests.unit.test_groups import AGREE, AXES, FIXED, WITHIN, agree
 
 # tp of the mesh and of the narrow positions, or the wide ones
@@ -30,10 +32,8 @@ def uneven(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, int]], int, int]:
     (tp, width), in_front, rest = draw(widths), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     dp, cp, order = draw(small), draw(st.integers(1, 2)), draw(orders)
     own = draw(st.sampled_from([1, min(width, tp)]))
-    mesh = Mesh(
-        dp, in_front + rest, cp, tp, order, components=(("eye", own),), own_stages=(("eye", in_front),),
-        own_ranks=(("eye", width),),
-    )  # fmt: skip
+    eye = Axes(dp=dp * width // own, pp=in_front, tp=own)
+    mesh = Mesh(dp, in_front + rest, cp, tp, order, components={"eye": eye})
     size = {"dp": dp, "pp": in_front + rest, "cp": cp, "tp": max(tp, width)}
     at = [dict(zip(order, one, strict=True)) for one in product(*(range(size[axis]) for axis in order))]
     there = [one for one in at if one["tp"] < (tp if one["pp"] >= in_front else width)]
@@ -130,10 +130,7 @@ def shared(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, Any]]]:
     several, dp, tp, cp = draw(st.integers(2, 3)), draw(small), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     in_front, rest = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     own = draw(st.sampled_from([1, tp]))
-    mesh = Mesh(
-        dp * several, in_front + rest, cp, tp, components=(("eye", own),), own_stages=(("eye", in_front),),
-        own_ranks=(("eye", own),), own_replicas=(("eye", dp),),
-    )  # fmt: skip
+    mesh = Mesh(dp * several, in_front + rest, cp, tp, components={"eye": Axes(dp=dp, pp=in_front, tp=own)})
     at: list[dict[str, Any]] = []
     for position in range(in_front + rest):
         replicas, width = (dp, own) if position < in_front else (dp * several, tp)
@@ -175,49 +172,106 @@ def test_messages_of_each_replica_where_replicas_share_ranks(given: tuple[Mesh, 
             assert rank in mesh.receivers(mesh.sender(rank, source, replica), destination, replica)
 
 
+@st.composite
+def mixed(draw: st.DrawFn) -> tuple[Mesh, list[dict[str, Any]]]:
+    """A mesh with several components on other numbers of ranks, narrow, wide or shared, and the coordinates of every
+    rank with its replicas: written from what the axes of a component mean, one position after the other.
+    """
+    dp, cp, tp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 4]))
+    components, positions = dict[str, Axes](), list[tuple[int, int]]()
+    for name in draw(st.permutations("abc"))[: draw(st.integers(1, 3))]:
+        own = draw(st.sampled_from([size for size in (1, 2, 4) if tp % size == 0]))
+        fewer = [(size, own) for size in (1, 2) if size < dp]
+        more = [(dp, tp * times) for times in (2, 3)]
+        narrow = [(dp, size) for size in (1, 2) if size < tp and own in (1, size)]
+        replicas, width = draw(st.sampled_from([*fewer, *more, *narrow]))
+        components[name] = Axes(dp=replicas * width // own, pp=draw(st.integers(1, 2)), tp=own)
+        positions += [(replicas, width)] * (components[name].pp or 0)
+    positions.append((dp, tp))
+    mesh = Mesh(dp, len(positions), cp, tp, components=components)
+    shared = any(replicas < dp for replicas, _ in positions)
+    order = ("pp", "dp", "cp", "tp") if shared else AXES
+    size = {"dp": dp, "pp": len(positions), "cp": cp, "tp": max(width for _, width in positions)}
+    at: list[dict[str, Any]] = [dict(zip(order, one)) for one in product(*(range(size[axis]) for axis in order))]
+    at = [one for one in at if one["dp"] < positions[one["pp"]][0] and one["tp"] < positions[one["pp"]][1]]
+    for one in at:
+        each = dp // positions[one["pp"]][0]
+        one["of"] = set(range(one["dp"] * each, (one["dp"] + 1) * each))
+    return mesh, at
+
+
+@given(mixed())
+def test_several_components_on_other_numbers_of_ranks(given: tuple[Mesh, list[dict[str, Any]]]) -> None:
+    mesh, at = given
+    assert mesh.size == len(at) and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
+    assert pickle.loads(pickle.dumps(mesh)) == mesh and hash(replace(mesh)) == hash(mesh)
+    for rank, own in enumerate(at):
+        assert mesh.coordinates(rank)._asdict() == {axis: own[axis] for axis in AXES}
+        assert mesh.rank_of(**{axis: own[axis] for axis in AXES}) == rank
+        assert set(mesh.replicas_of(rank)) == own["of"]
+    for what in set(FIXED) - {Group.PIPELINE, Group.REPLICA}:
+        for rank, own in enumerate(at):
+            same = [other for other, its in enumerate(at) if all(its[axis] == own[axis] for axis in AGREE[what.kind])]
+            assert mesh.group(what, rank) == tuple(same)
+    for source, destination, replica in product(range(mesh.pp), range(mesh.pp), range(mesh.dp)):
+        senders = [rank for rank, its in enumerate(at) if its["pp"] == source and replica in its["of"]]
+        receiving = [rank for rank, its in enumerate(at) if its["pp"] == destination and replica in its["of"]]
+        sent = [other for rank in senders for other in mesh.receivers(rank, destination, replica)]
+        assert sorted(sent) == receiving, "each rank that works for the replica receives once"
+        assert all(rank in mesh.receivers(mesh.sender(rank, source, replica), destination, replica) for rank in sent)
+
+
+def test_a_mesh_of_any_length_lists_no_positions() -> None:
+    mesh = Mesh(dp=2, pp=10**30, components={"eye": Axes(dp=4, pp=10**20)})
+    assert mesh.size == 2 * 10**30 + 2 * 10**20
+    assert [mesh.width(position) for position in (0, 10**20 - 1, 10**20)] == [2, 2, 1]
+    for rank in (0, 10**20, 10**29, mesh.size - 1):
+        assert mesh.rank_of(*mesh.coordinates(rank)) == rank
+
+
 def test_fewer_replicas_in_four_forms() -> None:
     """The component named last has the mesh's."""
     mesh = Mesh.of({"eye": {"dp": 2, "pp": 1}, "text": {"dp": 4, "pp": 2}})
-    assert (mesh.dp, mesh.size, mesh.own_replicas, mesh.order[0]) == (4, 10, (("eye", 2),), "pp")
+    assert (mesh.dp, mesh.size, mesh.in_front, mesh.order[0]) == (4, 10, {"eye": (2, 1)}, "pp")
     assert mesh == Mesh.parse("dp=4,pp=3,eye.pp=1,eye.dp=2,text.pp=2,text.tp=1,eye.tp=1")
     assert [mesh.sharers(place) for place in range(mesh.pp)] == [2, 1, 1] and mesh.orders() == [mesh]
     alone = Mesh.of({"eye": {"pp": 1}, "text": {"dp": 3, "tp": 2, "pp": 1}})
-    assert (alone.size, alone.own_replicas, alone.own_ranks) == (7, (("eye", 1),), (("eye", 1),))
+    assert (alone.size, alone.in_front) == (7, {"eye": (1, 1)})
     divided = Mesh.parse("dp=2,tp=4,pp=2,eye.pp=1,eye.tp=2,eye.dp=1")
     assert (divided.size, divided.divisions, divided.width(0), divided.sharers(0)) == (10, (2,), 2, 2)
     whole = Mesh.parse("dp=2,tp=4,pp=2,eye.pp=1,eye.dp=1")
-    assert (whole.size, whole.width(0), whole.own_ranks) == (12, 4, (("eye", 4),))
+    assert (whole.size, whole.width(0), whole.in_front) == (12, 4, {"eye": (1, 4)})
     both = Mesh.parse("dp=2,tp=2,pp=3,a.pp=1,a.dp=1,b.pp=1,b.tp=1,b.dp=2")
     assert [both.extent(place) for place in range(3)] == [(1, 2), (2, 1), (2, 2)], "in the order of dp"
 
 
 def test_a_mesh_in_four_forms() -> None:
     mesh = Mesh.of({"vision_tower": {"tp": 1, "dp": 2, "pp": 1}, "language_model": {"tp": 4, "pp": 2}})
-    assert (mesh.size, mesh.own_ranks, mesh.divisions) == (10, (("vision_tower", 2),), (2,))
+    assert (mesh.size, mesh.in_front, mesh.divisions) == (10, {"vision_tower": (1, 2)}, (2,))
     assert str(mesh).endswith("vision_tower.dp=2") and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
     assert mesh.orders() == [mesh], "with one replica"
     alike = Mesh.of({"vision_tower": {"tp": 1, "dp": 4, "pp": 1}, "language_model": {"tp": 4, "pp": 2}})
-    assert alike.size == 12 and not alike.own_ranks
-    assert Mesh.parse("tp=4,pp=3,vision_tower.tp=1,vision_tower.dp=4,vision_tower.pp=1").own_ranks == ()
+    assert alike.size == 12 and not alike.in_front
+    assert not Mesh.parse("tp=4,pp=3,vision_tower.tp=1,vision_tower.dp=4,vision_tower.pp=1").in_front
 
 
 def test_more_ranks_in_four_forms() -> None:
     """The mesh is that of the component with the largest tp, among equals of that with the fewest replicas."""
     mesh = Mesh.of({"eye": {"tp": 1, "dp": 4, "pp": 1}, "text": {"tp": 2, "dp": 1, "pp": 2}})
-    assert (mesh.size, mesh.own_ranks, mesh.divisions) == (8, (("eye", 4),), ())
+    assert (mesh.size, mesh.in_front, mesh.divisions) == (8, {"eye": (1, 4)}, ())
     assert str(mesh).endswith("eye.dp=4") and mesh == Mesh.parse(str(mesh)) == Mesh.of(mesh.to_dict())
     alone = Mesh.of({"eye": {"dp": 4, "pp": 1}, "text": {"dp": 2, "pp": 2}})
-    assert (alone.dp, alone.tp, alone.size, alone.own_ranks) == (2, 1, 8, (("eye", 2),))
+    assert (alone.dp, alone.tp, alone.size, alone.in_front) == (2, 1, 8, {"eye": (2, 2)})
     assert alone == Mesh.parse(str(alone)) == Mesh.of(alone.to_dict())
     assert [alone.width(place) for place in range(alone.pp)] == [2, 1, 1]
     held = Mesh.of({"eye": {"tp": 2, "dp": 2, "pp": 1}, "text": {"tp": 2, "dp": 1, "pp": 2}})
-    assert (held.size, held.own_ranks, held.divisions) == (8, (("eye", 4),), (2,))
+    assert (held.size, held.in_front, held.divisions) == (8, {"eye": (1, 4)}, (2,))
     assert held.held_in_copies == ("eye",) == Mesh.parse("tp=2,pp=3,eye.pp=1,eye.dp=2").held_in_copies
     both = Mesh.of({"eye": {"dp": 4, "pp": 1}, "ear": {"dp": 1, "pp": 1}, "text": {"tp": 2, "pp": 1}})
-    assert (both.size, both.own_ranks) == (7, (("eye", 4), ("ear", 1))), "in the order that they are named in"
+    assert (both.size, list(both.in_front)) == (7, ["eye", "ear"]), "in the order that they are named in"
     assert [both.width(place) for place in range(both.pp)] == [4, 1, 2] and both == Mesh.of(both.to_dict())
     apart = Mesh.parse("cp=2,pp=2,eye.pp=1,eye.cp=1,eye.dp=4")
-    assert (apart.size, apart.own_ranks) == (6, (("eye", 2),)) and apart == Mesh.of(apart.to_dict())
+    assert (apart.size, apart.in_front) == (6, {"eye": (1, 2)}) and apart == Mesh.of(apart.to_dict())
     assert Mesh.parse(str(apart)) == apart
 
 
@@ -233,7 +287,7 @@ def test_more_ranks_in_four_forms() -> None:
         ("tp=2,pp=2,dp=2,a.pp=1,a.dp=5", "a has dp . tp = 10 in a mesh.*groups that divide.*a with tp=2 and dp=4"),
         ("tp=4,pp=2,dp=2,a.pp=1,a.tp=1,a.dp=9", "a has dp . tp = 9 ranks in a mesh of 2 replicas.*tp=1 and dp=8"),
         ("pp=2,a.dp=3", "a has dp . tp = 3 in a mesh where dp . tp = 1, and no pipeline stages.*dp=1.*give a a pp"),
-        ("tp=2,pp=2,a.pp=1,a.tp=1,a.dp=0", "a has dp=0 and tp=1"),
+        ("tp=2,pp=2,a.pp=1,a.tp=1,a.dp=0", "axis dp of a has size 0"),
         ({"a": {"tp": 2}, "b": {"tp": 1, "dp": 4}}, "b has dp . tp = 4.*no pipeline stages.*same ranks: b with tp=1"),
         ("tp=2,pp=2,order=tp-pp,a.pp=1,a.tp=1,a.dp=4", "a is on another number of ranks.*Let tp ranks stand beside"),
         ("tp=4,pp=2,order=tp-pp,a.pp=1,a.tp=1,a.dp=2", "Let tp ranks stand beside each other"),
@@ -241,7 +295,7 @@ def test_more_ranks_in_four_forms() -> None:
         ("dp=2,pp=2,a.dp=1", "a has dp=1 in a mesh of 2 replicas, and no pipeline stages.*give a a pp"),
         ("dp=2,pp=2,order=dp-pp,a.dp=1,a.pp=1", "order of ranks is dp-pp.*a has fewer replicas.*put pp in front"),
         ("dp=2,cp=2,pp=2,a.dp=1,a.cp=1,a.pp=1", "a has dp . tp = 1 ranks in a mesh of 4 replicas"),
-        ("dp=2,pp=2,a.dp=0,a.pp=1", "a has dp=0"),
+        ("dp=2,pp=2,a.dp=0,a.pp=1", "axis dp of a has size 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(mesh: Any, said: str) -> None:
@@ -250,13 +304,19 @@ def test_what_cannot_be(mesh: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("components", "said"),
     [
-        ({"own_replicas": (("a", 3),)}, "a has dp=3 in a mesh of 4 replicas"),
-        ({"own_replicas": (("a", 8),)}, "a has dp=8 in a mesh of 4 replicas. Give it a divisor of 4"),
-        ({"own_replicas": (("a", 2),), "own_ranks": (("a", 1),)}, "shares out the samples of each among ranks"),
+        ({"a": Axes(dp=3, pp=1)}, "a has dp=3 in a mesh of 4 replicas, which do not share 3 ranks evenly"),
+        ({"a": Axes(dp=8)}, "a has dp . tp = 16 in a mesh where dp . tp = 8, and no pipeline stages of its own"),
+        ({"a": Axes(tp=0)}, "axis tp of a has size 0"),
+        ({"a": Axes(pp=2)}, "a.pp=2 leaves none of pp=2"),
+        ({"a": {"xp": 2}}, "the mesh has {'xp': 2} for a. Map components to sizes of axes"),
+        ({"": {"tp": 1}}, "the mesh names '' as a component. Name it as the model does"),
+        ({"a,b": {"tp": 1}}, "the mesh names 'a,b' as a component"),
+        ({"a": 2}, "the mesh has 2 for a. Map components"),
+        ((("a", 2),), "the mesh has components=.*. Map components to sizes of axes: components={"),
     ],
 )
-def test_fields_that_do_not_fit(fields: Any, said: str) -> None:
+def test_axes_that_do_not_fit(components: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Mesh(dp=4, pp=2, tp=2, own_stages=(("a", 1),), **fields)
+        Mesh(dp=4, pp=2, tp=2, components=components)
