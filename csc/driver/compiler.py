@@ -279,7 +279,7 @@ class Compiler:
 
     def of(self, model: nn.Module) -> Compiler:
         """The compiler of another model, which keeps nothing."""
-        return Compiler(model)
+        return Compiler(model, axes=self.axes)
 
     def match(self, microbatch: Mapping[str, Any]) -> Match:
         """By what captures of this process assumed, else by what the cache knows of others, which is known then."""
