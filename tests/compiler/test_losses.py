@@ -285,3 +285,21 @@ def test_microbatches_are_weighed_and_joined_along_the_axis_that_is_told(
         expected = float(ScaledAlong()(**whole))
     assert float(compiled.train_step(listed)) == pytest.approx(expected, rel=1e-6)
     assert verify(compiled, listed).good(1e-5)
+
+
+def test_what_is_repeated_for_each_sample_and_taken_once_is_the_same_for_all() -> None:
+    """As PEFT's prompt tuning looks up its prompts."""
+
+    def prompted(model: Model, hidden: torch.Tensor, each: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        prompts = model.embed(torch.arange(3).unsqueeze(0).expand(len(labels), -1)[:1]).repeat(len(labels), 1, 1)
+        return (each + model.first(torch.cat([prompts, hidden], 1)).mean((1, 2))[:, None]).mean()
+
+    batch = tokens()
+    check(Model(prompted), batch, batch, microbatches=2, check=False)
+
+    def halved(model: Model, hidden: torch.Tensor, each: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        some = model.embed(torch.arange(3).unsqueeze(0).expand(len(labels), -1)[: len(labels) // 2])
+        return each.mean() + some.sum()
+
+    with pytest.raises(InputError, match="cannot prove"):
+        check(Model(halved), batch, batch, microbatches=2, check=False)
