@@ -175,21 +175,20 @@ class Fallback(mixed_steps.Scored):
 
 
 @pytest.mark.parametrize(
-    ("make", "batch", "alike", "mixed", "told"),
+    ("make", "batch", "first", "second", "told"),
     [
-        (Branching, lengths_batch, [(3, 2, 3, 2), (5, 2, 5, 2)], (5, 2, 3, 2), r"'layers\.0\.long"),
-        (Fallback, images_batch, [(1, 1, 1, 1), (0, 0, 0, 0)], (1, 1, 0, 0), "'images.bias' and 2 more"),
+        (Branching, lengths_batch, (3, 2), (5, 2), r"'layers\.0\.long"),
+        (Fallback, images_batch, (1, 1), (0, 0), "'images.bias' and 2 more"),
     ],
-)  # fmt: skip
+)
 def test_branches_that_use_other_parameters_do_not_meet_in_one_step(
-    make: Callable[[], nn.Module], batch: Callable[..., Batch], alike: Sequence[Sequence[int]],
-    mixed: Sequence[int], told: str,
-) -> None:  # fmt: skip
-    model = compiled(make(), batch(*alike[0]), check=False)
-    assert all(is_eagers(model, batch(*numbers)) for numbers in alike)
+    make: Callable[[], nn.Module], batch: Callable[..., Batch], first: Sequence[int], second: Sequence[int], told: str
+) -> None:
+    model = compiled(make(), batch(*first, *first), check=False)
+    assert is_eagers(model, batch(*first, *first)) and is_eagers(model, batch(*second, *second))
     with pytest.raises(InputError, match=f"decide differently: .*only one of them uses the parameter {told}"):
-        model.train_step(batch(*mixed))
-    assert is_eagers(model, batch(*alike[0]))
+        model.train_step([batch(*first), batch(*second)])
+    assert is_eagers(model, batch(*first, *first))
 
 
 class CountedInPython(mixed_steps.Scored):

@@ -211,7 +211,8 @@ def slice_rule(following: SamplePropagation, node: fx.Node) -> State:
         return state
     if isinstance(state, SampleRows) and step == 1 and start % block == 0 and stop % block == 0:
         return state
-    if (start, stop, step) == (0, 1, 1) and not state.powers and _is_repeated(following, node.args[0]):
+    once = isinstance(state, SampleRows) and not state.powers and (start, stop, step) == (0, 1, 1)
+    if once and _is_repeated(following, node.args[0]):
         return Whole()
     raise Lost("takes some of the samples")
 
