@@ -336,6 +336,8 @@ def _divided(rows: RowsInPlace, size: fx.Node, selected: fx.Node, times: int, us
 # layer's weight, which adds up over all rows, would have it too. So they hold zeros from the selection on, and again
 # wherever a call may make something infinite of them. They may be no numbers in the model itself: what attention makes
 # of padding. Logits are many, so what a loss over classes reads is made of zeros, by the layer that makes it.
+#
+# Nor do they look up what is not there: a label of -100, by which `gather` or an embedding reads, is 0 in their place.
 
 
 LOSSES = {"aten::cross_entropy_loss": (0, 1), "aten::nll_loss_nd": (0, 1)}  # what they read as which arguments
@@ -351,6 +353,19 @@ FINITE = {
         "softplus", "sin", "cos", "clamp", "maximum", "minimum", "where", "masked_fill", "dropout", "native_dropout",
     )
 }  # fmt: skip
+
+
+# What they look up by which argument.
+INDICES = {
+    "aten::embedding": 1, "aten::gather": 2, "aten::index": 1, "aten::index_add": 2, "aten::index_select": 2,
+    "aten::take_along_dim": 1,
+}  # fmt: skip
+
+
+def looks_up_by(call: fx.Node, value: fx.Node) -> bool:
+    """Returns whether numbers are places at which a call looks something up."""
+    at: Any = call.args[INDICES[g.op_name(call)]] if g.op_name(call) in INDICES else None
+    return value is at or (isinstance(at, (list, tuple)) and any(one is value for one in at))
 
 
 def is_only_moved(selection: fx.Node) -> bool:
@@ -439,6 +454,7 @@ class _Rewriting:
         self.graph, self.rows = graph, RowsInPlace(graph, mode)
         self.in_place = self.rows.in_place
         self.numbers: set[fx.Node] = set()  # in place, too: 0 in the first row, 1 in the second
+        self.places: set[fx.Node] = set()  # in place: those of all elements, each of which is there
         self.infinite: set[fx.Node] = set()  # in place: rows that were not selected may be
 
     def run(self) -> None:
@@ -527,6 +543,7 @@ class _Rewriting:
             rows = self.rows.call(node, aten.reshape.default, places, [-1])
             replace_call(one, rows)
             self.in_place[rows] = flat
+            self.places.add(rows)
         self.graph.erase_node(node)
 
     def _add(self, node: fx.Node) -> None:
@@ -636,8 +653,14 @@ class _Rewriting:
         """See csc.capture.lower.masked_index."""
         for used in [one for one in node.all_input_nodes if one in self.in_place]:
             finite = stays_finite(node) or used in self.rows.zeros or not used.meta["val"].is_floating_point()
-            if used in self.infinite or not finite:
+            if used in self.infinite or not finite or (looks_up_by(node, used) and not self._is_there(used)):
                 node.replace_input_with(used, self.rows.zeroed(node, used, self.in_place[used]))
+
+    def _is_there(self, places: fx.Node) -> bool:
+        """Whether numbers are known to be places that there are, in rows that were not selected, too."""
+        while g.op_name(places) in UNSQUEEZED | RESHAPES | COPIES and places not in self.rows.zeros:
+            places = places.args[0]  # type: ignore[assignment]
+        return places in self.rows.zeros or places in self.places or places in self.numbers
 
     def _count(self, node: fx.Node, rows: fx.Node) -> None:
         """The number of selected rows: reshapes do without it; what it is the size of is made for all rows instead."""
