@@ -658,9 +658,10 @@ class _Rewriting:
 
     def _is_there(self, places: fx.Node) -> bool:
         """Whether numbers are known to be places that there are, in rows that were not selected, too."""
-        while g.op_name(places) in UNSQUEEZED | RESHAPES | COPIES and places not in self.rows.zeros:
+        known = self.rows.zeros | self.places | self.numbers
+        while g.op_name(places) in UNSQUEEZED | RESHAPES | COPIES and places not in known:
             places = places.args[0]  # type: ignore[assignment]
-        return places in self.rows.zeros or places in self.places or places in self.numbers
+        return places in known
 
     def _count(self, node: fx.Node, rows: fx.Node) -> None:
         """The number of selected rows: reshapes do without it; what it is the size of is made for all rows instead."""
