@@ -231,11 +231,12 @@ def _loss_count(program: Program) -> dict[str, Any]:
 
 
 def _divided(program: Program) -> dict[str, Any]:
-    """What tells how much a microbatch's loss weighs: the entry whose rows count, or what is added to
-    a count; of a loss of several terms that of each."""
+    """What tells how much a microbatch's loss weighs: the entry whose rows count, and along which dimension, or what is
+    added to a count; of a loss of several terms that of each."""
     found = program.combination
     if program.loss_weight == "mean":
-        return {"rows": found.rows} if found.rows else {}
+        along = next((item.samples for item in program.inputs if item.name == found.rows), 0)
+        return {**({"rows": found.rows} if found.rows else {}), **({"along": along} if along else {})}
     if program.loss_weight == "terms":
         return {
             "divisors": [

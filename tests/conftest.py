@@ -8,8 +8,10 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 # The models are tiny and the workers are many: a second thread costs more than it gives. Subprocesses inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -20,6 +22,7 @@ import hypothesis
 import pytest
 import torch
 
+from csc.errors import CscError
 from csc.torch_private.process_state import process_state
 from tests.kept_traces import FOLDER, STARTED_HERE, kept_traces
 
@@ -42,6 +45,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite tests/golden from what the compiler does now"
     )
+    parser.addoption(
+        "--train-after-refusals", action="store_true",
+        help="after each test in which csc made an error, train another model in the process, beside eager PyTorch",
+    )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,13 +72,34 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def process_as_it_was() -> Iterator[None]:
+def process_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test leaves anything on or replaced in the process: above all none in which csc refuses a model half-way."""
     before = _of_process()
-    yield
+    with _noting_errors() if request.config.getoption("--train-after-refusals") else nullcontext([]) as errors:
+        yield
+    if errors and not torch.distributed.is_initialized():
+        from tests.compiler import eager  # which imports what only tests of models need
+
+        with torch.random.fork_rng():
+            model = eager.stack(lambda x, layer: torch.tanh(x) * layer.scale, layers=1)
+            eager.assert_as_eager(model, eager.batch(), meshes=("pp=1",))
     now = _of_process()
     if before != now:  # in C, and the same objects almost always: a fifth of a millisecond for all of it
         assert _changed(before, now) == {}
+
+
+@contextmanager
+def _noting_errors() -> Iterator[list[str]]:
+    """What errors of csc say, while it lasts."""
+    said: list[str] = []
+    own = CscError.__init__
+
+    def noting(error: CscError, *args: Any, **kwargs: Any) -> None:
+        own(error, *args, **kwargs)
+        said.append(error.what)
+
+    with patch.object(CscError, "__init__", noting):
+        yield said
 
 
 def _of_process() -> list[dict[str, Any]]:

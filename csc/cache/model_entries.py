@@ -33,7 +33,7 @@ from csc.runtime.weights import with_own_memory
 # --- What the captures of a model assumed, as text -------------------------------------------------------------------
 
 
-FORMAT = 2
+FORMAT = 3
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -65,14 +65,14 @@ def from_tree(tree: Any, model: nn.Module) -> Guards:
 
 def _call_tree(call: HostCall | Hoisted, model: nn.Module) -> Any:
     if isinstance(call, Hoisted):
-        return [capture_guards.question_to_tree(call.expression), call.prefix]
+        return [capture_guards.question_to_tree(call.expression), call.prefix, call.line]
     plain = [[name, _argument(value, model)] for name, value in call.plain]
     return [_place(call.function), [list(pair) for pair in call.arguments], plain, call.prefix]
 
 
 def _call_from(tree: Any, model: nn.Module) -> HostCall | Hoisted:
-    if len(tree) == 2:
-        return Hoisted(capture_guards.question_from_tree(tree[0]), tree[1])
+    if len(tree) == 3:
+        return Hoisted(capture_guards.question_from_tree(tree[0]), *tree[1:])
     function, arguments, plain, prefix = tree
     return HostCall(
         Function(*function),

@@ -141,7 +141,13 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         guards=replace(assumed, calls=None),
         made=tuple(sorted((taken & tensors.keys() - given) | hoisted)),
-        statistics=tuple(sorted(_entries_of([one for one in _hoisted(guards) if one.is_statistic], tensors))),
+        statistics={
+            name: one.line
+            for one in _hoisted(guards)
+            if one.is_statistic
+            for name in sorted(_entries_of([one], tensors))
+        },
+        reads=traced.deciding,
         sizes=tuple(sorted(taken & sizes_among(tensors, given, guards.host))),
         checkpoints=flat.checkpoints,
         history=history,
@@ -225,7 +231,7 @@ def _traced(
                 model, placed(tensors, device), extra, guards.host, layers, rows, guards.decides, guards.axes
             )
             guards.host = replace(exported.host, asking=())
-            guards.deciding |= exported.deciding
+            guards.deciding |= exported.deciding.keys()
             guards.written |= exported.written_beside
             if exported.deciding and guards.replayed is None:
                 first = replay(model, tensors, extra, guards.host, layers, True, guards.decides)

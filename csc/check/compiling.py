@@ -36,6 +36,10 @@ class Compiles(Protocol):
     @property
     def model(self) -> nn.Module: ...
 
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Along which dimension samples of an entry lie, where that is told (csc.capture.batch.sample_axis)."""
+
     def of(self, model: nn.Module) -> Self:
         """The compiler of another model, which keeps nothing."""
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from csc import devices
-from csc.capture.batch import device_of, sample_axis
+from csc.capture.batch import NOTHING_TOLD, device_of, sample_axis
 from csc.capture.trace.export import caching, uncached
 from csc.kernels.dropout import kept
 from csc.runtime import executor
@@ -451,13 +451,15 @@ def eager_step(
     trainable: Set[str],
     rule: str = "auto",
     chance: Chance | None = None,
+    axes: Mapping[str, int] = NOTHING_TOLD,
 ) -> EagerStep:
     """Loss and gradients of a batch, or of a list of microbatches. The model is left as it was; one that stands is so
     before, and need not be looked at again.
 
     trainable: names of the parameters that train; of none, the loss alone, under no_grad. rule: how the losses of
     listed microbatches combine: "mean" (by samples), "sum", "tokens" (counted targets of the loss), or "auto", as in
-    one batch of all of them. chance: what stands for random numbers, if not constants.
+    one batch of all of them. chance: what stands for random numbers, if not constants. axes: along which dimension
+    samples of an entry lie, where that is told (csc.capture.batch.sample_axis).
     """
     standing = model if isinstance(model, Snapshot) else Snapshot(model)
     with _as_in_training(standing, trainable, chance) as mode:
@@ -465,7 +467,7 @@ def eager_step(
             if parameter.requires_grad is not (name in trainable):
                 parameter.requires_grad_(name in trainable)
             parameter.grad = None
-        loss, sure = _loss(standing.model, batch, rule)
+        loss, sure = _loss(standing.model, batch, rule, axes)
         if trainable:
             loss.backward()
         gradients = {name: p.grad for name, p in standing.parameters.items() if p.grad is not None}
@@ -478,13 +480,14 @@ def loss_again(
     trainable: Set[str],
     rule: str = "auto",
     chance: Chance | None = None,
+    axes: Mapping[str, int] = NOTHING_TOLD,
 ) -> float:
     """The loss of one more forward of a batch: another than that of `eager_step` if the model computes with something
     that it changes itself where nobody puts it back (an iterator, a global, an object of its own).
     """
     standing = model if isinstance(model, Snapshot) else Snapshot(model)
     with _as_in_training(standing, trainable, chance):
-        return float(_loss(standing.model, batch, rule)[0].detach())
+        return float(_loss(standing.model, batch, rule, axes)[0].detach())
 
 
 @contextmanager
@@ -496,7 +499,9 @@ def _as_in_training(standing: Snapshot, trainable: Set[str], chance: Chance | No
             yield mode
 
 
-def _loss(model: nn.Module, batch: Batch | Sequence[Batch], rule: str) -> tuple[torch.Tensor, bool]:
+def _loss(
+    model: nn.Module, batch: Batch | Sequence[Batch], rule: str, axes: Mapping[str, int]
+) -> tuple[torch.Tensor, bool]:
     """The loss, and whether it is sure how microbatches count in it."""
     if not isinstance(batch, (list, tuple)):
         return _of_one(model, batch), True  # type: ignore[arg-type]
@@ -507,13 +512,13 @@ def _loss(model: nn.Module, batch: Batch | Sequence[Batch], rule: str) -> tuple[
         with _Counting() as counting:
             losses.append(_of_one(model, microbatch))
         counts.append(counting.of(losses[-1]))
-    weights = {"mean": _shares([_samples(microbatch) for microbatch in batch]), "sum": [1.0] * len(batch)}
+    weights = {"mean": _shares([_samples(microbatch, axes) for microbatch in batch]), "sum": [1.0] * len(batch)}
     if all(count is not None for count in counts):
         weights["tokens"] = _shares([count or 0 for count in counts])
     if rule != "auto":
         return _weighted(losses, weights[rule]), True
     weights["samples"] = weights["mean"]
-    together = joined(batch)
+    together = joined(batch, axes)
     whole = _seen(model, together)
     for found in ("tokens", "samples", "sum"):
         if found in weights:
@@ -534,10 +539,10 @@ def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch
     return torch.stack([loss * weight for loss, weight in zip(losses, weights) if weight]).sum()
 
 
-def _samples(microbatch: Batch) -> int:
-    tensors = [value for value in microbatch.values() if isinstance(value, torch.Tensor) and value.dim()]
-    known = [microbatch[name] for name in ("labels", "input_ids") if isinstance(microbatch.get(name), torch.Tensor)]
-    return len((known or tensors)[0])
+def _samples(microbatch: Batch, axes: Mapping[str, int]) -> int:
+    tensors = {name: value for name, value in microbatch.items() if isinstance(value, torch.Tensor) and value.dim()}
+    name = next(name for name in ("labels", "input_ids", *tensors) if name in tensors)
+    return tensors[name].shape[sample_axis(name, tensors, axes)]
 
 
 @torch.no_grad()
@@ -560,8 +565,8 @@ def _of_one(model: nn.Module, batch: Batch) -> torch.Tensor:
     return result.loss if hasattr(result, "loss") else result[0]
 
 
-def joined(microbatches: Sequence[Batch]) -> dict[str, Any] | None:
-    """Microbatches as one batch; None if their entries do not fit together."""
+def joined(microbatches: Sequence[Batch], axes: Mapping[str, int] = NOTHING_TOLD) -> dict[str, Any] | None:
+    """Microbatches as one batch; None if their entries do not fit together. axes: see `eager_step`."""
     whole: dict[str, Any] = {}
     if any(microbatch.keys() != microbatches[0].keys() for microbatch in microbatches):
         return None
@@ -569,11 +574,10 @@ def joined(microbatches: Sequence[Batch]) -> dict[str, Any] | None:
     for name, first in microbatches[0].items():
         values: list[Any] = [microbatch.get(name) for microbatch in microbatches]
         if isinstance(first, torch.Tensor):
-            axis = sample_axis(name, tensors) if name in tensors else 0
-            if first.dim() == 0 or not all(
-                isinstance(v, torch.Tensor) and v.movedim(axis, 0).shape[1:] == first.movedim(axis, 0).shape[1:]
-                for v in values
-            ):
+            axis = sample_axis(name, tensors, axes)
+            if not all(isinstance(value, torch.Tensor) and value.dim() == first.dim() > axis for value in values):
+                return None
+            if len({value.movedim(axis, 0).shape[1:] for value in values}) > 1:
                 return None
             whole[name] = torch.cat(values, axis)
         elif any(repr(value) != repr(first) for value in values):

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from csc import devices
-from csc.capture.batch import device_of
+from csc.capture.batch import NOTHING_TOLD, device_of
 from csc.capture.quantised_weights import weights_of
 from csc.capture.trace.export import training, without_kv_cache
 from csc.check.compiling import Compiles
@@ -318,7 +318,7 @@ def check(
     model = compiler.model
     rule = options.loss_weight
     try:
-        eager, right, at_once = _reference(model, batch, ready, trainable, rule, masks, draws)
+        eager, right, at_once = _reference(compiler, batch, ready, trainable, rule, masks, draws)
     except torch.OutOfMemoryError:
         return Checked(skipped="a step of the whole batch in one process takes more memory than there is")
     except Exception as error:  # the user's model, on the user's batch
@@ -356,14 +356,14 @@ def check(
         allowed = result.allowed if precision.half else 0.0
         return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own, allowed=allowed)
     if rule != "auto" and at_once and len(ready) > 1:
-        _refuse_weight(model, ready, trainable, rule, right, found, precision)
+        _refuse_weight(compiler, ready, trainable, rule, right, found, precision)
     if apart:
         raise DifferenceError(f"{WRONG}: {_told(result)}; {apart}", type(model).__name__, TOGETHER)
     raise _difference(compiler, ready[0], options, result, precision.tolerance)
 
 
 def _reference(
-    model: nn.Module,
+    compiler: Compiles,
     batch: Any,
     ready: Sequence[Mapping[str, Any]],
     trainable: Set[str],
@@ -374,9 +374,10 @@ def _reference(
     """What eager PyTorch makes of the whole batch, and True; or, where the user says how losses combine and the model
     takes no such batch, of its microbatches as he says, and False.
     """
-    whole = batch if rule == "auto" or isinstance(batch, Mapping) else joined(batch)
+    model, axes = compiler.model, compiler.axes
+    whole = batch if rule == "auto" or isinstance(batch, Mapping) else joined(batch, axes)
     if whole is not None:
-        eager = Reference(model, whole, trainable, "auto", masks, draws)
+        eager = Reference(model, whole, trainable, "auto", masks, draws, axes)
         try:
             return eager, eager.step(), True
         except torch.OutOfMemoryError:
@@ -384,7 +385,7 @@ def _reference(
         except Exception:
             if rule == "auto":
                 raise
-    eager = Reference(model, ready, trainable, rule, masks, draws)
+    eager = Reference(model, ready, trainable, rule, masks, draws, axes)
     return eager, eager.step(), False
 
 
@@ -400,7 +401,7 @@ def _refuse_unsteady(model: nn.Module, loss: float, again: float) -> None:
 
 
 def _refuse_weight(
-    model: nn.Module,
+    compiler: Compiles,
     ready: Sequence[Mapping[str, Any]],
     trainable: Set[str],
     rule: str,
@@ -415,7 +416,7 @@ def _refuse_weight(
 
     def by(weight: str) -> EagerStep | None:
         try:
-            return Reference(model, ready, trainable, weight).step()
+            return Reference(compiler.model, ready, trainable, weight, axes=compiler.axes).step()
         except Exception:  # what this weight counts eager PyTorch does not show
             return None
 
@@ -439,7 +440,7 @@ def _refuse_weight(
     raise DifferenceError(
         f"loss_weight={rule!r} does not make of the microbatches what eager PyTorch makes of the whole batch: "
         f"{_told(result)}",
-        type(model).__name__,
+        type(compiler.model).__name__,
         f"{remedy}. check=False trains by {rule!r} all the same",
     )
 
@@ -566,13 +567,15 @@ RATE, MOMENTUM = 1e-2, 0.9
 Parameters = Mapping[str, torch.Tensor]
 
 
-def trained_by_eager(model: nn.Module, batch: Any, trainable: Set[str], steps: int) -> dict[str, torch.Tensor]:
-    """By eager PyTorch; the model is as before afterwards."""
+def trained_by_eager(
+    model: nn.Module, batch: Any, trainable: Set[str], steps: int, axes: Mapping[str, int] = NOTHING_TOLD
+) -> dict[str, torch.Tensor]:
+    """By eager PyTorch; the model is as before afterwards. axes: see csc.check.eager."""
     own = {name: p for name, p in model.named_parameters() if name in trainable}
     with _put_back(own) as start:
         optimizer = torch.optim.SGD(own.values(), RATE, MOMENTUM)
         for _ in range(steps):
-            _step(optimizer, own, eager_step(model, batch, trainable).gradients)
+            _step(optimizer, own, eager_step(model, batch, trainable, axes=axes).gradients)
         return _moved(own, start)
 
 

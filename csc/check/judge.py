@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.capture.batch import NOTHING_TOLD
 from csc.capture.quantised_weights import is_quantised
 from csc.check.eager import (
     Chance,
@@ -152,12 +153,13 @@ def moved(
     right: EagerStep,
     epsilon: float,
     chance: Chance | None = None,
+    axes: Mapping[str, int] = NOTHING_TOLD,
 ) -> Mapping[str, float]:
     """By parameter, and under LOSS. epsilon: the relative size of the change, that of a bit. right: made with such a
-    `chance` (see eager_step), too.
+    `chance` and `axes` (see eager_step), too.
     """
     with _nudged(model, epsilon), _Perturbed(epsilon):
-        other = eager_step(model, batch, trainable, rule, chance)
+        other = eager_step(model, batch, trainable, rule, chance, axes)
     loss = abs(other.loss - right.loss) / max(abs(right.loss), torch.finfo(torch.float32).tiny)
     return {LOSS: loss, **relative(right.gradients, other.gradients)}
 
@@ -214,8 +216,8 @@ def _last_bits(shape: Sequence[int], epsilon: float, dtype: torch.dtype, generat
 
 
 class Reference:
-    """given, trainable, rule: see csc.check.eager. masks: of dropout, if it is to drop something; None: nothing is left
-    to chance. draws: whether the program draws anything; it says nothing of opaque modules.
+    """given, trainable, rule, axes: see csc.check.eager. masks: of dropout, if it is to drop something; None: nothing
+    is left to chance. draws: whether the program draws anything; it says nothing of opaque modules.
     """
 
     def __init__(
@@ -226,20 +228,21 @@ class Reference:
         rule: str,
         masks: SameMasks | None = None,
         draws: bool = True,
+        axes: Mapping[str, int] = NOTHING_TOLD,
     ) -> None:
         self.masks = masks
         self._model, self._given = model, (given, trainable, rule)
         self._standing: Snapshot | None = None
-        self._draws = draws
+        self._draws, self._axes = draws, axes
         self._everywhere = any(map(is_opaque, self._stands.modules))  # they may have generators of their own
 
     def step(self) -> EagerStep:
         """Loss and gradients. Where something was drawn that calls do not show, once more."""
         chance = self._chance()
-        step = eager_step(self._stands, *self._given, chance)
+        step = eager_step(self._stands, *self._given, chance, self._axes)
         if isinstance(chance, Sparing) and chance.missed:
             self._everywhere = True
-            return eager_step(self._stands, *self._given, self._chance())
+            return eager_step(self._stands, *self._given, self._chance(), self._axes)
         return step
 
     def less_sparing(self) -> bool:
@@ -249,7 +252,7 @@ class Reference:
 
     def again(self) -> float:
         """The loss of another forward."""
-        return loss_again(self._stands, *self._given, self._chance())
+        return loss_again(self._stands, *self._given, self._chance(), self._axes)
 
     def look_again(self) -> None:
         """Put back, after each step, what is there now."""
@@ -257,12 +260,12 @@ class Reference:
 
     def moved(self, right: EagerStep, epsilon: float) -> Mapping[str, float]:
         """How far rounding moves gradients and the loss."""
-        return moved(self._model, *self._given, right, epsilon, self._chance())
+        return moved(self._model, *self._given, right, epsilon, self._chance(), self._axes)
 
     def in_half(self) -> bool:
         """Whether any operation of a step has a result of 16 bits."""
         everywhere = self._without_chance()
-        eager_step(self._stands, *self._given, everywhere)
+        eager_step(self._stands, *self._given, everywhere, self._axes)
         return everywhere.half
 
     @property

@@ -322,7 +322,7 @@ def _together(compiler: Compiles, ready: Sequence[Mapping[str, Any]]) -> Any:
     """Microbatches as one batch, if they can be."""
     if len(ready) == 1:
         return ready[0]
-    whole = joined(ready)
+    whole = joined(ready, compiler.axes)
     if whole is None:
         return list(ready)
     alike = compiler.whole_entries(whole, len(ready))

@@ -89,6 +89,11 @@ class Inspected:
         """The example's first microbatch of those with the most entries; all of the example if none has all entries."""
         return self._given.microbatch(self._options)
 
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Along which dimension samples of an entry lie, where `divide=` says so."""
+        return self._programs.settings.axes
+
     def microbatches(self, batch: Any) -> list[dict[str, Any]]:
         """What a step divides a batch into, replica after replica."""
         return self._given.padded(self._given.ready(batch, self._options))

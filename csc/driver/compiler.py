@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from csc.analysis.batch_limits import places_for_features
-from csc.analysis.samples.combining import assumed, combination, named_alike, proven, unlike
+from csc.analysis.samples.combining import assumed, combination, labels_read, named_alike, proven, unlike
 from csc.analysis.samples.propagation import OF_OTHERS
 from csc.analysis.symbolic import sized
 from csc.cache.inductor_folder import inductor_folder
@@ -135,6 +135,15 @@ class MoreSamples:
         parts = options.microbatches * options.mesh.dp
         if parts == 1 or options.loss_weight != "auto" or traced.program.combination.problem:
             return traced
+        read = None if compared else labels_read(traced.program)
+        if read is not None:
+            raise InputError(
+                f"the model's code reads the values of {read[0]!r} in Python, which are labels of the loss: what it "
+                "makes of a microbatch's (how many classes, the largest) may be something else of the whole batch's",
+                read[1] or "model",
+                COMPARED + "make it before the step, as an entry of the batch; or use one microbatch and dp=1; or "
+                f"{possible_weights(traced.program.combination)}",
+            )
         if ONE_SAMPLE in traced.program.notes:
             return self._of_two(microbatch, key, traced, compared)
         whole = traced.program.combination.whole
@@ -280,7 +289,7 @@ class Compiler:
 
     def of(self, model: nn.Module) -> Compiler:
         """The compiler of another model, which keeps nothing."""
-        return Compiler(model)
+        return Compiler(model, axes=self.axes)
 
     def match(self, microbatch: Mapping[str, Any]) -> Match:
         """By what captures of this process assumed, else by what the cache knows of others, which is known then."""

@@ -60,7 +60,7 @@ def choose(
         placement=None, chunks=None, sequence_parallel=False,
     )  # fmt: skip
     batches = compiled.example if isinstance(compiled.example, (list, tuple)) else [compiled.example]
-    samples = sum(samples_of(split_batch(batch)[0]) for batch in batches)
+    samples = sum(samples_of(split_batch(batch)[0], compiled.inspected.axes) for batch in batches)
     microbatches: dict[int, Mapping[str, Any]] = {}
 
     def divided(options: Options, size: int) -> Program:

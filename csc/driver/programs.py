@@ -458,7 +458,8 @@ def own_rank() -> list[int] | None:
 
 
 # what a microbatch decides
-Variants = tuple[int, Answers, int]  # number of microbatches; of those that answer the same, which regions
+# Number of microbatches; what they answer; of those that answer the same, which regions and parameters.
+Variants = tuple[int, Answers, int]
 MadeFeatures = Callable[[Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]], FeatureSource]
 
 
@@ -645,8 +646,12 @@ class ProgramSet:
         of_variants = {served[match.key]: match for match in matches}
         if len(of_variants) > 1:
             differing = _differing(*list(of_variants.values())[:2])
+            first, second = (_parameters(self._trainers[one].program.manifest) for one in list(of_variants)[:2])
+            apart = sorted(first ^ second)
+            more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+            parts = [f"only one of them uses the parameter {apart[0]!r}{more}"] if apart else []
             raise InputError(
-                f"the microbatches of one step decide differently: {', '.join(differing[:4])}", "batch",
+                f"the microbatches of one step decide differently: {', '.join([*differing[:4], *parts])}", "batch",
                 "give each step microbatches that decide alike (sort the data by what it has, text alone or with "
                 "pictures), or use one microbatch and dp=1",
             )  # fmt: skip
@@ -765,13 +770,16 @@ class ProgramSet:
         self.checking.made(match.key, NewProgram(compiled, self.compiled.options(compiled, options), packed, variants))
 
     def _variants_of(self, manifest: Manifest, count: int, answers: Answers) -> Variants:
-        """Those of a new program: values may decide, beside the answers, which regions it has."""
-        regions = _regions(manifest)
+        """Those of a new program: values may decide, beside the answers, which regions and parameters it has."""
+        regions, parameters = _regions(manifest), _parameters(manifest)
         same = [one for one in self._trainers if one[:2] == (count, answers)]
         for one in same:
             first = self._trainers[one].program.manifest
-            own = _regions(first)
-            if regions == own or (regions <= own and is_part(first, manifest)):
+            if is_part(first, manifest):
+                alike = regions <= _regions(first) and parameters <= _parameters(first)
+            else:
+                alike = regions == _regions(first) and parameters == _parameters(first)
+            if alike:
                 return one
         return count, answers, len(same)
 
@@ -848,6 +856,10 @@ class ProgramSet:
 
 def _regions(manifest: Manifest) -> set[str]:
     return {name for stage in manifest.stages for name in stage.regions}
+
+
+def _parameters(manifest: Manifest) -> set[str]:
+    return {one.name for one in manifest.parameters}
 
 
 def _differing(first: Match, second: Match) -> list[str]:

@@ -449,7 +449,9 @@ class Program:
     fake_mode: Any  # the FakeTensorMode that the `val`s of all graphs live in
     guards: CaptureGuards | None = None  # what the capture assumed of its batch, without its calls
     made: tuple[str, ...] = ()  # batch entries that the model's own code makes of a microbatch before the step
-    statistics: tuple[str, ...] = ()  # those of them that look at all samples of the microbatch at once
+    # Those of them that look at all samples of the microbatch at once, and the lines that ask for them.
+    statistics: Mapping[str, str] = field(default_factory=dict)
+    reads: Mapping[str, str] = field(default_factory=dict)  # entries whose values Python reads, and where
     sizes: tuple[str, ...] = ()  # entries that describe others (grids, lengths), and those made of such alone
     checkpoints: tuple[Checkpoint, ...] = ()
     symbolic: fx.Graph | None = None  # the graph as captured, for other sizes

@@ -126,15 +126,16 @@ def verify(
     model = with_weights(compiled.model, "verify")
     program = compiled.program
     trainable = {p.name for p in program.parameters if p.trainable}
-    right = eager_step(model, batch, trainable)
+    axes = compiled.inspected.axes
+    right = eager_step(model, batch, trainable, axes=axes)
     found = compiled.inspected.step_without_chance(batch)
     exact = None
     if float64:
-        exact = eager_step(deepcopy(model).double(), pytree.tree_map(_doubled, batch), trainable).gradients
+        exact = eager_step(deepcopy(model).double(), pytree.tree_map(_doubled, batch), trainable, axes=axes).gradients
     result = compared(found.loss, right.loss, right.gradients, found.gradients, _random_ops(compiled), exact)
     trained = {}
     if steps:
-        moved = trained_by_eager(model, batch, trainable, steps)
+        moved = trained_by_eager(model, batch, trainable, steps, axes)
         trained = relative(
             moved, trained_by_program(compiled.trainer(batch, check=False), compiled.inspected.complete(batch), steps)
         )
@@ -143,10 +144,10 @@ def verify(
         result = replace(result, fingerprints={name: fingerprint(name, g) for name, g in found.gradients.items()})
     if certify or (rounding and not result.good(default_tolerance(compiled.options))):
         epsilon = torch.finfo(torch.float32).eps / 2
-        result = replace(result, rounding=moved_by_rounding(model, batch, trainable, "auto", right, epsilon))
+        result = replace(result, rounding=moved_by_rounding(model, batch, trainable, "auto", right, epsilon, axes=axes))
     if compiled.options.precision != "model":
         epsilon = torch.finfo(torch.bfloat16).eps / 2
-        result = replace(result, in_half=moved_by_rounding(model, batch, trainable, "auto", right, epsilon))
+        result = replace(result, in_half=moved_by_rounding(model, batch, trainable, "auto", right, epsilon, axes=axes))
     return result
 
 

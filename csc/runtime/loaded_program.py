@@ -401,15 +401,6 @@ def check_member(first: LoadedProgram, other: LoadedProgram) -> None:
         differing = _beyond(first, other)
     else:
         differing = [what for what in ours if ours[what] != theirs[what]]
-    apart = sorted({one[0] for one in ours["parameters"]} ^ {one[0] for one in theirs["parameters"]})
-    if "parameters" in differing and apart:
-        raise ProgramError(
-            f"microbatches of one step take different branches of the model, and only one of them has the parameter "
-            f"{apart[0]!r}" + (f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""),
-            str(other.directory),
-            "put samples that take the same branch into one step, use one microbatch and dp=1, or let each branch use "
-            f"the parameters of the other (+ 0 * {apart[0].rpartition('.')[2]}.sum())",
-        )
     if differing:
         raise ProgramError(
             f"it cannot run in one step with {first.directory}: {' and '.join(differing)} differ",

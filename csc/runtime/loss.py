@@ -142,7 +142,7 @@ def _samples(manifest: Manifest, microbatches: Sequence[Batch]) -> torch.Tensor:
             f"a microbatch has no {rows!r}, and the loss is a mean over its rows", "step",
             "give each microbatch that entry, or say how losses combine with loss_weight=",
         )  # fmt: skip
-    found = [batch[rows].shape[0] if rows else 1 for batch in microbatches]
+    found = [batch[rows].shape[manifest.loss.along] if rows else 1 for batch in microbatches]
     return torch.tensor(found, dtype=torch.float64, device=device).reshape(-1, 1)
 
 

@@ -168,7 +168,8 @@ class DivisorSpec:
 class LossSpec:
     """The stage that computes the loss, and how microbatches' losses combine: tokens, sum, mean or terms.
 
-    rows: with mean, the input whose rows are counted; "": every microbatch counts the same. added, least: with tokens,
+    rows: with mean, the input whose rows are counted, along its dimension `along`; "": every microbatch counts the
+    same. added, least: with tokens,
     the loss is divided by the count as terms are. divisors: with terms, those of its terms. summed: ranks that share
     tokens have parts of a microbatch's loss, and count alike.
     """
@@ -180,6 +181,7 @@ class LossSpec:
     least: float = 0.0
     divisors: tuple[DivisorSpec, ...] = ()
     summed: bool = False
+    along: int = 0
 
 
 @dataclass(frozen=True)
@@ -543,7 +545,7 @@ def manifest(table: Any, where: str) -> Manifest:
         constants=constants,
         messages=messages,
         stages=stages,
-        loss=_loss(top, len(stages)),
+        loss=_loss(top, len(stages), inputs),
         features=_features(top),
         contexts=_contexts(top, mesh, stages),
         draws=tuple(_draw(row) for row in top.rows("random", [])),
@@ -586,7 +588,7 @@ def _check_stages(stages: Sequence[StageSpec], mesh: Mesh, files: int, where: st
         raise ProgramError(f"rank {min(idle)} has no stage, the mesh has pp={mesh.pp}", where, REMEDY)
 
 
-def _loss(top: Fields, stages: int) -> LossSpec:
+def _loss(top: Fields, stages: int, inputs: Sequence[InputSpec]) -> LossSpec:
     loss = Fields(top.get("loss", dict), f"{top.where}, loss")
     weight = loss.get("weight", str)
     if weight not in LOSS_WEIGHTS:
@@ -598,14 +600,18 @@ def _loss(top: Fields, stages: int) -> LossSpec:
     )
     if (weight == "terms") != bool(divisors):
         raise ProgramError(f"its loss is weighted by {weight} and has {len(divisors)} divisors", top.where, REMEDY)
+    rows, along = loss.get("rows", str, ""), loss.get("along", int, 0)
+    if along not in range(next((len(one.shape) for one in inputs if one.name == rows and one.shape), 1)):
+        raise ProgramError(f"its loss counts rows along dimension {along} of {rows!r}", top.where, REMEDY)
     return LossSpec(
         stage,
         weight,
-        loss.get("rows", str, ""),
+        rows,
         _finite(loss, "added"),
         _finite(loss, "least"),
         divisors,
         loss.get("summed", bool, False),
+        along,
     )
 
 

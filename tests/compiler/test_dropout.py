@@ -423,9 +423,18 @@ class Permuting(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)[torch.randperm(4)].pow(2).mean()
+        return (self.linear(x)[torch.randperm(len(x))] * x).pow(2).mean()
 
 
 def test_what_csc_does_not_seed_is_said() -> None:
     compiled = csc.compile(Permuting(), example={"x": torch.randn(4, 8)})
     assert any("randperm draws from torch's generator" in note for note in compiled.program.notes)
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 2}, long({"mesh": "dp=2"})], ids=str)
+def test_one_permutation_of_all_samples_is_refused_where_each_microbatch_would_draw_its_own(
+    options: dict[str, Any],
+) -> None:
+    with pytest.raises(InputError, match=r"randperm draws one permutation for all samples.*draw it outside") as refused:
+        csc.compile(Permuting(), example={"x": torch.randn(4, 8)}, check=False, **{"microbatches": 2, **options})
+    assert refused.value.where.startswith("test_dropout.py:")

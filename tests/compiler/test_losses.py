@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import csc
 from csc.errors import InputError
+from csc.reports.verification import verify
 
 Batch = dict[str, Any]
 WORDS, WIDTH = 17, 8
@@ -253,7 +254,7 @@ def test_a_list_is_not_cut() -> None:
 
 
 class ScaledAlong(nn.Module):
-    """The samples of `scale` lie along its second dimension: the check cannot join microbatches by the first."""
+    """The samples of `scale` lie along its second dimension, as divide= says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,10 +265,41 @@ class ScaledAlong(nn.Module):
         return (self.head(torch.tanh(self.layer(x))) * scale.sum(0)[:, None]).square().sum() / x.shape[0]
 
 
-def test_a_mean_over_microbatches_of_unlike_sizes_is_by_samples() -> None:
-    listed = [{"x": torch.randn(number, 4), "scale": torch.rand(2, number)} for number in (3, 2)]
-    whole = {name: torch.cat([one[name] for one in listed], dim) for name, dim in (("x", 0), ("scale", 1))}
+@pytest.mark.parametrize("rule", ["auto", "mean"])
+@pytest.mark.parametrize("names", [("x", "scale"), ("scale", "x")], ids=" before ".join)
+@pytest.mark.parametrize("sizes", [(3, 2), (1, 1)], ids=["unlike", "one each"])
+def test_microbatches_are_weighed_and_joined_along_the_axis_that_is_told(
+    sizes: tuple[int, ...], names: tuple[str, ...], rule: str
+) -> None:
+    axes = {"x": 0, "scale": 1}
+    listed = []
+    for number in sizes:
+        entries = {"x": torch.randn(number, 4), "scale": torch.rand(2, number)}
+        listed.append({name: entries[name] for name in names})
+    whole = {name: torch.cat([one[name] for one in listed], axes[name]) for name in names}
     compiled = csc.compile(
-        ScaledAlong(), mesh="pp=1", example=listed, microbatches=2, divide={"scale": 1}, loss_weight="mean", cache=False
+        ScaledAlong(), mesh="pp=1", example=listed, microbatches=2, divide={"scale": 1}, loss_weight=rule, cache=False
     )
-    assert float(compiled.train_step(listed)) == pytest.approx(float(ScaledAlong()(**whole)), rel=1e-6)
+    assert compiled.check().startswith("checked against eager PyTorch: loss to")
+    with torch.no_grad():
+        expected = float(ScaledAlong()(**whole))
+    assert float(compiled.train_step(listed)) == pytest.approx(expected, rel=1e-6)
+    assert verify(compiled, listed).good(1e-5)
+
+
+def test_what_is_repeated_for_each_sample_and_taken_once_is_the_same_for_all() -> None:
+    """As PEFT's prompt tuning looks up its prompts."""
+
+    def prompted(model: Model, hidden: torch.Tensor, each: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        prompts = model.embed(torch.arange(3).unsqueeze(0).expand(len(labels), -1)[:1]).repeat(len(labels), 1, 1)
+        return (each + model.first(torch.cat([prompts, hidden], 1)).mean((1, 2))[:, None]).mean()
+
+    batch = tokens()
+    check(Model(prompted), batch, batch, microbatches=2, check=False)
+
+    def halved(model: Model, hidden: torch.Tensor, each: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        some = model.embed(torch.arange(3).unsqueeze(0).expand(len(labels), -1)[: len(labels) // 2])
+        return each.mean() + some.sum()
+
+    with pytest.raises(InputError, match="cannot prove"):
+        check(Model(halved), batch, batch, microbatches=2, check=False)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import csc
-from csc.errors import DifferenceError
+from csc.errors import DifferenceError, InputError
 from tests import launching
 from tests.compiler import mixed_steps, small
 from tests.compiler.mixed_steps import images_batch, lengths_batch
@@ -138,3 +138,78 @@ def test_kinds_that_meet_over_replicas_with_samples_of_their_own_are_compared(tm
     first, second = (json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2))
     assert first == second and all(isinstance(said, float) for said in first[:2])
     assert first[2].startswith("DifferenceError") and "in steps of their own" in first[2]
+
+
+class Ways(nn.Module):
+    """Long samples go through a layer of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, states: torch.Tensor, long: bool) -> torch.Tensor:
+        return (self.long if long else self.short)(states)
+
+
+class Branching(mixed_steps.Scored):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Ways()])
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.layers[0](self.embed(ids), max(lengths.tolist()) > 3), ids)
+
+
+class Fallback(mixed_steps.Scored):
+    """Samples without images have a parameter for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.randn(4))
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None = None) -> torch.Tensor:
+        states = self.embed(input_ids)
+        if pixel_values is None:
+            return self.loss(states + self.nothing, input_ids)
+        return self.loss(states.masked_scatter((input_ids == 0)[..., None], self.images(pixel_values)), input_ids)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "first", "second", "told"),
+    [
+        (Branching, lengths_batch, (3, 2), (5, 2), r"'layers\.0\.long"),
+        (Fallback, images_batch, (1, 1), (0, 0), "'images.bias' and 2 more"),
+    ],
+)
+def test_branches_that_use_other_parameters_do_not_meet_in_one_step(
+    make: Callable[[], nn.Module], batch: Callable[..., Batch], first: Sequence[int], second: Sequence[int], told: str
+) -> None:
+    model = compiled(make(), batch(*first, *first), check=False)
+    assert is_eagers(model, batch(*first, *first)) and is_eagers(model, batch(*second, *second))
+    with pytest.raises(InputError, match=f"decide differently: .*only one of them uses the parameter {told}"):
+        model.train_step([batch(*first), batch(*second)])
+    assert is_eagers(model, batch(*first, *first))
+
+
+class CountedInPython(mixed_steps.Scored):
+    """Divides by a number of classes that Python takes of the labels."""
+
+    def forward(self, ids: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        states = self.out(torch.tanh(self.hidden(self.embed(ids).mean(1))))
+        return nn.functional.cross_entropy(states, kinds, reduction="sum") / len(set(kinds.tolist()))
+
+
+def test_labels_that_python_reads_are_refused_where_nothing_is_compared() -> None:
+    batches = [
+        {"ids": torch.arange(20).view(4, 5) % 9, "kinds": torch.tensor(kinds)}
+        for kinds in ([2, 2, 2, 2], [2, 1, 2, 1], [2, 2, 2, 1])
+    ]
+    with pytest.raises(
+        InputError, match=r"reads the values of 'kinds' in Python, which are labels.*check=False"
+    ) as raised:
+        compiled(CountedInPython(), batches[0], check=False)
+    assert "test_mixed_steps.py:" in raised.value.where and "set(kinds.tolist())" in raised.value.where
+    model = compiled(CountedInPython(), batches[0])
+    assert is_eagers(model, batches[0]) and is_eagers(model, batches[1])
+    with pytest.raises(DifferenceError, match="right in steps of their own"):
+        model.train_step(batches[2])

@@ -153,10 +153,21 @@ def test_dropout_in_a_layer_is_no_such_thing() -> None:
     csc.compile(stack(dropped), example=batch(), cache=False)
 
 
-@pytest.mark.parametrize("below", [operator.lt, torch.lt, torch.Tensor.lt])
-def test_one_of_torch_that_decides_nothing_may_be_drawn(below: Callable[[Any, float], Any]) -> None:
+NEVER: list[Callable[[], Any]] = [
+    lambda: torch.rand([]) < 0.0, lambda: torch.lt(torch.rand([]), 0.0), lambda: torch.rand(1).lt(0.0),
+    lambda: torch.rand([]) <= 0.0, lambda: torch.rand(1) > 1.0, lambda: torch.rand(1).ge(1),
+    lambda: torch.gt(torch.rand(1), 1.0), lambda: torch.rand(1) >= 1,
+]  # fmt: skip
+ALWAYS: list[Callable[[], Any]] = [
+    lambda: torch.rand(1) > 0.0, lambda: torch.rand([]) >= 0, lambda: torch.rand([]) < 1.0,
+    lambda: torch.greater_equal(torch.rand(1), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("skips", [*NEVER, *(lambda stays=stays: not stays() for stays in ALWAYS)])
+def test_one_of_torch_that_decides_nothing_may_be_drawn(skips: Callable[[], Any]) -> None:
     """What a layer's chance of 0 to be skipped comes to: the loss of the layers as they are."""
-    model = stack(lambda x, layer: x * 0.0 if below(torch.rand([]), 0.0) else layer.scale * x)
+    model = stack(lambda x, layer: x * 0.0 if skips() else layer.scale * x)
     found = csc.compile(model, example=batch(), cache=False).train_step(batch()).item()
     assert found == model(**batch()).item() != 0.0
 
@@ -171,8 +182,8 @@ def rewritten(one: torch.Tensor) -> torch.Tensor:
 
 DECIDE: list[Callable[[], Any]] = [
     lambda: torch.rand([]) < 0.5, lambda: torch.rand([]) - 1 < 0.0, lambda: written() < 0.0,
-    lambda: rewritten(torch.rand([])), lambda: torch.randn([]) < 0.0, lambda: torch.rand([]) <= 0.0,
-    lambda: torch.rand([]) > 0.0, lambda: written().view(1) < 0.0,
+    lambda: rewritten(torch.rand([])), lambda: torch.randn([]) < 0.0, lambda: torch.rand([]) <= 0.5,
+    lambda: torch.rand([]) > 1e-9, lambda: written().view(1) < 0.0,
 ]  # fmt: skip
 
 
@@ -198,6 +209,6 @@ def test_a_chance_that_changes_is_asked_again() -> None:
     layer.chance = 0.0
     compiled = csc.compile(model, example=batch(), cache=False)
     compiled.train_step(batch())
-    layer.chance = 1.0
+    layer.chance = 0.5
     with pytest.raises(csc.InputError, match="takes a Python decision"):
         compiled.train_step(batch())

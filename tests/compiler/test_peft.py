@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    PeftModel,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    ShiraConfig,
+    VBLoRAConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -186,3 +197,48 @@ def test_adapters_of_several_processes_are_gathered(tmp_path: Path) -> None:
     alone = csc.compile(peft_model("llama"), mesh="pp=2", example=text_batch(2))
     trained(alone, text_batch(2))
     assert_same(alone.model, PeftModel.from_pretrained(base("llama"), str(tmp_path / "adapter")))
+
+
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "LoHa": lambda: LoHaConfig(r=4, target_modules=TEXT),
+    "LoKr": lambda: LoKrConfig(r=4, target_modules=TEXT),
+    "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "P-tuning": lambda: PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "dropped modules": (lambda: LoHaConfig(r=4, target_modules=TEXT, module_dropout=0.3), "takes a Python decision"),
+    "VBLoRA": (
+        lambda: VBLoRAConfig(r=2, num_vectors=8, vector_length=8, topk=2, target_modules=TEXT),
+        "takes a Python decision",
+    ),
+    "SHiRA": (lambda: ShiraConfig(r=2, target_modules=TEXT), "computes with a sparse tensor"),
+}
+
+
+def begun(config: Any) -> PeftModel:
+    """Adapters in the middle of their training: none is zero."""
+    model = get_peft_model(llama(), config).train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.any():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_other_kinds_in_microbatches(kind: str, mesh: str) -> None:
+    compiled = csc.compile(begun(ADAPTERS[kind]()), mesh=mesh, example=text_batch(4), microbatches=2, cache=False)
+    assert compiled.check().startswith("checked against eager PyTorch: loss to")
+    assert verify(compiled).good(1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", REFUSED)
+def test_adapters_that_are_refused_are_named_with_their_line(kind: str) -> None:
+    config, message = REFUSED[kind]
+    with pytest.raises(InputError, match=message) as refused:
+        csc.compile(begun(config()), example=text_batch(4), microbatches=2, cache=False)
+    assert "/peft/tuners/" in refused.value.where and "opaque" in refused.value.remedy

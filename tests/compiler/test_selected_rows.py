@@ -59,7 +59,22 @@ def trained(rows: Rows, microbatches: int = 2) -> None:
         )
 
 
+def gathered(m: Selecting, x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> object:
+    sample, token = torch.where(labels >= 0)
+    targets = labels[sample, token]
+    return y[sample, token] * y[sample, token].log_softmax(-1).gather(1, targets[:, None]), targets
+
+
+def embedded(m: Selecting, x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> object:
+    at = torch.where(labels >= 0)
+    return m.head(x[at] + m.embed(labels[at])), labels[at]
+
+
 ONE_MASK: dict[str, Rows] = {
+    "places": lambda m, x, y, labels, mask: (y[torch.where(labels >= 0)], labels[torch.where(labels >= 0)]),
+    "numbers less one": lambda m, x, y, labels, mask: (
+        m.head(x[labels > 0] + m.embed(labels[labels > 0] - 1)), labels[labels > 0]
+    ),
     "written twice": lambda m, x, y, labels, mask: (y[mask != 0], labels[mask != 0]),
     "another shape": lambda m, x, y, labels, mask: (y[mask != 0], labels.flatten()[mask.flatten() != 0]),
     "masked_select of labels": lambda m, x, y, labels, mask: (y[mask != 0], labels.masked_select(mask != 0)),
@@ -74,6 +89,12 @@ ONE_MASK: dict[str, Rows] = {
         m.head(x[labels >= 0] + m.embed(labels[labels >= 0])), labels[labels >= 0]
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [gathered, embedded])
+def test_labels_of_rows_that_were_left_out_look_nothing_up(rows: Rows) -> None:
+    """Labels of -100, by which the model's own loss reads."""
+    trained(rows)
 
 
 @pytest.mark.parametrize("name", ONE_MASK)

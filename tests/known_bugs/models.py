@@ -61,10 +61,13 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The mean over the next tokens, and SECOND times that over those after them, of which there are fewer."""
+    """The mean over the next tokens, and SECOND times that over those after them, of which there are fewer. smoothing:
+    of labels; whole: the model itself makes log-probabilities, of all words.
+    """
 
-    def __init__(self, sinks: bool = False) -> None:
+    def __init__(self, sinks: bool = False, smoothing: float = 0.0, whole: bool = False) -> None:
         super().__init__()
+        self.smoothing, self.whole = smoothing, whole
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList([Layer(sinks=sinks)])
         self.second = Layer(sinks=sinks)
@@ -75,9 +78,14 @@ class Decoder(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        loss = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
         after = F.pad(labels[:, 1:], (0, 1), value=-100)
-        return loss + SECOND * F.cross_entropy(self.head(self.norm(self.second(x))).flatten(0, 1), after.flatten())
+        return self.loss(x, labels) + SECOND * self.loss(self.second(x), after)
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        if self.whole:
+            return F.nll_loss(torch.log_softmax(logits, -1), labels.flatten())
+        return F.cross_entropy(logits, labels.flatten(), label_smoothing=self.smoothing)
 
 
 class Experts(nn.Module):
@@ -172,6 +180,16 @@ def decoder() -> Decoder:
 def sinks() -> Decoder:
     torch.manual_seed(0)
     return Decoder(sinks=True)
+
+
+def smoothed() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(smoothing=0.2)
+
+
+def gathered() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(whole=True)
 
 
 def routed() -> Routed:

@@ -37,6 +37,8 @@ Batch = dict[str, torch.Tensor]
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
     "decoder": (models.decoder, models.decoder_batch),
     "sinks": (models.sinks, models.decoder_batch),
+    "smoothed": (models.smoothed, models.decoder_batch),
+    "gathered": (models.gathered, models.decoder_batch),
     "routed": (models.routed, models.routed_batch),
     "unbalanced": (models.unbalanced, models.routed_batch),
     "seeing": (models.seeing, models.seeing_batch),
@@ -82,6 +84,13 @@ LONG = {
     "norms over shared-out tokens": Case(("Megatron-LM#1446",), "decoder", "tp=2", ("norm.*", "*.norm.*"), SEQUENCE),
     "a second loss with targets of its own": Case(
         ("Megatron-LM#7452, 3", "Megatron-LM#2417"), "decoder", "dp=2", ("second.*", "embed.*"), {"microbatches": 2}
+    ),
+    "smoothed labels, tp": Case(
+        ("Megatron-LM#7452, 1", "Megatron-LM#737"), "smoothed", "tp=2", ("embed.weight", "*.mlp.*")
+    ),
+    "words that all tp ranks gather": Case(("Megatron-LM#7452, 2",), "gathered", "tp=2", ("embed.weight", "*.mlp.*")),
+    "a loss over shared-out tokens, in microbatches": Case(
+        ("Megatron-LM#7452, 9", "Megatron-Bridge#4974"), "decoder", "cp=2", ("embed.*", "*.mlp.*"), {"microbatches": 2}
     ),
     "a second head computed again": Case(
         ("Megatron-LM#7452, 4",), "decoder", "dp=2,tp=2", ("second.*",), {"recompute": "full", **SEQUENCE}
@@ -185,12 +194,30 @@ def test_weights_of_divided_heads_count_in_the_norm_that_clips() -> None:
     compiled.zero_grad()
 
 
+LOADED = "Megatron-LM#7452, 12"
+
+
+@pytest.mark.long
+def test_weights_saved_by_replicas_are_each_stages_own(tmp_path: Path) -> None:
+    """Each stage's layers under the names that the whole model has, wherever they ran."""
+    batch, saved, loaded = models.decoder_batch(), models.decoder(), models.decoder()
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    csc.compile(saved, mesh="dp=2", zero=3, example=batch, check=False).save(tmp_path)
+    stages = csc.compile(loaded, mesh="pp=2", example=batch, check=False)
+    stages.load(tmp_path)
+    stages.gather()
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
 def test_the_page_has_a_row_for_each_report() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| [")]
     listed = {
         re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", report) for row in rows for report in row.split("|")[1].split("; ")
     }
-    tested = {report for case in (CASES | LONG).values() for report in case.reports} | {CLIPPED}
+    tested = {report for case in (CASES | LONG).values() for report in case.reports} | {CLIPPED, LOADED}
     assert {report.strip() for report in listed} == tested
     refused = {report for case in (CASES | LONG).values() if case.refused for report in case.reports}
     for row in rows:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from csc.analysis.operators.table import CASTS, COPIES, COUNTED, EXPAND, RESHAPES, SLICE, STOPS
+from csc.analysis.operators.table import CASTS, COPIES, COUNTED, EXPAND, LABELS, RESHAPES, SLICE, STOPS
 from csc.analysis.samples.propagation import (
     Count,
     Mixed,
@@ -68,7 +68,8 @@ def proven(program: Program, graph: fx.Graph) -> tuple[Combination, bool]:
     if asked is not None:
         readers = [node for node in g.placeholders(graph) if node.meta["role"][1] == asked.name]
         sources = [user.meta.get("source") for node in readers for user in node.users]
-        return Combination(problem=HOW_MANY, where=next(filter(None, sources), "model"), rows=primary.name), False
+        where = next(filter(None, [*sources, program.statistics[asked.name]]), "model")
+        return Combination(problem=HOW_MANY, where=where, rows=primary.name), False
     found, always = _followed(program, graph, primary, ())
     if found.problem:
         others = [one.name for one in _given(program) if len(one.shape) == 1 and _own_rows(program, one, primary)]
@@ -133,6 +134,25 @@ def _asked_how_many(program: Program) -> Input | None:
         for size in _expressions(program, entry) if entry.name in program.statistics else ():
             if isinstance(size, int) or (size.is_Symbol and len(set(ranges[str(size)])) == 1):
                 return entry
+    return None
+
+
+def labels_read(program: Program) -> tuple[str, str] | None:
+    """An entry that holds labels of a cross entropy and whose values the model's code reads in Python, and the line.
+    Those of a microbatch may say other things than those of the whole batch: how many classes there are, the largest.
+    """
+    if not program.reads or program.symbolic is None:
+        return None
+    for call in g.calls(program.symbolic):
+        if g.op_name(call) in LABELS:
+            seen, nodes = set[fx.Node](), [g.bind(call)["target"]]
+            while nodes:
+                node = nodes.pop()
+                role = node.meta.get("role", ("", ""))
+                if role[0] == "input" and role[1] in program.reads:
+                    return role[1], program.reads[role[1]]
+                nodes += [one for one in node.all_input_nodes if one not in seen]
+                seen |= {*node.all_input_nodes}
     return None
 
 

@@ -211,7 +211,15 @@ def slice_rule(following: SamplePropagation, node: fx.Node) -> State:
         return state
     if isinstance(state, SampleRows) and step == 1 and start % block == 0 and stop % block == 0:
         return state
+    once = isinstance(state, SampleRows) and not state.powers and (start, stop, step) == (0, 1, 1)
+    if once and _is_repeated(following, node.args[0]):
+        return Whole()
     raise Lost("takes some of the samples")
+
+
+def _is_repeated(following: SamplePropagation, node: Any) -> bool:
+    """Whether each sample has the same, which was there once before."""
+    return g.op_name(node) == "aten::expand" and of(following, node.args[0]) == Whole()
 
 
 def split_rule(following: SamplePropagation, node: fx.Node) -> State:

@@ -16,7 +16,6 @@ from csc.analysis.operators.table import (
     COPIES,
     ELEMENTS,
     LABELS,
-    LOOK_UPS,
     NORMS,
     RESHAPES,
     SLICE,
@@ -337,6 +336,8 @@ def _divided(rows: RowsInPlace, size: fx.Node, selected: fx.Node, times: int, us
 # layer's weight, which adds up over all rows, would have it too. So they hold zeros from the selection on, and again
 # wherever a call may make something infinite of them. They may be no numbers in the model itself: what attention makes
 # of padding. Logits are many, so what a loss over classes reads is made of zeros, by the layer that makes it.
+#
+# Nor do they look up what is not there: a label of -100, by which `gather` or an embedding reads, is 0 in their place.
 
 
 LOSSES = {"aten::cross_entropy_loss": (0, 1), "aten::nll_loss_nd": (0, 1)}  # what they read as which arguments
@@ -352,6 +353,19 @@ FINITE = {
         "softplus", "sin", "cos", "clamp", "maximum", "minimum", "where", "masked_fill", "dropout", "native_dropout",
     )
 }  # fmt: skip
+
+
+# What they look up by which argument.
+INDICES = {
+    "aten::embedding": 1, "aten::gather": 2, "aten::index": 1, "aten::index_add": 2, "aten::index_select": 2,
+    "aten::take_along_dim": 1,
+}  # fmt: skip
+
+
+def looks_up_by(call: fx.Node, value: fx.Node) -> bool:
+    """Returns whether numbers are places at which a call looks something up."""
+    at: Any = call.args[INDICES[g.op_name(call)]] if g.op_name(call) in INDICES else None
+    return value is at or (isinstance(at, (list, tuple)) and any(one is value for one in at))
 
 
 def is_only_moved(selection: fx.Node) -> bool:
@@ -416,7 +430,6 @@ def stays_finite(call: fx.Node) -> bool:
 #              the mask, scattered to other places, or are the targets of a loss.
 
 
-BY_NUMBER = LOOK_UPS | {"aten::gather", "aten::one_hot"}  # fail on whole numbers that are out of bounds
 ALONG_ROWS = {"aten::linear", "aten::embedding"} | NORMS | COPIES  # whatever dimensions stand in front
 SIZED = {"aten::full", "aten::zeros", "aten::ones", "aten::expand"}
 
@@ -441,6 +454,7 @@ class _Rewriting:
         self.graph, self.rows = graph, RowsInPlace(graph, mode)
         self.in_place = self.rows.in_place
         self.numbers: set[fx.Node] = set()  # in place, too: 0 in the first row, 1 in the second
+        self.places: set[fx.Node] = set()  # in place: those of all elements, each of which is there
         self.infinite: set[fx.Node] = set()  # in place: rows that were not selected may be
 
     def run(self) -> None:
@@ -529,6 +543,7 @@ class _Rewriting:
             rows = self.rows.call(node, aten.reshape.default, places, [-1])
             replace_call(one, rows)
             self.in_place[rows] = flat
+            self.places.add(rows)
         self.graph.erase_node(node)
 
     def _add(self, node: fx.Node) -> None:
@@ -636,25 +651,17 @@ class _Rewriting:
 
     def _zero_inputs(self, node: fx.Node) -> None:
         """See csc.capture.lower.masked_index."""
-        for used in [operand for operand in node.all_input_nodes if operand in self.in_place]:
-            if used.meta["val"].is_floating_point():
-                fits = stays_finite(node) or used in self.rows.zeros
-            else:  # a label that says that there is none (-100) is no number of a row
-                fits = g.op_name(node) not in BY_NUMBER or used in self.rows.zeros or not self._is_of_batch(used)
-            if used in self.infinite or not fits:
+        for used in [one for one in node.all_input_nodes if one in self.in_place]:
+            finite = stays_finite(node) or used in self.rows.zeros or not used.meta["val"].is_floating_point()
+            if used in self.infinite or not finite or (looks_up_by(node, used) and not self._is_there(used)):
                 node.replace_input_with(used, self.rows.zeroed(node, used, self.in_place[used]))
 
-    def _is_of_batch(self, rows: fx.Node) -> bool:
-        """Numbers that come from a batch; not those of rows, which are within bounds everywhere."""
-        stack, seen = [rows], set[fx.Node]()
-        while stack and rows not in self.numbers:
-            node = stack.pop()
-            if node.op == "placeholder":
-                return True
-            values = [used for used in node.all_input_nodes if g.tensor_value(used) is not None and used not in seen]
-            seen.update(values)
-            stack += values
-        return False
+    def _is_there(self, places: fx.Node) -> bool:
+        """Whether numbers are known to be places that there are, in rows that were not selected, too."""
+        known = self.rows.zeros | self.places | self.numbers
+        while g.op_name(places) in UNSQUEEZED | RESHAPES | COPIES and places not in known:
+            places = places.args[0]  # type: ignore[assignment]
+        return places in known
 
     def _count(self, node: fx.Node, rows: fx.Node) -> None:
         """The number of selected rows: reshapes do without it; what it is the size of is made for all rows instead."""

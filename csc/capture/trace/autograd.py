@@ -131,8 +131,15 @@ class AutogradQueries(TorchFunctionMode):
 
     def _note(self, result: Any) -> None:
         for one in result if isinstance(result, (tuple, list)) else (result,):
-            if type(one) is FakeTensor and one.requires_grad and not in_functorch_transform():
-                self._differentiable[address_of_storage(one)] = one.untyped_storage()  # kept, so that it stays its own
+            if type(one) is not FakeTensor or not one.requires_grad or in_functorch_transform():
+                continue
+            if one.layout is not torch.strided:
+                raise _refused(
+                    "the model computes with a sparse tensor, which programs have no memory for",
+                    "make the dense one (torch.zeros(sizes).index_put(places, values)), or keep the module out of the "
+                    "trace with csc.opaque(module)",
+                )
+            self._differentiable[address_of_storage(one)] = one.untyped_storage()  # kept, so that it stays its own
 
     def _check(self, written: torch.Tensor) -> None:
         """If what was written to needs a gradient, or is memory of what does, autograd must have seen it. Not for

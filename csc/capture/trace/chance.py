@@ -119,11 +119,20 @@ def _hiding(
 # gave in the trace would stand in the program for good, if it was used for anything (csc.capture.trace.chance).
 #
 # `if torch.rand([]) < chance` is a decision by a number. With a chance of 0, as that of a layer to be skipped mostly
-# is, the answer is known.
+# is, or of 1, the answer is known. That a number is 0 itself, which is not above a chance of 0, happens once in 2^24
+# draws, and is left out.
 
 
 SEED = 0x5EED_0F_C5C  # one that a model will not choose
-BELOW = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
+
+
+def _named(*names: str) -> frozenset[Any]:
+    """Functions of torch, and methods of a tensor."""
+    return frozenset(getattr(space, name) for space in (torch, torch.Tensor) for name in names if hasattr(space, name))
+
+
+BELOW = _named("__lt__", "lt", "less", "__le__", "le", "less_equal")
+ABOVE = _named("__gt__", "gt", "greater", "__ge__", "ge", "greater_equal")
 FIXED = "make the numbers in __init__ and keep them as a buffer, or let them come with the batch"
 
 
@@ -152,7 +161,7 @@ class _Drawing(TorchFunctionMode):
         super().__init__()
         self._before = self._expected = _states()
         self._after, self._drawn, self._used = "", False, False
-        self._from_0_to_1, self._never = Unwritten(), Unwritten()
+        self._from_0_to_1, self._always, self._never = Unwritten(), Unwritten(), Unwritten()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,18 +181,19 @@ class _Drawing(TorchFunctionMode):
                 calling_line() or "model",
                 FIXED,
             )
-        if func is torch.Tensor.__bool__ and args[0] in self._never:
-            return False
+        if func is torch.Tensor.__bool__ and (args[0] in self._always or args[0] in self._never):
+            return args[0] in self._always
         result = func(*args, **kwargs)
         if func is torch.rand and result.numel() == 1:
             self._from_0_to_1.add(result)
-        elif func in BELOW and len(args) == 2 and self._is_known(*args):
-            self._never.add(result)
+        elif (func in BELOW or func in ABOVE) and len(args) == 2 and self._is_known(*args):
+            always = (func in BELOW) is (args[1] >= 1)
+            (self._always if always else self._never).add(result)
         return result
 
     def _is_known(self, one: Any, other: Any) -> bool:
-        """Whether it is asked of a number from 0 to 1 whether it is below another that it never is."""
-        return isinstance(other, (int, float)) and other <= 0 and one in self._from_0_to_1
+        """Whether a number from 0 to 1 is compared with one that it is never between."""
+        return isinstance(other, (int, float)) and (other <= 0 or other >= 1) and one in self._from_0_to_1
 
     def draw(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A number that may remain without use. Of a generator from which nothing else came before, that is as well as

@@ -302,8 +302,9 @@ def _squeezed(graph: fx.Graph) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Exported:
-    """deciding: the batch entries whose values the program was traced for; host: what is known to run there now;
-    calls: what the model called; asked: conditions on sizes that its code made, as sympy relations, None: not known;
+    """deciding: the batch entries whose values the program was traced for, and the first lines that asked; host: what
+    is known to run there now; calls: what the model called; asked: conditions on sizes that its code made, as sympy
+    relations, None: not known;
     gradients: the line that asked autograd for some; asked_flags: the first that asked whether a tensor needs any;
     transformed: the first within a function that torch.func transforms;
     changes: what the model wrote to itself; written_beside: and beside it; undecided: whether it asked of the batch
@@ -311,7 +312,7 @@ class Exported:
     """
 
     program: torch.export.ExportedProgram
-    deciding: frozenset[str]
+    deciding: Mapping[str, str]
     host: HoistedCalls
     calls: tuple[Call, ...]
     asked: tuple[Any, ...] | None
@@ -446,7 +447,7 @@ def _exported(
         )
     sys.stderr.write(said.getvalue())
     calls = wrapped.recording.needed(wrapped.loss)
-    deciding = frozenset(wrapped.watching.deciding)
+    deciding = dict(wrapped.watching.deciding)
     return Exported(
         exported,
         deciding,

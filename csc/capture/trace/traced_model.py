@@ -26,7 +26,7 @@ from csc.capture.values.batch_alone import Alone, Recording
 from csc.capture.values.hoist import Function, Hoisted, HostCall, unused
 from csc.capture.values.interpreter import Run, Watching
 from csc.capture.values.row_index import PREFIX, RowIndices
-from csc.errors import InputError
+from csc.errors import InputError, calling_line
 from csc.ir.capture_guards import Expression
 from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
 
@@ -283,7 +283,7 @@ class LossOnly(nn.Module):
         known = [one for one in self.host.calls if isinstance(one, Hoisted) and one.expression == expression]
         if known:
             return known[0].prefix
-        made = Hoisted(expression, unused(name, self.host.calls))
+        made = Hoisted(expression, unused(name, self.host.calls), calling_line())
         raise HostFunctionFound(replace(self.host, calls=(*self.host.calls, made)))
 
     def refuse_changing(self) -> None:

@@ -36,11 +36,12 @@ class _Named(Protocol):
 @dataclass(frozen=True)
 class Hoisted:
     """Tensors that a model makes of its batch alone, as many as its values say (`(ids == 7).nonzero()`), or that it
-    gives a function which runs on the host. prefix: of the names of the entries.
+    gives a function which runs on the host. prefix: of the names of the entries; line: of the model's code.
     """
 
     expression: Expression
     prefix: str
+    line: str = field(default="", compare=False)
 
     @property
     def arguments(self) -> tuple[tuple[str, str], ...]:

@@ -220,7 +220,7 @@ def _refused(what: str, line: str = "") -> InputError:
 #
 #     watch = Watching({"image_grid_thw": tensor})
 #     with watch.entries(batch, asked): model(**batch)   under torch.export, batch holds traced tensors
-#     watch.deciding -> {"image_grid_thw"}
+#     watch.deciding -> {"image_grid_thw": the first line that asked}
 
 
 Run = Callable[[Any, str, Any, Any], Any]  # of a function, by its name, with arguments
@@ -275,7 +275,7 @@ class Watching(TorchFunctionMode):
         self._counts, self._loops = TensorCounts(), HitLoops({})
         self.recording = Recording({})
         self._unknown: set[int] = set()  # storages of real values that something unknown was written to
-        self.deciding: set[str] = set()
+        self.deciding: dict[str, str] = {}
         self.asked_last: frozenset[str] = frozenset()  # sources of what was asked for and not known
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -484,7 +484,8 @@ class Watching(TorchFunctionMode):
         return (*args[:first], *pytree.tree_map(number, args[first:])), pytree.tree_map(number, kwargs)
 
     def _consult(self, sources: frozenset[str]) -> None:
-        self.deciding |= sources
+        for name in sorted(sources - self.deciding.keys()):
+            self.deciding[name] = calling_line()
 
     def _sources(self, tensor: torch.Tensor) -> frozenset[str]:
         fact = self._facts.get(id(tensor))
