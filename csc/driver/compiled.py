@@ -553,7 +553,8 @@ class CompiledModel:
     @property
     def survives(self) -> int:
         """How many ranks may die."""
-        return self._all.settings.survive
+        survive = self._all.settings.survive
+        return 0 if survive is None else survive.failures
 
     def save_adapter(self, directory: str | Path) -> None:
         """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.

@@ -21,6 +21,7 @@ from csc.driver.programs import MadeFeatures, ProgramSet
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
+from csc.runtime.survival import Survive
 from csc.runtime.trainer import Trainer
 
 # --- Models that another library has in its hands already ------------------------------------------------------------
@@ -72,7 +73,7 @@ class Settings:
     """cache: whether programs are kept on disk. check: whether new ones are compared with eager PyTorch; a number: and
     at steps of which it is a divisor. timeout: seconds without an answer until a process counts as lost. features:
     how those of frozen encoders come before a step. axes: along which dimension samples of an entry lie, as is told.
-    survive: how many ranks may die.
+    survive: which ranks may die.
     """
 
     cache: bool
@@ -80,7 +81,7 @@ class Settings:
     timeout: float = 600.0
     features: MadeFeatures | None = None
     axes: Mapping[str, int] = field(default_factory=dict)
-    survive: int = 0
+    survive: Survive | None = None
 
 
 class ModelPrograms:

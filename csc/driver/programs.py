@@ -44,7 +44,7 @@ from csc.runtime.loaded_program import LoadedProgram, is_part, load
 from csc.runtime.meeting import NOTHING, Meeting, Said, broadcast_group, first_makes
 from csc.runtime.parameters import DataShards, Kept
 from csc.runtime.specs import Manifest
-from csc.runtime.survival import Survival
+from csc.runtime.survival import Survival, Survive
 from csc.runtime.trainer import Trainer
 from csc.torch_private.autograd import below_autograd
 from csc.torch_private.process_state import is_profiled
@@ -476,13 +476,13 @@ class ProgramSet:
         meeting: Meeting | None = None,
         training: ProgramSet | None = None,
         features: MadeFeatures | None = None,
-        survive: int = 0,
+        survive: Survive | None = None,
     ) -> None:
         """directory: where programs are written; before: what trained these parameters until now; checks: whether
         programs are compared with eager PyTorch before they run; model: as it was when the compiler captured it;
         timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one;
         training: the programs that train what these evaluate; features: how those of frozen encoders are come
-        by. survive: how many ranks may die.
+        by. survive: which ranks may die.
         """
         self.features = None
         if features is not None:
@@ -805,7 +805,7 @@ class ProgramSet:
         if self._meeting is None:
             several = dist.is_initialized() and dist.get_world_size() > 1
             self._meeting = Meeting.of_all(self._timeout) if several else Meeting()
-            if several and self._survive:
+            if several and self._survive is not None:
                 self._meeting.survival = Survival(self._survive, options.mesh, self._meeting, self._timeout)
         if self.survival is not None and self._broadcast.forget not in self.survival.forget:
             self.survival.forget.append(self._broadcast.forget)

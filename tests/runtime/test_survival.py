@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import csc
 from csc.errors import InputError
-from csc.runtime.survival import Regrouping, Report, dealt_to, planned, shares
+from csc.runtime.survival import Held, Regrouping, Report, Survive, Taking, dealt_to, planned, shares
 from tests import launching
 from tests.compiler import small
 from tests.runtime import survival_worker
@@ -29,20 +30,38 @@ def test_every_microbatch_is_dealt_once() -> None:
     assert dealt_to(2, [7, 8, 9], [3, 1]) == [[9], [7, 8]]
 
 
-def test_what_is_done_is_kept_where_all_of_a_replica_have_done_it() -> None:
+def test_what_a_rank_has_is_counted_once() -> None:
     reports = {
-        0: Report(9, [], step=4, total=6, done=[0, 1], drawn=5),
-        1: Report(9, [], step=4, total=6, done=[1, 0], drawn=5),
-        4: Report(9, [], step=4, total=6, done=[4, 5]),
+        0: Report(9, [], step=4, total=6, counted={0: [0, 1]}, drawn=5),
+        1: Report(9, [], step=4, total=6, counted={1: [0]}, drawn=5),
+        4: Report(9, [], step=4, total=6, counted={0: [4, 5]}),
         5: Report(8, []),  # it has not heard yet that the step begins
     }
     plan = planned(reports, [[0, 1], [4, 5]])
-    assert plan == Regrouping([0, 1, 4, 5], 9, [], 4, None, 5, [True, False], [[4], [2, 3, 5]])
-    assert sorted([0, 1, *chain.from_iterable(plan.todo)]) == list(range(6))
+    counted = [{0: [0, 1, 4, 5]}, {1: [0]}]
+    assert plan == Regrouping([0, 1, 4, 5], 9, [], 4, None, 5, [[1, 3, 5], [2, 4]], counted, [])
+    assert Regrouping.read(json.dumps(asdict(plan)).encode()) == plan
+
+
+def test_what_the_lost_replica_had_sent_is_kept() -> None:
+    """One that a stage had sent and another one had not is done again, and counts for the other one alone."""
+    held = [Held(2, 4, 0, [2]), Held(2, 3, 0, [2, 3])], [Held(3, 4, 1, [2, 3])]  # one of them is of the step before
+    reports = {
+        0: Report(9, [], step=4, total=6, counted={0: [0, 1]}, held=held[0]),
+        1: Report(9, [], step=4, total=6, counted={1: [0, 1]}, held=held[1]),
+        4: Report(9, [], step=4, total=6, counted={0: [4, 5]}),
+        5: Report(9, [], step=4, total=6, counted={1: [4, 5]}),
+    }
+    assert Report.read(json.dumps(asdict(reports[1])).encode()) == reports[1]
+    plan = planned(reports, [[0, 1], [4, 5]])
+    assert plan.todo == [[3], []] and plan.takes == [Taking(0, 2, 0), Taking(1, 3, 1)]
+    assert plan.counted == [{0: [0, 1, 4, 5, 2]}, {1: [0, 1, 4, 5, 2, 3]}]
+    twice = {**reports, 4: replace(reports[4], held=[Held(2, 4, 0, [2, 3])])}  # an older copy, of the same
+    assert planned(twice, [[0, 1], [4, 5]]).takes == [Taking(0, 2, 0), Taking(1, 3, 1)]
 
 
 def test_a_step_that_one_rank_has_finished_is_done() -> None:
-    reports = {0: Report(9, [], step=4, total=6, done=[0]), 1: Report(9, [], ended=4, row=[1.0, 2.0])}
+    reports = {0: Report(9, [], step=4, total=6), 1: Report(9, [], ended=4, row=[1.0, 2.0])}
     plan = planned(reports, [[0], [1]])
     assert plan.row == [1.0, 2.0] and plan.step == 4 and not plan.todo
     between = planned({0: Report(9, [], ended=4, row=[1.0]), 1: Report(10, [[7]], ended=4, row=[1.0])}, [[0], [1]])
