@@ -49,7 +49,7 @@ def compiled_model(
         options = with_chosen_mesh(programs, given, options)
     if settings.survive:
         refused = {
-            f"zero={options.zero}": (options.zero, "each rank has a part of the optimizer's state for itself"),
+            f"zero={options.zero}": (options.zero >= 3, "all replicas meet in each stage, and none finishes alone"),
             "fuse=True": (options.fuse, "ranks meet while functions are compiled"),
             "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start"),
             "encode_ahead or cache_features": (features, "a rank has features that others lack"),

@@ -107,7 +107,7 @@ class Copies:
     def _sending(self, holder: socket.socket, text: bytes, payload: torch.Tensor) -> None:
         try:
             holder.sendall(HEAD.pack(len(text), payload.numel()) + text)
-            holder.sendall(memoryview(payload.numpy()))
+            holder.sendall(payload.numpy().data)
         except OSError:
             if self._holder is holder:
                 self._holder = None

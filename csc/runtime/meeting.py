@@ -454,7 +454,9 @@ def let_go(error: BaseException) -> None:
 
 
 class Survives(Protocol):
-    """What a meeting asks of csc.runtime.survival.Survival."""
+    """What a meeting asks of csc.runtime.survival.Survival. failures: how many ranks may die."""
+
+    failures: int
 
     def lost(self, seconds: float = 0.0) -> bool:
         """Whether a member has died."""
@@ -546,7 +548,28 @@ class Meeting:
 
     def texts(self, operation: str, text: str) -> list[str]:
         """A text of every rank, by rank, right after a meeting in which all learnt that they would tell. RankLost."""
-        return [text] if self._alone else self.guarded(lambda: gathered_texts(text, self._group), operation)
+        if self._alone:
+            return [text]
+        texts = lambda: self.guarded(lambda: gathered_texts(text, self._group), operation)  # noqa: E731
+        return list(self.surviving(texts, operation))
+
+    def surviving(self, call: Callable[[], Result], operation: str) -> Result:
+        """What all ranks do outside of a meeting. Interrupted if one of them dies meanwhile, and the others have come
+        together without it.
+        """
+        try:
+            return call()
+        except RankLost as lost:
+            if self.survival is None or not self.survival.lost(NEWS):
+                raise
+            let_go(lost)
+            self.survival.recover(lost)
+            raise self._interrupted(operation) from None
+
+    def _interrupted(self, operation: str) -> Interrupted:
+        return Interrupted(
+            f"a rank died {self._place(operation)}", "the ranks that are left", "Call it again on every rank"
+        )
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -575,10 +598,7 @@ class Meeting:
                     return self._once(operation, make)
                 except _Anew:
                     if operation not in REPEATED:
-                        raise Interrupted(
-                            f"a rank died {self._place(operation)}", "the ranks that are left",
-                            "Call it again on every rank",
-                        ) from None  # fmt: skip
+                        raise self._interrupted(operation) from None
 
     def _once(self, operation: str, make: Callable[[], tuple[Said, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
         try:

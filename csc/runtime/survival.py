@@ -20,7 +20,7 @@ used. So it does not matter which rank dies. A death meanwhile begins it again, 
 
     survival = Survival(failures, mesh, meeting, seconds)     every process makes it
     survival.trains(trainer)              one whose ranks are regrouped; before it has any step
-    survival.results(trainer, dealt, uneven, drawn)           a step
+    survival.results(trainer, dealt, flags, drawn)           a step
     survival.lost(seconds) -> bool        whether a member has died
     survival.recover(error)               all members call it, sooner or later; RankLost if it cannot be
     survival.rows(number)                 of a meeting that others have finished
@@ -60,7 +60,7 @@ from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import NEWS, Meeting, let_go
 from csc.runtime.rank import Rank
 from csc.runtime.specs import StepCounts
-from csc.runtime.trainer import counted
+from csc.runtime.trainer import STALE, UNEVEN, counted
 
 if TYPE_CHECKING:
     from csc.runtime.trainer import Trainer
@@ -120,10 +120,6 @@ def check(mesh: Mesh, failures: int, refused: Mapping[str, str]) -> None:
             f"a rank of the mesh {mesh} cannot be lost: components have sizes of their own, or ranks another order",
             where, "use one mesh for the whole model, in the usual order, or leave survive= out",
         )  # fmt: skip
-    if mesh.cp > 1:
-        raise InputError(
-            f"a rank of the mesh {mesh} cannot be lost: ranks share sequences", where, "use cp=1, or leave survive= out"
-        )
     for option, why in refused.items():
         raise InputError(f"with {option} a rank cannot be lost: {why}", where, f"leave {option} or survive= out")
 
@@ -149,10 +145,11 @@ class Flight:
     reduced: GradientSums | None = None
     row: list[float] | None = None  # losses of all, once they are added
     adds: bool = False  # whether it is in the second half
+    stale: bool = False  # whether parameters lack what other ranks have stepped
     trace: list[Timed] = field(default_factory=list)
 
     def results(
-        self, trainer: Trainer, dealt: Microbatches, uneven: bool, drawn: int, copying: Copying | None
+        self, trainer: Trainer, dealt: Microbatches, flags: int, drawn: int, copying: Copying | None
     ) -> dict[int, StepResult]:
         """Go on from wherever it is, to the end of the step."""
         (rank,) = trainer.ranks
@@ -160,10 +157,13 @@ class Flight:
             self.adds = False
             for stage in _counting(rank):
                 self.counted.setdefault(stage, [])
+            if self.stale:
+                trainer.own.gather()
+                self.stale = False
             self._seed(rank, drawn)
             self._work(trainer, rank, dealt, copying)
             self.adds = True
-            self.reduced = self._reduced(rank, uneven)
+            self.reduced = self._reduced(rank, bool(flags & UNEVEN))
             self.row = _run(self._combined(trainer, rank, dealt))
         assert self.reduced is not None
         count = self.total
@@ -186,11 +186,13 @@ class Flight:
         every, manifest = dealt.all, rank.program.manifest
         ranks = [trainer.member(one.program) for one in every]
         read = [trainer.on_device(one.tensors, member) for one, member in zip(every, ranks, strict=True)]
+        rank.endpoint.recent.keep(len(every) * len(context.contexts(rank)))
+        read = [dict(context.attach(member, one)) for member, one in zip(ranks, read, strict=True)]
         batches, weights = _run(loss_terms.weighed(ranks, read, of_all=True))
         held = trainer.working(rank)
         while self.todo:
             now = self.todo[: manifest.microbatches]
-            given = [self._attached(rank, ranks[i], batches[i], i) for i in now]
+            given = [self._attached(rank, batches[i], i) for i in now]
             own = {place: weights[i] for place, i in enumerate(now)}
             chunk = Chunk(now, own, frozenset(self._skipped(now)))
             loss_stage = manifest.loss.stage
@@ -201,8 +203,8 @@ class Flight:
             )  # fmt: skip
             self._add(chunk, _run(work), loss_stage)
 
-    def _attached(self, rank: Rank, member: Rank, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
-        batch = {**context.attach(member, batch), **{name: met.number for name, met in rank.met.items()}}
+    def _attached(self, rank: Rank, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+        batch = {**batch, **{name: met.number for name, met in rank.met.items()}}
         return batch if self.drawn is None else {**batch, RANDOM: executor.of_microbatch(self.drawn, number)}
 
     def _skipped(self, now: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -356,7 +358,7 @@ class Taking(NamedTuple):
 class Report:
     """rounds: how many meetings it has finished; rows: what was said in the last one. step: in which it is, 0 for none;
     total: how many microbatches that has; counted: by stage, those whose gradients it has; held: those of ranks that
-    are lost. ended, row: the last step that it has finished, and its losses.
+    are lost; stale: whether it has to be given what other ranks have stepped. ended, row: the last step that it has finished, and its losses.
     """
 
     rounds: int
@@ -365,6 +367,7 @@ class Report:
     total: int = 0
     counted: dict[int, list[int]] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    stale: bool = False
     drawn: int | None = None
     ended: int = 0
     row: list[float] | None = None
@@ -380,7 +383,8 @@ class Report:
 @dataclass(frozen=True)
 class Regrouping:
     """members: by place. todo: by replica, what it has to do. counted: by place in a replica and by stage, what any of
-    them has; takes: what is counted among it and held as a copy.
+    them has; takes: what is counted among it and held as a copy. stale: by place in a replica, whether parameters that
+    ranks step in shards are still to be gathered.
     """
 
     members: list[int]
@@ -392,6 +396,7 @@ class Regrouping:
     todo: list[list[int]] = field(default_factory=list)
     counted: list[dict[int, list[int]]] = field(default_factory=list)
     takes: list[Taking] = field(default_factory=list)
+    stale: list[bool] = field(default_factory=list)
 
     @classmethod
     def read(cls, text: bytes) -> Regrouping:
@@ -444,7 +449,8 @@ def planned(reports: Mapping[int, Report], replicas: Sequence[Sequence[int]]) ->
         missing |= {m for m in range(total) if not begun or any(m not in numbers for numbers in own.values())}
     load = [max((len(n) for one in replica for n in reports[one].counted.values()), default=0) for replica in replicas]
     todo = dealt_to(len(replicas), sorted(missing), load)
-    return replace(plan, step=step, drawn=drawn, todo=todo, counted=known, takes=takes)
+    stale = [any(reports[one].stale for one in place) for place in zip(*replicas, strict=True)]
+    return replace(plan, step=step, drawn=drawn, todo=todo, counted=known, takes=takes, stale=stale)
 
 
 def _known(ranks: Sequence[tuple[int, Report]], step: int) -> tuple[dict[int, list[int]], list[Taking]]:
@@ -525,7 +531,7 @@ class Survival:
                 "survive= is for gloo, and the processes meet over NCCL", "compile",
                 "train without it and with checkpoints, or dist.init_process_group('gloo') before",
             )  # fmt: skip
-        self.given, self._meeting, self._seconds = given, meeting, seconds
+        self.given, self.failures, self._meeting, self._seconds = given, given.failures, meeting, seconds
         self.me = dist.get_rank()
         self.members = list(range(dist.get_world_size()))
         self._before, self.mesh = mesh, mesh  # as it was compiled, and as it is
@@ -571,12 +577,13 @@ class Survival:
 
     # a step
 
-    def results(self, trainer: Trainer, dealt: Microbatches, uneven: bool, drawn: int) -> dict[int, StepResult]:
-        """Of this rank's step. RankLost if it cannot be finished."""
+    def results(self, trainer: Trainer, dealt: Microbatches, flags: int, drawn: int) -> dict[int, StepResult]:
+        """Of this rank's step. flags: what ranks have said of it. RankLost if it cannot be finished."""
         flight = self._flight = self._begun(trainer)
+        flight.stale = bool(flags & STALE)
         while True:
             try:
-                found = flight.results(trainer, dealt, uneven, drawn, self._copying)
+                found = flight.results(trainer, dealt, flags, drawn, self._copying)
             except RankLost as error:
                 let_go(error)
                 if not self.lost(NEWS):
@@ -686,8 +693,8 @@ class Survival:
         whole = [list(replica) for replica in replicas if not set(replica).intersection(gone)]
         if not whole:
             raise self._cannot(gone, "no replica is left whole") from error
-        if self._before.dp - len(whole) > self.given.failures:
-            raise self._cannot(gone, f"survive={self.given.failures} covers so many, in replicas of their own") from error
+        if self._before.dp - len(whole) > self.failures:
+            raise self._cannot(gone, f"survive={self.failures} covers so many, in replicas of their own") from error
         return whole
 
     def _cannot(self, gone: Sequence[int], why: str) -> RankLost:
@@ -741,7 +748,7 @@ class Survival:
         report = Report(meeting.rounds, meeting.rows, held=self._held(gone), ended=ended, row=row)
         if flight is None:
             return report
-        return replace(report, step=flight.step, total=flight.total, counted=flight.counted, drawn=flight.drawn)
+        return replace(report, step=flight.step, total=flight.total, counted=flight.counted, stale=flight.stale, drawn=flight.drawn)
 
     def _regroup(self, plan: Regrouping, gone: Sequence[int]) -> None:
         """New process groups, and what the plan says of the step in flight."""
@@ -760,8 +767,9 @@ class Survival:
         dist.init_process_group("gloo", store=self._common, rank=place, world_size=len(plan.members), timeout=wait)
         mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
         self._meeting.rejoin(self._seconds, common)
+        lost = {self._before.coordinates(one).dp for one in gone}
         for trainer in trainers:
-            trainer.regroup(mesh, place)
+            trainer.regroup(mesh, place, [one for one in range(self._before.dp) if one not in lost])
         self.members, self.mesh = plan.members, mesh
         self._known = (plan.rounds, plan.rows)
         flight = self._flight
@@ -773,6 +781,7 @@ class Survival:
             flight.row = plan.row
         else:
             self._take(flight, plan)
+            flight.stale = plan.stale[place % (mesh.size // mesh.dp)]
 
     def _tell(self, gone: Sequence[int], plan: Regrouping, seconds: float) -> None:
         if plan.members[0] == self.me:

@@ -39,7 +39,7 @@ def test_what_a_rank_has_is_counted_once() -> None:
     }
     plan = planned(reports, [[0, 1], [4, 5]])
     counted = [{0: [0, 1, 4, 5]}, {1: [0]}]
-    assert plan == Regrouping([0, 1, 4, 5], 9, [], 4, None, 5, [[1, 3, 5], [2, 4]], counted, [])
+    assert plan == Regrouping([0, 1, 4, 5], 9, [], 4, None, 5, [[1, 3, 5], [2, 4]], counted, [], [False] * 2)
     assert Regrouping.read(json.dumps(asdict(plan)).encode()) == plan
 
 
@@ -75,8 +75,8 @@ def test_a_step_that_one_rank_has_finished_is_done() -> None:
         ({"mesh": "dp=2", "survive": 2}, "use 3 replicas or more"),
         ({"mesh": "dp=2", "survive": -1}, "pass how many ranks may die"),
         ({"mesh": "dp=2", "survive": True}, "pass how many ranks may die"),
-        ({"mesh": "dp=2,cp=2", "survive": 1}, "ranks share sequences"),
-        ({"mesh": "dp=2", "zero": 1, "survive": 1}, "with zero=1 a rank cannot be lost"),
+        ({"mesh": "dp=2", "zero": 3, "survive": 1}, "with zero=3 a rank cannot be lost"),
+        ({"mesh": "dp=2", "survive": csc.Survive(2)}, "use 3 replicas or more"),
     ],
 )
 def test_what_cannot_be_survived_is_refused_before_training(options: dict[str, Any], said: str) -> None:
