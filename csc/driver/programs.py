@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -46,6 +45,7 @@ from csc.runtime.parameters import DataShards, Kept
 from csc.runtime.specs import Manifest
 from csc.runtime.survival import Survival, Survive
 from csc.runtime.trainer import Trainer
+from csc.temporary import TemporaryFolder
 from csc.torch_private.autograd import below_autograd
 from csc.torch_private.process_state import is_profiled
 
@@ -377,7 +377,7 @@ class ProgramBroadcast:
 
     def __init__(self, compiler: Compiler, compiled: CompiledPrograms, directory: Path | None) -> None:
         self._compiler, self._compiled, self._home = compiler, compiled, directory
-        self._temporary: tempfile.TemporaryDirectory | None = None
+        self._temporary: TemporaryFolder | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -401,7 +401,7 @@ class ProgramBroadcast:
     def directory(self, index: int) -> Path:
         """Where the index-th program goes; every process of a group writes its own."""
         if self._home is None and self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="csc-")
+            self._temporary = TemporaryFolder()
         home = self._home or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
         own = own_rank()
         rank = f"-rank{own[0]}" if own is not None else ""
@@ -576,7 +576,7 @@ class ProgramSet:
         match = self._compiler.match(first)
         if match.capture is not None and kept.checked(match, self.compiled.options(match, options)):
             return Checked(skipped="that was done before, as the cache knows")
-        with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
+        with TemporaryFolder() as folder:
             written = self.compiled.write(first, options, Path(folder) / "program", progress, ranks=[0])
             progress(CHECK)
             found = check_by_layer(self._compiler, ready, options, contents(written))
