@@ -133,8 +133,8 @@ def compile(
             PyTorch shows that loss and gradients stay the same to rounding; the example's widths stay as they are. See
             docs/data.md.
         survive: How many ranks may be killed while they train, at once or one after the other: the others finish the
-            step and train on, with the same samples a step. Needs more replicas (dp) than that. csc.Survive(1, copies=1)
-            keeps what a lost replica had finished of the step. None: none; see docs/survive.md.
+            step and train on, with the same samples a step. Needs more replicas (dp) than that. csc.Survive(1,
+            copies=1) keeps what a lost replica had finished of the step. None: none; see docs/survive.md.
         **misspelt: Nothing else is taken: InputError with the nearest name.
 
     Returns:

@@ -1,8 +1,8 @@
 """Folders of a process in the machine's temporary directory. What killed processes left of theirs is removed with the
 next one that is made.
 
-Terms: a folder is *held* by a lock on a file beside it, which the kernel lets go of with the last process that has it; so
-folders of processes that live are never removed, whatever machine or container they run in.
+Terms: a folder is *held* by a lock on a file beside it, which the kernel lets go of with the last process that has it;
+so folders of processes that live are never removed, whatever machine or container they run in.
 
     with TemporaryFolder() as path: ...
     folder = TemporaryFolder()      .name      .cleanup(), or with the object

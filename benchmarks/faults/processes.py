@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
@@ -105,10 +105,10 @@ class Job:
 class Block(torch.nn.Module):
     """Attention and a residual layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         heads = [one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.qkv(hidden).chunk(3, -1)]
@@ -120,11 +120,11 @@ class Block(torch.nn.Module):
 class Model(torch.nn.Module):
     """An embedding, two layers and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(WORDS, WIDTH)
-        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
-        self.head = torch.nn.Linear(WIDTH, WORDS)
+        self.embed = torch.nn.Embedding(WORDS, width)
+        self.layers = torch.nn.ModuleList(Block(width) for _ in range(2))
+        self.head = torch.nn.Linear(width, WORDS)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
@@ -141,12 +141,12 @@ def batch(mesh: csc.Mesh, step: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": torch.where(counts, tokens.roll(1, 1), -100)}
 
 
-def compiled_for(setting: Setting, survives: bool, timeout: float) -> Any:
+def compiled_for(setting: Setting, survives: bool, timeout: float, width: int = WIDTH) -> Any:
     """The model, with the same weights every time."""
     torch.manual_seed(0)
     survive = setting.survive if survives else None
     return csc.compile(
-        Model(), mesh=setting.of, example=batch(setting.of, 0), microbatches=MICROBATCHES, schedule="1f1b",
+        Model(width), mesh=setting.of, example=batch(setting.of, 0), microbatches=MICROBATCHES, schedule="1f1b",
         check=False, zero=setting.zero, survive=survive, timeout=timeout,
     )  # fmt: skip
 
@@ -284,8 +284,9 @@ def _read(folder: Path, name: str, count: int) -> Iterator[tuple[int, str]]:
 
 
 def _forked(
-    folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float, own: int, count: int, port: int
-) -> int:
+    folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float, own: int, count: int, port: int,
+    main: Callable[[Path, Setting, Sequence[Fault], float], None] | None = None,
+) -> int:  # fmt: skip
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -299,7 +300,7 @@ def _forked(
         output = (folder / f"output_{own}.txt").open("w")
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-        rank(folder, setting, faults, timeout)
+        (main or rank)(folder, setting, faults, timeout)
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException as error:
@@ -445,3 +446,41 @@ def measured(faults: int, frozen: int, settings: Sequence[Setting], tell: Any = 
         "frozen": stopped, "frozen_without_a_sentence": silent, "load": round(os.getloadavg()[0] / cores, 2),
         "failed": tally.failed,
     }  # fmt: skip
+
+
+# --- what copies cost while all is well --------------------------------------------------------------------------
+
+
+PRICED = "dp=2"
+PRICED_STEPS = 12
+
+
+def price_of_copies() -> tuple[int, float]:
+    """Bytes that each rank sends after a microbatch, and by how much a step takes longer: the median over steps of two
+    jobs without faults.
+    """
+    of, found = csc.Mesh.parse(PRICED), []
+    for copies in (0, 1):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with tempfile.TemporaryDirectory(prefix="csc-faults-") as name:
+            setting, folder = Setting(PRICED, csc.Survive(1, copies)), Path(name)
+            pids = [_forked(folder, setting, [], TIMEOUT, one, of.size, store.port, timed) for one in range(of.size)]
+            assert set(_ended(pids, [])) == {0}
+            found.append(json.loads((folder / "timed_0.json").read_text()))
+    (without, _), (seconds, sent) = found
+    return sent // (PRICED_STEPS * MICROBATCHES), seconds / without - 1
+
+
+def timed(folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float) -> None:
+    """The median of a rank's steps, of a wider model; and what it has sent."""
+    compiled = compiled_for(setting, True, timeout, width=128)
+    given = batch(setting.of, 0)
+    compiled.train_step(given)
+    survival, seconds = compiled.trainer(check=False).transport.meeting.survival, []
+    before = 0 if survival._copies is None else survival._copies.sent
+    for _ in range(PRICED_STEPS):
+        began = time.perf_counter()
+        compiled.train_step(given)
+        seconds.append(time.perf_counter() - began)
+    sent = 0 if survival._copies is None else survival._copies.sent - before
+    (folder / f"timed_{os.environ['RANK']}.json").write_text(json.dumps([sorted(seconds)[len(seconds) // 2], sent]))

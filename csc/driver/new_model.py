@@ -54,7 +54,9 @@ def compiled_model(
             "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start"),
             "encode_ahead or cache_features": (features, "a rank has features that others lack"),
         }
-        check_survival(options.mesh, settings.survive.failures, {what: why for what, (is_on, why) in refused.items() if is_on})
+        check_survival(
+            options.mesh, settings.survive.failures, {what: why for what, (is_on, why) in refused.items() if is_on}
+        )
     return CompiledModel(programs, given, options)
 
 

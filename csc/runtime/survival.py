@@ -358,7 +358,8 @@ class Taking(NamedTuple):
 class Report:
     """rounds: how many meetings it has finished; rows: what was said in the last one. step: in which it is, 0 for none;
     total: how many microbatches that has; counted: by stage, those whose gradients it has; held: those of ranks that
-    are lost; stale: whether it has to be given what other ranks have stepped. ended, row: the last step that it has finished, and its losses.
+    are lost; stale: whether it has to be given what other ranks have stepped. ended, row: the last step that it has
+    finished, and its losses.
     """
 
     rounds: int
@@ -748,7 +749,9 @@ class Survival:
         report = Report(meeting.rounds, meeting.rows, held=self._held(gone), ended=ended, row=row)
         if flight is None:
             return report
-        return replace(report, step=flight.step, total=flight.total, counted=flight.counted, stale=flight.stale, drawn=flight.drawn)
+        return replace(
+            report, step=flight.step, total=flight.total, counted=flight.counted, stale=flight.stale, drawn=flight.drawn
+        )
 
     def _regroup(self, plan: Regrouping, gone: Sequence[int]) -> None:
         """New process groups, and what the plan says of the step in flight."""

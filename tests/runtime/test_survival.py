@@ -13,7 +13,7 @@ import torch
 
 import csc
 from csc.errors import InputError
-from csc.runtime.survival import Held, Regrouping, Report, Survive, Taking, dealt_to, planned, shares
+from csc.runtime.survival import Held, Regrouping, Report, Taking, dealt_to, planned, shares
 from tests import launching
 from tests.compiler import small
 from tests.runtime import survival_worker
@@ -106,9 +106,10 @@ def check_undisturbed(directory: Path, mesh: str, left: list[int]) -> None:
 def test_one_rank_after_the_other_is_killed(tmp_path: Path) -> None:
     """The first one in a microbatch, one in the sum of gradients, one between a step and the optimizer."""
     faults = [Fault(0, 1, "F 0 1"), Fault(2, 2, "the sum of gradients"), Fault(1, 3, "clip_grad_norm_")]
-    launching.ranks(survival_worker.main, 4, tmp_path, "dp=4", faults, 3, dying=3)
+    launching.ranks(survival_worker.main, 4, tmp_path, "dp=4", faults, csc.Survive(3, copies=1), dying=3)
     check_undisturbed(tmp_path, "dp=4", [3])
-    assert len(told(tmp_path, [3])[0]["recoveries"]) == 3
+    recoveries = told(tmp_path, [3])[0]["recoveries"]
+    assert [(one["step"], one["again"]) for one in recoveries][1:] == [(3, []), (0, [])], recoveries
 
 
 @pytest.mark.gloo
@@ -118,3 +119,23 @@ def test_a_pipeline_that_loses_a_rank_is_taken_out(tmp_path: Path) -> None:
     check_undisturbed(tmp_path, "dp=2,pp=2", [2, 3])
     assert (tmp_path / "spare_0.txt").exists()
     assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mesh", "zero", "faults", "left"),
+    [
+        ("dp=4", 1, [Fault(1, 2, "train_step")], [0, 2, 3]),  # between its step of a shard and the next gathering
+        ("dp=4", 2, [Fault(2, 2, "BW 0 1")], [0, 1, 3]),
+        ("dp=4", 1, [Fault(0, 3, "the shards of what is saved")], [1, 2, 3]),
+        ("dp=2,cp=2", 0, [Fault(3, 2, "BW 0 1")], [0, 1]),
+        ("dp=2,pp=2", 0, [Fault(1, 2, "BW 1 1")], [2, 3]),
+    ],
+)
+def test_shards_and_sequences_are_not_lost(
+    tmp_path: Path, mesh: str, zero: int, faults: list[Fault], left: list[int]
+) -> None:
+    launching.ranks(survival_worker.main, 4, tmp_path, mesh, faults, csc.Survive(1, copies=1), True, zero, dying=1)
+    check_undisturbed(tmp_path, mesh, left)
+    assert all(len(one["recoveries"]) == 1 for one in told(tmp_path, left))
