@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -43,6 +44,7 @@ from csc.runtime.loaded_program import LoadedProgram, is_part, load
 from csc.runtime.meeting import NOTHING, Meeting, Said, broadcast_group, first_makes
 from csc.runtime.parameters import DataShards, Kept
 from csc.runtime.specs import Manifest
+from csc.runtime.joining import is_under_way
 from csc.runtime.survival import Survival, Survive
 from csc.runtime.trainer import Trainer
 from csc.temporary import TemporaryFolder
@@ -806,7 +808,9 @@ class ProgramSet:
             several = dist.is_initialized() and dist.get_world_size() > 1
             self._meeting = Meeting.of_all(self._timeout) if several else Meeting()
             if several and self._survive is not None:
-                self._meeting.survival = Survival(self._survive, options.mesh, self._meeting, self._timeout)
+                self._meeting.survival = Survival(
+                    self._survive, options.mesh, options.zero, self._meeting, self._timeout
+                )
         if self.survival is not None and self._broadcast.forget not in self.survival.forget:
             self.survival.forget.append(self._broadcast.forget)
         return self._meeting
@@ -819,6 +823,12 @@ class ProgramSet:
     def _join_group(self, options: Options) -> None:
         if self.survival is not None and self.survival.has_lost:
             return
+        if self._survive is not None and is_under_way():
+            raise InputError(
+                f"the job goes on without rank {os.environ['RANK']}, in whose place this process was started", "compile",
+                "call compiled.rejoin() before anything else: it waits until the others take it up, and returns how "
+                "many steps they have done",
+            )  # fmt: skip
         join_group(device_of(self._compiler.model).type, self._timeout, options.mesh.size, str(options.mesh))
 
     # --- weights -------------------------------------------------------------------------------------------------

@@ -196,7 +196,8 @@ def _other_samples(operation: str, words: Sequence[Word], one: int, other: int) 
 def agree(rows: Sequence[Sequence[int]]) -> bool:
     """Whether nobody failed, and operation, step and signature are the same; the content within each replica.
 
-    A row: operation, step, failed, signature, replica, content, value, meets; texts as digests.
+    A row: operation, step, failed, signature, replica, content, value, meets, whether ranks wait to be taken up; texts
+    as digests.
     """
     contents = {(row[4], row[5]) for row in rows}
     same = len({tuple(row[:4]) for row in rows}) == 1 and len(contents) == len({row[4] for row in rows})
@@ -464,8 +465,15 @@ class Survives(Protocol):
     def recover(self, error: BaseException) -> None:
         """Come together with those that are left."""
 
+    def waiting(self) -> bool:
+        """Whether all that were lost wait to be taken up, as the first rank knows."""
+
     def rows(self, number: int) -> list[list[int]] | None:
         """Of a meeting that others have finished."""
+
+
+class Joining(Exception):
+    """All ranks that were lost have been started again, and ask to be taken up."""
 
 
 class _Anew(Exception):
@@ -611,6 +619,8 @@ class Meeting:
         rows, words = self._round(operation, said, None)
         if words:
             raise self._amiss(operation, words)
+        if any(row[8] for row in rows):
+            raise Joining
         self._agreed = operation in AGREED
         return result, rows
 
@@ -674,6 +684,7 @@ class Meeting:
         row = [
             digest(operation), self.step, int(error is not None), digest("\n".join(said.signature)),
             said.replica, said.content ^ digest("\n".join(said.shared)), as_int(said.value), said.meets,
+            int(self.survival is not None and operation == STEP and self.survival.waiting()),
         ]  # fmt: skip
         rows = self._said_by_all(operation, row)
         if agree(rows):

@@ -25,6 +25,7 @@ used. So it does not matter which rank dies. A death meanwhile begins it again, 
     survival.recover(error)               all members call it, sooner or later; RankLost if it cannot be
     survival.rows(number)                 of a meeting that others have finished
     survival.reduced(program)             as the replicas that are left run it
+    survival.waiting()      survival.admit(steps, calls)      a rank that comes back: csc.runtime.joining
     check(mesh, failures, options)        InputError, before training
 """
 
@@ -48,7 +49,7 @@ from csc import devices
 from csc.errors import InputError, RankLost
 from csc.ir.groups import RANDOM, Group
 from csc.ir.mesh import Mesh
-from csc.runtime import context, executor
+from csc.runtime import context, executor, joining
 from csc.runtime import loss as loss_terms
 from csc.runtime.batches import Microbatches
 from csc.runtime.c10d import Distributed
@@ -526,7 +527,7 @@ def _transport(trainer: Trainer) -> Distributed:
 class Survival:
     """Of one process. All make it at the same time, right after a meeting."""
 
-    def __init__(self, given: Survive, mesh: Mesh, meeting: Meeting, seconds: float) -> None:
+    def __init__(self, given: Survive, mesh: Mesh, zero: int, meeting: Meeting, seconds: float) -> None:
         if any(map(devices.aborts, re.split("[:,]", str(dist.get_backend_config())))):
             raise InputError(
                 "survive= is for gloo, and the processes meet over NCCL", "compile",
@@ -535,6 +536,7 @@ class Survival:
         self.given, self.failures, self._meeting, self._seconds = given, given.failures, meeting, seconds
         self.me = dist.get_rank()
         self.members = list(range(dist.get_world_size()))
+        self._zero = zero
         self._before, self.mesh = mesh, mesh  # as it was compiled, and as it is
         self._trainers: list[weakref.ref[Trainer]] = []
         self.forget: list[Callable[[], None]] = []  # called when all groups are gone
@@ -555,6 +557,7 @@ class Survival:
         self._holders = [(host, port) for host, _, _, port in found]
         self.deaths.connect([(host, port) for host, port, _, _ in found], seconds)
         self._send_copies()
+        self._announce()
         self.recoveries: list[dict[str, Any]] = []  # when each was begun and done, and what was done again
 
     @property
@@ -681,6 +684,7 @@ class Survival:
         self._without = gone
         seen = min(self.deaths.dead[one] for one in new)
         self._send_copies()
+        self._announce()
         again = sorted(chain.from_iterable(plan.todo))
         self.recoveries.append({"seen": seen, "began": began, "done": now, "step": plan.step, "again": again})
         self._tell(new, plan, now - seen)
@@ -705,6 +709,45 @@ class Survival:
             f"{named} died, and the others do not go on: {why}", f"rank {self.me} at the start",
             "Start again from the last checkpoint",
         )  # fmt: skip
+
+    # a rank that comes back
+
+    def _announce(self) -> None:
+        if self.members[0] == self.me:
+            mesh, zero = self._before, self._zero
+            refuses = "" if mesh.size == mesh.dp and not zero else f"each of its replicas has several ranks ({mesh})"
+            joining.announce(*self._stores[self.me], refuses if not zero else f"zero={zero} divides the optimizer")
+
+    def waiting(self) -> bool:
+        """Whether all that were lost wait to be taken up. The first member knows."""
+        if not self.has_lost or self.members[0] != self.me:
+            return False
+        return self._store.check([f"{joining.ASKS}/{one}" for one in self._gone()])
+
+    def admit(self, steps: int, calls: int) -> joining.Admission:
+        """Leave the groups of now for those with all that come back. All members call it, and use this object no more.
+        RankLost.
+        """
+        source = self.members[0]
+        name = f"joined/{self._meeting.rounds}"
+        found = joining.Admission(self._store_of(source), name, source, steps, calls)
+        self._leave()
+        self.deaths.close()
+        if self._copies is not None:
+            self._copies.to(None)
+        if self.me == source:
+            self._store.set(joining.ADMITTED, found.told())
+        found.enter(self.me, self._before.size, self._seconds)
+        return found
+
+    def _leave(self) -> None:
+        for trainer in (one for ref in self._trainers if (one := ref()) is not None):
+            _transport(trainer).leave()
+        self._meeting.leave()
+        for forget in self.forget:
+            forget()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     # coming together
 
@@ -755,14 +798,8 @@ class Survival:
 
     def _regroup(self, plan: Regrouping, gone: Sequence[int]) -> None:
         """New process groups, and what the plan says of the step in flight."""
+        self._leave()
         trainers = [one for ref in self._trainers if (one := ref()) is not None]
-        for trainer in trainers:
-            _transport(trainer).leave()
-        self._meeting.leave()
-        for forget in self.forget:
-            forget()
-        if dist.is_initialized():
-            dist.destroy_process_group()
         place, wait = plan.members.index(self.me), timedelta(seconds=self._seconds)
         name = f"groups/{'-'.join(map(str, gone))}"
         common = dist.PrefixStore(name, self._store_of(plan.members[0]))
