@@ -39,12 +39,12 @@ from csc.ir.schedule import Schedule, parse
 from csc.ir.stored import bound
 from csc.passes import pipeline_problem as numbers
 from csc.planning.problem import Problem
+from csc.runtime.joining import is_under_way
 from csc.runtime.launch import join_group
 from csc.runtime.loaded_program import LoadedProgram, is_part, load
 from csc.runtime.meeting import NOTHING, Meeting, Said, broadcast_group, first_makes
 from csc.runtime.parameters import DataShards, Kept
 from csc.runtime.specs import Manifest
-from csc.runtime.joining import is_under_way
 from csc.runtime.survival import Survival, Survive
 from csc.runtime.trainer import Trainer
 from csc.temporary import TemporaryFolder
