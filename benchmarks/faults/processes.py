@@ -431,7 +431,14 @@ def measured(faults: int, frozen: int, settings: Sequence[Setting], tell: Any = 
         for own in chains(setting, math.ceil(faults / len(settings))):
             failed = len(tally.failed)
             tally.add(job(setting, own), losses)
-            tell("\n".join([f"{setting}: {tally.tried} faults, {tally.hangs} hangs", *tally.failed[failed:]]))
+            tell(
+                "\n".join(
+                    [
+                        f"{setting}: {tally.tried} faults, {tally.wrong} wrong, {tally.repeated} again",
+                        *tally.failed[failed:],
+                    ]
+                )
+            )
     for i in range(frozen):
         place = ("the sum of gradients", "F 0 0", "train_step")[i % 3]
         found = job(Setting("dp=2", csc.Survive(1)), [Fault(i % 2, 2, place, 1, int(signal.SIGSTOP))], FROZEN)

@@ -489,8 +489,8 @@ class CompiledModel:
 
     def rejoin(self) -> int:
         """Take the place of a rank that was lost, in a job with `survive=`: to be called right after `csc.compile`, in
-        every process. It waits until the others begin a step; a `compiled.optimizer(...)` made after it has the state of
-        theirs.
+        every process. It waits until the others begin a step; a `compiled.optimizer(...)` made after it has the state
+        of theirs.
 
         Returns:
             How many steps the job has trained: 0 where it begins.

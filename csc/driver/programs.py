@@ -825,7 +825,8 @@ class ProgramSet:
             return
         if self._survive is not None and is_under_way():
             raise InputError(
-                f"the job goes on without rank {os.environ['RANK']}, in whose place this process was started", "compile",
+                f"the job goes on without rank {os.environ['RANK']}, in whose place this process was started",
+                "compile",
                 "call compiled.rejoin() before anything else: it waits until the others take it up, and returns how "
                 "many steps they have done",
             )  # fmt: skip

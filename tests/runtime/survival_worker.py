@@ -108,3 +108,24 @@ def main(
     weights = {name: p.detach().tolist() for name, p in compiled.trainer().own.values.items()}
     told = {"losses": losses, "weights": weights, "recoveries": survival.recoveries, "dead": survival.deaths.dead}
     (directory / f"told_{rank}.json").write_text(json.dumps(told))
+
+
+def rejoining(directory: Path, mesh: str, victim: int, steps: int) -> None:
+    """Train; one rank kills itself before its third step, and is there again some time later."""
+    rank, of = int(os.environ["RANK"]), csc.Mesh.parse(mesh)
+    compiled, mark = compiled_for(of, 1), directory / "killed"
+    strikes = rank == victim and not mark.exists()
+    done = compiled.rejoin()
+    optimizer = compiled.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    if not done:
+        torch.manual_seed(1)
+    losses = []
+    for step in range(done, steps):
+        if strikes and step == 2:
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses.append(float(compiled.train_step(samples(of)[step % STEPS])))
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.5)  # or the others end before it is there
+    (directory / f"told_{rank}.json").write_text(json.dumps([done, losses]))

@@ -139,3 +139,24 @@ def test_shards_and_sequences_are_not_lost(
     launching.ranks(survival_worker.main, 4, tmp_path, mesh, faults, csc.Survive(1, copies=1), True, zero, dying=1)
     check_undisturbed(tmp_path, mesh, left)
     assert all(len(one["recoveries"]) == 1 for one in told(tmp_path, left))
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_that_is_started_again_trains_with_the_others(tmp_path: Path, victim: int) -> None:
+    steps = 60
+    launching.ranks(survival_worker.rejoining, 3, tmp_path, "dp=3", victim, steps, dying=1, again=True)
+    found = [json.loads((tmp_path / f"told_{rank}.json").read_text()) for rank in range(3)]
+    done, losses = found[victim]
+    assert 2 <= done < steps and len(losses) == steps - done
+    of = csc.Mesh.parse("dp=3")
+    alone = survival_worker.compiled_for(of, None)
+    optimizer, expected = alone.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), []
+    torch.manual_seed(1)
+    for step in range(steps):
+        expected.append(float(alone.train_step(survival_worker.samples(of)[step % STEPS])))
+        optimizer.step()
+        optimizer.zero_grad()
+    for start, own in found:
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(expected[start:]), rtol=1e-4, atol=1e-5)
