@@ -23,6 +23,7 @@ __all__ = [
     "InputError",
     "Mask",
     "Mesh",
+    "Survive",
     "attention",
     "balanced",
     "compile",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from csc.kernels.opaque import opaque
     from csc.model_search import search
     from csc.reports.energy_report import energy
+    from csc.runtime.survival import Survive
 
 __path__ += installation.top_folders(__path__[0])
 installation.warn_of_untried()
@@ -61,6 +63,7 @@ _HOMES = {
     "compose": "csc.composition",
     "energy": "csc.reports.energy_report",
     "Mesh": "csc.ir.mesh",
+    "Survive": "csc.runtime.survival",
     "attention": "csc.kernels.attention",
     "Mask": "csc.kernels.mask",
     "opaque": "csc.kernels.opaque",

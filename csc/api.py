@@ -27,6 +27,7 @@ from csc.driver.options import changed
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.runtime.launch import several_processes, speak_in_short
+from csc.runtime.survival import Survive
 
 
 def compile(
@@ -62,7 +63,7 @@ def compile(
     cache_features: str | Path | FeatureCache | None = None,
     encode_ahead: bool = False,
     widths: Sequence[int] | bool | None = None,
-    survive: int | None = None,
+    survive: int | Survive | None = None,
     **misspelt: Any,
 ) -> Any:
     """Compile a model, or decorate a function that makes one.
@@ -132,8 +133,8 @@ def compile(
             PyTorch shows that loss and gradients stay the same to rounding; the example's widths stay as they are. See
             docs/data.md.
         survive: How many ranks may be killed while they train, at once or one after the other: the others finish the
-            step and train on, with the same samples a step. Needs more replicas (dp) than that. None: none; see
-            docs/surviving.md.
+            step and train on, with the same samples a step. Needs more replicas (dp) than that. csc.Survive(1,
+            copies=1) keeps what a lost replica had finished of the step. None: none; see docs/survive.md.
         **misspelt: Nothing else is taken: InputError with the nearest name.
 
     Returns:

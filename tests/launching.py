@@ -78,10 +78,10 @@ def run_csc(*arguments: str) -> None:
         assert not end.code, f"exit code {end.code}"
 
 
-def ranks(main: Callable[..., None], processes: int, *arguments: Any, dying: int = 0) -> list[str]:
+def ranks(main: Callable[..., None], processes: int, *arguments: Any, dying: int = 0, again: bool = False) -> list[str]:
     """main(*arguments) on so many processes with the environment that torchrun would give them, and torchrun's kind of
     store, which outlives any rank; what each of them wrote. AssertionError with what the first rank that failed wrote,
-    if one did. dying: how many may be killed: the others are waited for.
+    if one did. dying: how many may be killed: the others are waited for. again: those are started once more.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -89,7 +89,7 @@ def ranks(main: Callable[..., None], processes: int, *arguments: Any, dying: int
         {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         for rank in range(processes)
     ]
-    return _heard(main, [place | meeting for place in places], arguments, dying)
+    return _heard(main, [place | meeting for place in places], arguments, dying, again)
 
 
 def alone(main: Callable[..., None], *arguments: Any, **environment: str) -> str:
@@ -100,19 +100,25 @@ def alone(main: Callable[..., None], *arguments: Any, **environment: str) -> str
 
 
 def _heard(
-    main: Callable[..., None], environments: Sequence[Mapping[str, object]], arguments: tuple[Any, ...], dying: int = 0
-) -> list[str]:
-    """What main(*arguments) wrote in a process for each of these environments. dying: how many may be killed."""
+    main: Callable[..., None], environments: Sequence[Mapping[str, object]], arguments: tuple[Any, ...], dying: int = 0,
+    again: bool = False,
+) -> list[str]:  # fmt: skip
+    """What main(*arguments) wrote in a process for each of these environments. dying: how many may be killed; again:
+    and are started once more.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for rank, own in enumerate(environments):
-            environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+
+        def start(rank: int) -> Any:
+            environment = {**os.environ, **{name: str(value) for name, value in environments[rank].items()}}
             heard = Path(folder, f"{rank}.txt")
-            started.append(context.Process(target=_rank, args=(main, environment, heard, arguments), daemon=True))
-            started[-1].start()
-        failed = _first_failure(started, dying)
+            process = context.Process(target=_rank, args=(main, environment, heard, arguments), daemon=True)
+            process.start()
+            return process
+
+        started = [start(rank) for rank in range(len(environments))]
+        failed = _first_failure(started, dying, start if again else None)
         assert failed is None, (
             f"rank {failed} ended with {started[failed].exitcode}:\n"
             + Path(folder, f"{failed}.txt").read_text()[-4000:]
@@ -120,9 +126,9 @@ def _heard(
         return [Path(folder, f"{rank}.txt").read_text() for rank in range(len(environments))]
 
 
-def _first_failure(started: list[Any], dying: int) -> int | None:
+def _first_failure(started: list[Any], dying: int, start: Callable[[int], Any] | None = None) -> int | None:
     """Wait until all processes are done, or one has failed: the others wait for it in vain, and are ended. dying: how
-    many may be killed before.
+    many may be killed before; start: makes another one in its place.
     """
     end, running = monotonic() + PATIENCE, dict(enumerate(started))
     failed = None
@@ -134,6 +140,8 @@ def _first_failure(started: list[Any], dying: int) -> int | None:
                 del running[rank]
                 if process.exitcode == -signal.SIGKILL and dying:
                     dying -= 1
+                    if start is not None:
+                        started[rank] = running[rank] = start(rank)
                     continue
                 failed = rank if process.exitcode and failed is None else failed
     for process in running.values():

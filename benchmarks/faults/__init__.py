@@ -1,4 +1,5 @@
-"""The benchmark of failures and jitter: what csc plans for them, against Oobleck's and RRFP's own figures.
+"""The benchmark of failures and jitter: real processes that are killed, and what csc plans, against Oobleck's and
+RRFP's own figures.
 
-python -m benchmarks.faults [--json] [--quick] [--recovery SECONDS]; see docs/survive.md.
+python -m benchmarks.faults [--json] [--quick] [--part PART] [--faults N] [--recovery SECONDS]; see docs/survive.md.
 """

@@ -17,8 +17,16 @@ AIMS = {
     "plan_seconds_64x48": 10.0,
     "jitter_j3_over_readiness_equal_memory_min": 0.98,
     "j0_to_j3_slowdown": 0.08,
+    "faults_tried": 300,
+    "lost_steps": 0,
+    "wrong_losses": 0,
+    "hangs": 0,
+    "microbatches_repeated_max": 1,
+    "detect_seconds_p95": 0.5,
+    "recover_seconds_p95": 3.0,
+    "frozen_without_a_sentence": 0,
 }
-PARTS = ("simulated", "jitter", "rrfp")
+PARTS = ("processes", "simulated", "jitter", "rrfp")  # the first one forks, before there are threads
 RECOVERY = 3.0  # seconds from a loss until all ranks work again
 
 
@@ -30,13 +38,15 @@ def main() -> None:
     parser.add_argument(
         "--recovery", type=float, default=RECOVERY, help="seconds from a loss until all work again (default: 3)"
     )
+    parser.add_argument("--faults", type=int, help="how many ranks are killed (default: 300, with --quick 40)")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    faults = given.faults or (40 if given.quick else 300)
 
     def tell(what: str) -> None:
         print(f"faults: {what}", file=sys.stderr, flush=True)
 
-    found = document(given.part or PARTS, given.quick, given.recovery, tell)
+    found = document(given.part or PARTS, given.quick, given.recovery, tell, faults)
     if given.json:
         print(json.dumps(found, indent=1))
         return
@@ -49,10 +59,14 @@ def main() -> None:
         print(f"{name}: {_text(value)}{aim}")
 
 
-def document(parts: Sequence[str], quick: bool, recovery: float, tell: Callable[[str], None]) -> dict[str, Any]:
+def document(
+    parts: Sequence[str], quick: bool, recovery: float, tell: Callable[[str], None], faults: int
+) -> dict[str, Any]:
     """`summary`, the aims beside it, and every row. What was not run is not there."""
     summary: dict[str, Any] = {}
     rows: dict[str, list[dict[str, Any]]] = {}
+    if "processes" in parts:
+        killed(faults, quick, tell, summary, rows)
     if "simulated" in parts:
         simulated(quick, recovery, tell, summary, rows)
     if "jitter" in parts:
@@ -60,6 +74,23 @@ def document(parts: Sequence[str], quick: bool, recovery: float, tell: Callable[
     if "rrfp" in parts:
         rrfp(quick, tell, summary, rows)
     return {"summary": summary, "aims": AIMS, "recovery": recovery, "rows": rows}
+
+
+def killed(
+    faults: int,
+    quick: bool,
+    tell: Callable[[str], None],
+    summary: dict[str, Any],
+    rows: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Real processes."""
+    from benchmarks.faults import processes
+
+    found = processes.measured(faults, 2 if quick else 6, processes.SETTINGS, tell)
+    rows["processes"] = [{"not survived": text} for text in found.pop("failed")]
+    summary.update(found)
+    prices = processes.price_of_copies()
+    summary["copies_bytes_a_microbatch"], summary["copies_slowdown"] = prices
 
 
 def simulated(

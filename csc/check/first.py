@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
@@ -32,6 +31,7 @@ from csc.runtime import executor
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
+from csc.temporary import TemporaryFolder
 from csc.torch_private.traces import pytree
 
 # --- One step of a program, for comparison: `.grad` as it was afterwards ---------------------------------------------
@@ -129,7 +129,7 @@ def locate(compiler: Compiles, microbatch: Mapping[str, Any], options: Options, 
     trainable = {p.name for p in program.parameters if p.trainable}
     right = eager_step(compiler.model, microbatch, trainable)
     complete = compiler.complete(microbatch)
-    with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
+    with TemporaryFolder() as folder:
         compiler.emit(program, plain, Path(folder) / "program", complete)
         loaded = load(Path(folder) / "program")
         trainer = Trainer(loaded, weights_of(compiler.model), InProcess(loaded))

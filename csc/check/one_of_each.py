@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from csc.ir.program import Options, Program
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
+from csc.temporary import TemporaryFolder
 from csc.torch_private.traces import pytree
 
 # --- The layer files of a large program and those of a shallow one, beside each other --------------------------------
@@ -244,7 +244,7 @@ def check_by_layer(
     alone = replace(alone, microbatches=len(ready))
     trainable = {parameter.name for parameter in whole.parameters if parameter.trainable}
     alone = replace(alone, freeze=None)
-    with shallow(model, left_out, trainable), tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
+    with shallow(model, left_out, trainable), TemporaryFolder() as folder:
         small = _Shallow(compiler.of(model), _together(compiler, ready), ready, alone, Path(folder))
         try:
             small.write()

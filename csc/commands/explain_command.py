@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from rich.markup import escape
 from csc.commands.model_options import Opening, on_target
 from csc.commands.printing import Column, DebugOption, JsonOption, Rows, console, print_json, table
 from csc.commands.tables import NONE_YET, fused_functions, fused_table, memory_table, unfit_table
+from csc.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from csc.driver.compiled import CompiledModel
@@ -59,7 +59,7 @@ def explain(
 
 
 def _fused(compiled: CompiledModel) -> list[FusedRow]:
-    with tempfile.TemporaryDirectory(prefix="csc-explain-") as folder:
+    with TemporaryFolder() as folder:
         return fused_functions(compiled.write(Path(folder) / "program", ranks=[0]))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from csc.runtime.loaded_program import load
 from csc.runtime.meeting import NOTHING, Meeting, Vote, answering, first_makes, heard, told
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
+from csc.temporary import TemporaryFolder
 
 # --- The check of several processes: rank 1 runs the program while rank 0 runs eager PyTorch -------------------------
 #
@@ -471,7 +471,7 @@ class Checking:
     def _own_step(self, asked: Comparison, drawn: int) -> EagerStep:
         """Of all ranks in this process, with the model's weights, in the programs that decide as those asked for."""
         weights = weights_of(self._compiler.model)
-        with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
+        with TemporaryFolder() as folder:
             programs = []
             made = self._made[asked.options.microbatches]
             variants = made[asked.names[0]].variants

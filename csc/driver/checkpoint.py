@@ -8,7 +8,6 @@ import copy
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +28,7 @@ from csc.runtime.loaded_program import read_json
 from csc.runtime.meeting import first_line
 from csc.runtime.specs import ParameterSpec
 from csc.runtime.weights import INDEX, OWN, SINGLE, FileTensors, WeightLayout, flushed, published
+from csc.temporary import TemporaryFolder
 
 # --- Checkpoints as `save_pretrained` writes them and `from_pretrained` reads them -----------------------------------
 #
@@ -136,7 +136,7 @@ def write_config(model: Any, directory: str | Path) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
-    with tempfile.TemporaryDirectory(prefix="csc-") as folder:
+    with TemporaryFolder() as folder:
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
@@ -282,7 +282,7 @@ def note_adapters(model: Any, folder: Path) -> None:
 
 
 def _told(config: Any) -> Any:
-    with tempfile.TemporaryDirectory(prefix="csc-") as made:
+    with TemporaryFolder() as made:
         config.save_pretrained(made)
         return json.loads((Path(made) / ITS_CONFIG).read_text())
 
@@ -330,7 +330,7 @@ def _wrapped(folder: Path, base: Any) -> tuple[Any, Mapping[str, str]]:
     names = {id(tensor): name for name, tensor in _tensors(base)}
     wrapped: Any = None
     try:
-        with tempfile.TemporaryDirectory(prefix="csc-") as made, torch.device("meta"):
+        with TemporaryFolder() as made, torch.device("meta"):
             for adapter, config in told.items():
                 (Path(made) / ITS_CONFIG).write_text(json.dumps(config))
                 given = PeftConfig.from_pretrained(made)

@@ -488,7 +488,23 @@ class CompiledModel:
         entry. Returns torch's own object. InputError if it does not, or is given parameters of another process.
         """
         own = self.parameters() if parameters is None else parameters
-        return make_optimizer(self._steps.current, make, own, **options)
+        optimizer = make_optimizer(self._steps.current, make, own, **options)
+        self._steps.made(optimizer)
+        return optimizer
+
+    def rejoin(self) -> int:
+        """Take the place of a rank that was lost, in a job with `survive=`: to be called right after `csc.compile`, in
+        every process. It waits until the others begin a step; a `compiled.optimizer(...)` made after it has the state
+        of theirs.
+
+        Returns:
+            How many steps the job has trained: 0 where it begins.
+
+        Raises:
+            InputError: Nothing can be survived, there is no example, or the job takes up nobody.
+            RankLost: The job does not take it up within `timeout`.
+        """
+        return self._steps.rejoin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this process' parameters."""
@@ -558,7 +574,8 @@ class CompiledModel:
     @property
     def survives(self) -> int:
         """How many ranks may die."""
-        return self._all.settings.survive
+        survive = self._all.settings.survive
+        return 0 if survive is None else survive.failures
 
     def save_adapter(self, directory: str | Path) -> None:
         """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.

@@ -21,6 +21,7 @@ from csc.driver.programs import MadeFeatures, ProgramSet
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
+from csc.runtime.survival import Survival, Survive
 from csc.runtime.trainer import Trainer
 
 # --- Models that another library has in its hands already ------------------------------------------------------------
@@ -72,7 +73,7 @@ class Settings:
     """cache: whether programs are kept on disk. check: whether new ones are compared with eager PyTorch; a number: and
     at steps of which it is a divisor. timeout: seconds without an answer until a process counts as lost. features:
     how those of frozen encoders come before a step. axes: along which dimension samples of an entry lie, as is told.
-    survive: how many ranks may die.
+    survive: which ranks may die.
     """
 
     cache: bool
@@ -80,7 +81,7 @@ class Settings:
     timeout: float = 600.0
     features: MadeFeatures | None = None
     axes: Mapping[str, int] = field(default_factory=dict)
-    survive: int = 0
+    survive: Survive | None = None
 
 
 class ModelPrograms:
@@ -103,6 +104,7 @@ class ModelPrograms:
         self._model, self.settings, self._directory = model, settings, directory
         self._compiler, self._before, self._was = compiler, before, was
         self._set: ProgramSet | None = None
+        self._ended: list[Survival | None] = []
         self.training = training
         self.progress: Progress = quiet
         self.chosen: tuple[Mesh, str] | None = None  # the mesh, if csc chose it, and how
@@ -176,6 +178,12 @@ class ModelPrograms:
         if not found:
             self.set.look()
         return found
+
+    def start_again(self) -> None:
+        """What ranks share is built anew: others have come. The store of those that were left is still asked."""
+        if self._set is not None:
+            self._ended.append(self._set.survival)
+        self._set, self._before, self._was = None, None, None
 
     def after(self, directory: Path | None, check: bool | int | None) -> ModelPrograms:
         """For other options of the same model: the same traces, the same parameters. check: None: as before."""

@@ -21,6 +21,7 @@ from csc.driver.options import shown
 from csc.driver.programs import MadeFeatures
 from csc.errors import InputError
 from csc.ir.program import Options
+from csc.runtime.survival import Survive
 from csc.runtime.survival import check as check_survival
 
 
@@ -36,24 +37,26 @@ def compiled_model(
     divide: Divide | None = None,
     features: MadeFeatures | None = None,
     widths: Any = None,
-    survive: int | None = None,
+    survive: int | Survive | None = None,
 ) -> CompiledModel:
     """As `csc.compile` takes them. compiler: of the model, if there is one already. InputError for what it does not."""
     _refuse(model, cache, timeout)
     dividing = Dividing(divide)
-    settings = Settings(cache, checks(check), timeout, features, dividing.axes, _failures(survive))
+    settings = Settings(cache, checks(check), timeout, features, dividing.axes, _survived(survive))
     programs = ModelPrograms(model, settings, directory, compiler)
     given = GivenBatches(example, dividing, programs, Widths.of(widths))
     if options.mesh.is_open:
         options = with_chosen_mesh(programs, given, options)
     if settings.survive:
         refused = {
-            f"zero={options.zero}": (options.zero, "each rank has a part of the optimizer's state for itself"),
+            f"zero={options.zero}": (options.zero >= 3, "all replicas meet in each stage, and none finishes alone"),
             "fuse=True": (options.fuse, "ranks meet while functions are compiled"),
             "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start"),
             "encode_ahead or cache_features": (features, "a rank has features that others lack"),
         }
-        check_survival(options.mesh, settings.survive, {what: why for what, (is_on, why) in refused.items() if is_on})
+        check_survival(
+            options.mesh, settings.survive.failures, {what: why for what, (is_on, why) in refused.items() if is_on}
+        )
     return CompiledModel(programs, given, options)
 
 
@@ -75,16 +78,12 @@ def made_features(kept: str | Path | FeatureCache | None, ahead: bool) -> MadeFe
     return partial(KeptFeatures, kept if isinstance(kept, FeatureCache) else FeatureCache(kept))
 
 
-def _failures(survive: object) -> int:
-    """How many ranks may die. InputError for what is no number of them."""
+def _survived(survive: object) -> Survive | None:
+    """What ranks may be lost; None: none. InputError for what says nothing of that."""
     if survive is None:
-        return 0
-    if isinstance(survive, bool) or not isinstance(survive, int) or survive < 0:
-        raise InputError(
-            f"survive is {shown(survive)}", "compile",
-            "pass how many ranks may die at once, such as survive=1; None: none",
-        )  # fmt: skip
-    return survive
+        return None
+    found = survive if isinstance(survive, Survive) else Survive(survive)  # type: ignore[arg-type]
+    return found if found.failures else None
 
 
 def _refuse(model: object, cache: object, timeout: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -39,13 +39,15 @@ from csc.ir.schedule import Schedule, parse
 from csc.ir.stored import bound
 from csc.passes import pipeline_problem as numbers
 from csc.planning.problem import Problem
+from csc.runtime.joining import is_under_way
 from csc.runtime.launch import join_group
 from csc.runtime.loaded_program import LoadedProgram, is_part, load
 from csc.runtime.meeting import NOTHING, Meeting, Vote, broadcast_group, first_makes
 from csc.runtime.parameters import DataShards, Kept
 from csc.runtime.specs import Manifest
-from csc.runtime.survival import Survival
+from csc.runtime.survival import Survival, Survive
 from csc.runtime.trainer import Trainer
+from csc.temporary import TemporaryFolder
 from csc.torch_private.autograd import below_autograd
 from csc.torch_private.process_state import is_profiled
 
@@ -377,7 +379,7 @@ class ProgramBroadcast:
 
     def __init__(self, compiler: Compiler, compiled: CompiledPrograms, directory: Path | None) -> None:
         self._compiler, self._compiled, self._home = compiler, compiled, directory
-        self._temporary: tempfile.TemporaryDirectory | None = None
+        self._temporary: TemporaryFolder | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -401,7 +403,7 @@ class ProgramBroadcast:
     def directory(self, index: int) -> Path:
         """Where the index-th program goes; every process of a group writes its own."""
         if self._home is None and self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="csc-")
+            self._temporary = TemporaryFolder()
         home = self._home or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
         own = own_rank()
         rank = f"-rank{own[0]}" if own is not None else ""
@@ -477,13 +479,13 @@ class ProgramSet:
         meeting: Meeting | None = None,
         training: ProgramSet | None = None,
         features: MadeFeatures | None = None,
-        survive: int = 0,
+        survive: Survive | None = None,
     ) -> None:
         """directory: where programs are written; before: what trained these parameters until now; checks: whether
         programs are compared with eager PyTorch before they run; model: as it was when the compiler captured it;
         timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one;
         training: the programs that train what these evaluate; features: how those of frozen encoders are come
-        by. survive: how many ranks may die.
+        by. survive: which ranks may die.
         """
         self.features = None
         if features is not None:
@@ -577,7 +579,7 @@ class ProgramSet:
         match = self._compiler.match(first)
         if match.capture is not None and kept.checked(match, self.compiled.options(match, options)):
             return Checked(skipped="that was done before, as the cache knows")
-        with tempfile.TemporaryDirectory(prefix="csc-check-") as folder:
+        with TemporaryFolder() as folder:
             written = self.compiled.write(first, options, Path(folder) / "program", progress, ranks=[0])
             progress(CHECK)
             found = check_by_layer(self._compiler, ready, options, contents(written))
@@ -813,8 +815,10 @@ class ProgramSet:
         if self._meeting is None:
             several = dist.is_initialized() and dist.get_world_size() > 1
             self._meeting = Meeting.of_all(self._timeout) if several else Meeting()
-            if several and self._survive:
-                self._meeting.survival = Survival(self._survive, options.mesh, self._meeting, self._timeout)
+            if several and self._survive is not None:
+                self._meeting.survival = Survival(
+                    self._survive, options.mesh, options.zero, self._meeting, self._timeout
+                )
         if self.survival is not None and self._broadcast.forget not in self.survival.forget:
             self.survival.forget.append(self._broadcast.forget)
         return self._meeting
@@ -827,6 +831,13 @@ class ProgramSet:
     def _join_group(self, options: Options) -> None:
         if self.survival is not None and self.survival.has_lost:
             return
+        if self._survive is not None and is_under_way():
+            raise InputError(
+                f"the job goes on without rank {os.environ['RANK']}, in whose place this process was started",
+                "compile",
+                "call compiled.rejoin() before anything else: it waits until the others take it up, and returns how "
+                "many steps they have done",
+            )  # fmt: skip
         join_group(device_of(self._compiler.model).type, self._timeout, options.mesh.size, str(options.mesh))
 
     # --- weights -------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,8 +31,9 @@ from csc.errors import DifferenceError, InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Fetched, Microbatches, ahead
 from csc.runtime.executor import Encoding
+from csc.runtime.joining import ask, exchange, is_under_way
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS, StepVote, Vote
+from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS, Joining, StepVote, Vote
 from csc.runtime.specs import Manifest
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
@@ -172,6 +175,9 @@ class Steps:
         self._scaled = ScaledGradients()
         self._handed: tuple[Any, Fetched[Any]] | None = None  # a loader of `ahead`, and its batch that is trained on
         self.metrics: dict[str, float] = {}
+        self._trained = 0
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was made
+        self._state: dict[str, Any] | None = None  # of the others' optimizer, for one that is to be made
 
     def options(self, microbatches: int | None = None) -> Options:
         """Those of a step. InputError if there cannot be so many."""
@@ -225,8 +231,61 @@ class Steps:
             )  # fmt: skip
         if following is None and self.encodes_ahead is not None and self._handed is not None:
             following = self._handed[1].following() if self._handed[1].batch is batch else None
-        with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
-            return self._step(STEP, batch, microbatches, local, following)
+        while True:
+            try:
+                with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
+                    loss = self._step(STEP, batch, microbatches, local, following)
+            except Joining:
+                self._take_up()
+            else:
+                self._trained += 1
+                return loss
+
+    # --- ranks that were lost and come back ------------------------------------------------------------------------
+
+    def rejoin(self) -> int:
+        """In the place of a rank that was lost: have what the others have, and the number of their steps. 0 where a job
+        begins.
+        """
+        settings = self.programs.settings
+        if settings.survive is None:
+            raise InputError("the job does not survive a lost rank", "rejoin", "compile with survive=1")
+        if not self.given.known:
+            raise InputError(
+                "there is no example, of which a rank that joins makes its program", "rejoin",
+                "give csc.compile the same example=batch on every rank",
+            )  # fmt: skip
+        if not is_under_way():
+            return self._trained
+        rank = int(os.environ["RANK"])
+        found = ask(rank, settings.timeout)
+        if found is None:
+            return 0
+        found.enter(rank, self._options.mesh.size, settings.timeout)
+        self._state = exchange(found, self.programs.compiler.model, None)
+        self._trained, self._count = found.steps, found.calls
+        self.trainer(check=False)
+        return found.steps
+
+    def _take_up(self) -> None:
+        """Those that were lost are there again: all build what ranks share anew."""
+        survival = self.programs.set.survival
+        assert survival is not None
+        optimizer = None if self._optimizer is None else self._optimizer()
+        found = survival.admit(self._trained, self._count)
+        exchange(found, self.programs.compiler.model, None if optimizer is None else optimizer.state_dict())
+        self.programs.start_again()
+        self._evaluating = None
+        self.trainer(check=False)
+        if found.source == survival.me:
+            log.warning("all ranks train again, from step %d on", found.steps)
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        """It steps what trains: after `rejoin` it gets the state of the others'."""
+        self._optimizer = weakref.ref(optimizer)
+        if self._state is not None:
+            optimizer.load_state_dict(self._state)
+            self._state = None
 
     def _refuse_local(self, local: bool) -> None:
         if local and self.programs.settings.survive:

@@ -37,6 +37,8 @@ def rank_sets(manifest: Manifest) -> list[tuple[int, ...]]:
     sets = [ranks for kind in kinds for ranks in mesh.groups(kind)]
     if manifest.loss.weight == "mean" or manifest.loss.summed:
         sets += mesh.groups(Group.SAMPLES)
+    if manifest.contexts:
+        sets += mesh.groups(Group.CONTEXT)  # where ranks may die, labels are counted within replicas
     tied = sorted({tuple(sorted(p.ranks)) for p in trained})
     sets += [ranks for holders in tied for ranks in mesh.groups(Group.PIPELINE, holders)]
     sets += mesh.groups(Group.WORLD)
@@ -216,6 +218,7 @@ class Distributed:
         """The rank that it is from now on, in new groups. All that are left call it, after `leave`."""
         self._manifest, self.rank, self.ranks = manifest, rank, (rank,)
         self._groups = ProcessGroups(manifest, rank, self._timeout)
+        self.recent = Recent(self.recent.most)
         self.begin_step()
 
     def at(self, place: Action | str) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections import deque
@@ -19,6 +18,7 @@ from pathlib import Path
 from csc import cores
 from csc.installation import own_process
 from csc.runtime.compiled_function import BeingMadeError, FunctionOrder, TorchState
+from csc.temporary import TemporaryFolder
 
 # --- Functions compiled in several processes at once -----------------------------------------------------------------
 #
@@ -244,7 +244,7 @@ class FunctionFolder:
     """own: what removes it, if it is of this process alone. workers: of this process, which make functions there."""
 
     path: Path
-    own: tempfile.TemporaryDirectory[str] | None = None
+    own: TemporaryFolder | None = None
     workers: WorkersAhead = field(default_factory=WorkersAhead)
 
     @classmethod
@@ -252,5 +252,5 @@ class FunctionFolder:
         """The folder, which is there."""
         if kept is not None:
             return cls(kept)
-        own = tempfile.TemporaryDirectory(prefix="csc-fused-")
+        own = TemporaryFolder()
         return cls(Path(own.name), own)

@@ -17,7 +17,7 @@ from csc.ir.groups import RANDOM, Group
 from csc.ir.schedule import WHOLE, Action, Kind, Message, doable
 from csc.kernels.dropout import mixed
 from csc.runtime import context, loss
-from csc.runtime.gradients import Gathered, GradientSums, Pair, Scattered, of_any, reduce, wait_sum
+from csc.runtime.gradients import Added, Gathered, GradientSums, Pair, Scattered, of_any, reduce, wait_sum
 from csc.runtime.loaded_program import StageFunctions
 from csc.runtime.rank import Ranges, Rank
 from csc.runtime.specs import Manifest, MessageSpec, StepCounts, ValueSpec
@@ -254,6 +254,7 @@ class _Step:
         weights: Mapping[str, torch.Tensor],
         profiled: bool,
         within: Within,
+        alone: Alone | None = None,
     ) -> None:
         manifest = rank.program.manifest
         self.rank = rank  # for all that is the same in every program
@@ -275,6 +276,9 @@ class _Step:
         self.loss_weights: dict[int, float] = {}
         held = [p for p in manifest.parameters if rank.position in p.ranks]
         self.gathered = Gathered(rank, held, weights)
+        if alone is not None:  # what replicas divide is divided when they meet
+            self.gradients = GradientSums(held, self.stages, None, alone.adding(self.losses), alone.skips)
+            return
         scatters = manifest.zero >= 2 and len(rank.group(Group.DATA)) > 1
         self.gradients = GradientSums(held, self.stages, Scattered(rank, held) if scatters else None)
 
@@ -456,6 +460,21 @@ class Computed:
     trace: list[Timed]
 
 
+@dataclass(frozen=True)
+class Alone:
+    """Microbatches of one replica that meets no other. added: as that of GradientSums, with the losses that there are.
+    skips: stages and microbatches whose gradients others have.
+    """
+
+    added: Callable[[int, int, Mapping[str, torch.Tensor], Mapping[int, torch.Tensor]], None] | None = None
+    skips: frozenset[tuple[int, int]] = frozenset()
+
+    def adding(self, losses: Mapping[int, torch.Tensor]) -> Added | None:
+        """For sums. losses: which come meanwhile."""
+        added = self.added
+        return None if added is None else lambda stage, count, sums: added(stage, count, sums, losses)
+
+
 def computed(
     whole: Rank,
     ranks: Sequence[Rank],
@@ -465,13 +484,14 @@ def computed(
     profiled: bool = False,
     within: Within = nullcontext,
     ahead: Ahead | None = None,
+    alone: Alone | None = None,
 ) -> Generator[str, None, Computed]:
     """F, B and W of as many microbatches as a step has at most, in the order of the schedule. They come with all that a
     step gives them (context, seeds, weights of terms). No other replica is met.
     """
     count = len(microbatches)
     actions = [one for one in whole.actions if one.kind != "REDUCE" and one.microbatch < count]
-    state, timed = _Step(whole, ranks, microbatches, weights, profiled, within), list[Timed]()
+    state, timed = _Step(whole, ranks, microbatches, weights, profiled, within, alone or Alone()), list[Timed]()
     if whole.program.manifest.loss_rank == whole.position:
         state.loss_weights = dict(loss_weights)
     try:

@@ -232,6 +232,7 @@ class Scattered:
 
 
 Pair = tuple[str, torch.Tensor]
+Added = Callable[[int, int, Mapping[str, torch.Tensor]], None]  # a stage, its microbatches so far, and their sums
 
 
 class GradientSums:
@@ -244,10 +245,14 @@ class GradientSums:
     """
 
     def __init__(
-        self, parameters: Iterable[ParameterSpec], stages: Iterable[int], scattered: Scattered | None = None
-    ) -> None:
-        """scattered: where gradients go that ranks divide."""
+        self, parameters: Iterable[ParameterSpec], stages: Iterable[int], scattered: Scattered | None = None,
+        added: Added | None = None, skips: Collection[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
+        """scattered: where gradients go that ranks divide. added: called after each microbatch of a stage. skips:
+        stages and microbatches whose gradients are not added.
+        """
         self.scattered = scattered
+        self._added, self._skips = added, skips
         self.specs = {spec.name: spec.local for spec in parameters}
         self.buffers: dict[str, torch.Tensor] = {}  # complete after `merge`
         self.own: set[str] = set()
@@ -262,11 +267,14 @@ class GradientSums:
             self._early[stage, microbatch] = list(pairs)
             return
         for name, gradient in pairs:
-            self._add(stage, name, gradient)
+            if (stage, microbatch) not in self._skips:
+                self._add(stage, name, gradient)
             del gradient  # before the next one is made: it may be a head's, the largest tensor of a step
         if self.scattered is not None:
             self.scattered.end(stage)
         self._turn[stage] += 1
+        if self._added is not None:
+            self._added(stage, self._turn[stage], self._of_stage[stage])
         early = self._early.pop((stage, self._turn[stage]), None)
         if early is not None:
             self.add(stage, self._turn[stage], early)
@@ -295,6 +303,11 @@ class GradientSums:
         else:
             sums[name] = sums[name] + gradient
             own.add(name)
+
+    @property
+    def of_stages(self) -> Mapping[int, Mapping[str, torch.Tensor]]:
+        """The sums of each stage, before `merge`."""
+        return self._of_stage
 
     @property
     def there(self) -> set[str]:

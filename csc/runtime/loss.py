@@ -80,8 +80,8 @@ def weighed(
     one microbatch and dp = 1 each weight is exactly 1.0, and nothing is counted; so it is on ranks that neither compute
     the loss nor add terms of it, and so have no use for it.
 
-    ranks: this rank in the program of each microbatch. of_all: these are the microbatches of all replicas, so that no
-    other rank has to be asked.
+    ranks: this rank in the program of each microbatch. of_all: these are the microbatches of all replicas, so that none
+    but those that share their tokens has to be asked.
     """
     rank, loss, count = ranks[0], ranks[0].program.manifest.loss, len(microbatches)
     given, ones = list(microbatches), dict.fromkeys(range(count), 1.0)
@@ -112,7 +112,9 @@ def _weights(
         what, counts = "labels", _labels(ranks, microbatches)
     total = counts.sum(0)
     why = f"count of {what} over {' and '.join(counting.along)}"
-    if not of_all:
+    if of_all and counting == Group.DATA:
+        yield from wait_sum(rank.endpoint, total, rank.group(Group.CONTEXT), why)
+    elif not of_all:
         yield from wait_sum(rank.endpoint, total, rank.group(counting), why)
     divisors: Sequence[LossSpec | DivisorSpec] = manifest.loss.divisors or (manifest.loss,)
     whole = [_divided(one, n) for one, n in zip(divisors, total.tolist(), strict=True)]

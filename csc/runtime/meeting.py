@@ -227,7 +227,8 @@ def _other_samples(operation: str, words: Sequence[VoteTexts], one: int, other: 
 def agree(rows: Sequence[Sequence[int]]) -> bool:
     """Whether nobody failed, and operation, step and signature are the same; the content within each replica.
 
-    A row: operation, step, failed, signature, replica, content, value, and the fields of a StepVote; texts as digests.
+    A row: operation, step, failed, signature, replica, content, value, whether ranks wait to be taken up, and the fields
+    of a StepVote; texts as digests.
     """
     contents = {(row[4], row[5]) for row in rows}
     same = len({tuple(row[:4]) for row in rows}) == 1 and len(contents) == len({row[4] for row in rows})
@@ -463,7 +464,7 @@ class VoteNumbers:
     def of(cls, row: Sequence[int]) -> VoteNumbers:
         """Of a row (see `agree`)."""
         kinds = {field.name: type(field.default) for field in fields(StepVote)}
-        step = StepVote(**{name: kind(number) for (name, kind), number in zip(kinds.items(), row[7:], strict=True)})
+        step = StepVote(**{name: kind(number) for (name, kind), number in zip(kinds.items(), row[8:], strict=True)})
         return cls(row[5], as_float(row[6]), step)
 
 
@@ -492,7 +493,9 @@ def let_go(error: BaseException) -> None:
 
 
 class Survives(Protocol):
-    """What a meeting asks of csc.runtime.survival.Survival."""
+    """What a meeting asks of csc.runtime.survival.Survival. failures: how many ranks may die."""
+
+    failures: int
 
     def lost(self, seconds: float = 0.0) -> bool:
         """Whether a member has died."""
@@ -500,8 +503,15 @@ class Survives(Protocol):
     def recover(self, error: BaseException) -> None:
         """Come together with those that are left."""
 
+    def waiting(self) -> bool:
+        """Whether all that were lost wait to be taken up, as the first rank knows."""
+
     def rows(self, number: int) -> list[list[int]] | None:
         """Of a meeting that others have finished."""
+
+
+class Joining(Exception):
+    """All ranks that were lost have been started again, and ask to be taken up."""
 
 
 class _Anew(Exception):
@@ -584,7 +594,28 @@ class Meeting:
 
     def texts(self, operation: str, text: str) -> list[str]:
         """A text of every rank, by rank, right after a meeting in which all learnt that they would tell. RankLost."""
-        return [text] if self._alone else self.guarded(lambda: gathered_texts(text, self._group), operation)
+        if self._alone:
+            return [text]
+        texts = lambda: self.guarded(lambda: gathered_texts(text, self._group), operation)  # noqa: E731
+        return list(self.surviving(texts, operation))
+
+    def surviving(self, call: Callable[[], Result], operation: str) -> Result:
+        """What all ranks do outside of a meeting. Interrupted if one of them dies meanwhile, and the others have come
+        together without it.
+        """
+        try:
+            return call()
+        except RankLost as lost:
+            if self.survival is None or not self.survival.lost(NEWS):
+                raise
+            let_go(lost)
+            self.survival.recover(lost)
+            raise self._interrupted(operation) from None
+
+    def _interrupted(self, operation: str) -> Interrupted:
+        return Interrupted(
+            f"a rank died {self._place(operation)}", "the ranks that are left", "Call it again on every rank"
+        )
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -613,10 +644,7 @@ class Meeting:
                     return self._once(operation, make)
                 except _Anew:
                     if operation not in REPEATED:
-                        raise Interrupted(
-                            f"a rank died {self._place(operation)}", "the ranks that are left",
-                            "Call it again on every rank",
-                        ) from None  # fmt: skip
+                        raise self._interrupted(operation) from None
 
     def _once(self, operation: str, make: Callable[[], tuple[Vote, Result]]) -> tuple[Result, Sequence[Sequence[int]]]:
         try:
@@ -629,6 +657,8 @@ class Meeting:
         rows, words = self._round(operation, vote, None)
         if words:
             raise self._amiss(operation, words)
+        if any(row[7] for row in rows):
+            raise Joining
         self._agreed = operation in AGREED
         return result, rows
 
@@ -691,7 +721,9 @@ class Meeting:
         """The votes of all, and their texts if they do not agree."""
         row = [
             digest(operation), self.step, int(error is not None), digest("\n".join(vote.signature)), vote.replica,
-            vote.content ^ digest("\n".join(vote.shared)), as_int(vote.value), *map(int, astuple(vote.step)),
+            vote.content ^ digest("\n".join(vote.shared)), as_int(vote.value),
+            int(self.survival is not None and operation == STEP and self.survival.waiting()),
+            *map(int, astuple(vote.step)),
         ]  # fmt: skip
         rows = self._said_by_all(operation, row)
         if agree(rows):

@@ -8,8 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -255,15 +256,29 @@ class Stepped:
 
 
 class DataShards:
-    """Of one process with one rank."""
+    """Of one process with one rank. failures: each shard is that of so many ranks more, in other replicas, which step
+    it alike: if so many replicas are lost, it is still there.
+    """
 
-    def __init__(self, mesh: Mesh, rank: int, apart: bool = False) -> None:
-        self.ranks = mesh.group(Group.DATA, rank)
+    def __init__(self, mesh: Mesh, rank: int, apart: bool = False, failures: int = 0) -> None:
         self.apart = apart
-        self._index = self.ranks.index(rank)
+        self._shards = mesh.dp // (failures + 1) * mesh.cp if failures else len(mesh.group(Group.DATA, rank))
+        self.regroup(mesh, rank, range(mesh.dp) if failures else None)
         self._held: dict[str, Stepped] = {}
         self.stale = False
         self.replaced = False  # programs that train the same parameters have no use for these shards
+
+    def regroup(self, mesh: Mesh, rank: int, replicas: Sequence[int] | None) -> None:
+        """The rank that it is from now on. replicas: those that are left, as they were at the start; None: all. Each
+        steps what it has stepped.
+        """
+        self.ranks = mesh.group(Group.DATA, rank)
+        self._index = self.ranks.index(rank)
+        places = list(range(len(self.ranks)))
+        if replicas is not None:
+            each = len(places) // len(replicas)
+            places = [replicas[place // each] * each + place % each for place in places]
+        self._shard_of = [place % self._shards for place in places]
 
     def add(self, specs: Iterable[ParameterSpec], weights: Mapping[str, nn.Parameter]) -> None:
         """Divide what trains. A parameter whose memory is that of a shard keeps it: an optimizer knows it."""
@@ -271,7 +286,7 @@ class DataShards:
             whole, before = weights[spec.name], self._held.get(spec.name)
             if not spec.trainable or not spec.shape or (before is not None and before.whole is whole):
                 continue
-            shard = shard_of(spec.local.shape, len(self.ranks), self._index)
+            shard = self._entries(spec.local, self._index)
             parameter = whole if self.apart else nn.Parameter(seen(whole.data, shard))
             self._held[spec.name] = Stepped(spec.local, whole, shard, parameter, parameter._version)
 
@@ -283,6 +298,15 @@ class DataShards:
     def shard(self, name: str) -> Shard:
         """What this rank holds of a parameter."""
         return self._held[name].shard
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the first that steps its shards."""
+        return self._shard_of.index(self._shard_of[self._index]) == self._index
+
+    def _entries(self, spec: ParameterSpec, place: int) -> Shard:
+        """What the rank at a place of the group steps."""
+        return shard_of(spec.shape, self._shards, self._shard_of[place])
 
     @torch.no_grad()
     def take(self, name: str, gradient: torch.Tensor) -> None:
@@ -336,15 +360,17 @@ class DataShards:
     @torch.no_grad()
     def gather(self, transport: Transport) -> None:
         """Bring every rank's shards into the whole parameters. All ranks of the group call it."""
+        firsts = {shard: place for place, shard in reversed([*enumerate(self._shard_of)])}
+        del firsts[self._shard_of[self._index]]
         for number, held in enumerate(self._buckets()):
             why = f"parameters over {' and '.join(Group.DATA.along)}, bucket {number}"
             sizes = [sum(self._seen(one, place).numel() for one in held) for place in range(len(self.ranks))]
             flat = held[0].whole.new_zeros(max(sizes))
             own = [one.parameter.reshape(-1) for one in held]
             torch.cat(own, out=flat[: sizes[self._index]])
-            for place, part in enumerate(transport.gathered(flat, self.ranks, why)):
-                if place != self._index:
-                    self._put(held, place, part)
+            parts = transport.gathered(flat, self.ranks, why) if firsts else []
+            for place in firsts.values():
+                self._put(held, place, parts[place])
         self.stale = False
 
     def _put(self, held: list[Stepped], place: int, flat: torch.Tensor) -> None:
@@ -356,7 +382,7 @@ class DataShards:
 
     def _seen(self, held: Stepped, place: int) -> torch.Tensor:
         """What the rank at a place of the group steps, in the memory of the whole parameter."""
-        return seen(held.whole.data, shard_of(held.spec.shape, len(self.ranks), place))
+        return seen(held.whole.data, self._entries(held.spec, place))
 
     def _buckets(self) -> list[list[Stepped]]:
         """Parameters of one dtype whose shards go together."""
@@ -364,7 +390,7 @@ class DataShards:
 
     def _bytes(self, held: Stepped) -> int:
         """Of a shard."""
-        return held.whole.numel() * held.whole.element_size() // len(self.ranks)
+        return held.whole.numel() * held.whole.element_size() // self._shards
 
 
 # --- The parameters of this process ----------------------------------------------------------------------------------
@@ -401,10 +427,12 @@ class OwnParameters:
         self._compare(self.parts.sources)
         self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
 
-    def regroup(self, manifest: Manifest) -> None:
-        """Of fewer replicas from now on: its ranks hold what they held."""
+    def regroup(self, manifest: Manifest, replicas: Sequence[int]) -> None:
+        """Of these replicas from now on, as they were at the start: its ranks hold what they held."""
         self._manifest = manifest
         self.parts.regroup(manifest.mesh)
+        if self.data is not None:
+            self.data.regroup(manifest.mesh, self._first, replicas)
 
     @property
     def _first(self) -> int:
@@ -419,7 +447,9 @@ class OwnParameters:
             return None
         apart = manifest.zero >= 3
         fits = before is not None and (before.ranks, before.apart) == (group, apart)
-        found = before if before is not None and fits else DataShards(manifest.mesh, rank, apart)
+        survival = self._transport.meeting.survival
+        failures = 0 if survival is None else survival.failures
+        found = before if before is not None and fits else DataShards(manifest.mesh, rank, apart, failures)
         found.add(self.specs, self.values)
         return found
 
@@ -526,7 +556,7 @@ class OwnParameters:
         if self.data is not None and self.data.of(spec.name) is not None:
             position, part = mesh.coordinates(first).pp, mesh.shard(first)
             one = mesh.shard(mesh.group(spec.equal, first)[0])  # of those that hold the same
-            return (position, part) == (spec.owner, one)
+            return (position, part) == (spec.owner, one) and self.data.counts
         return mesh.group(spec.equal, first, spec.ranks)[0] in self._transport.ranks
 
     @property
@@ -566,7 +596,7 @@ class OwnParameters:
 
         anywhere = self._transport.meeting.total("parameters that ranks have stepped in shards", stale)
         if anywhere:
-            self.gather()
+            self._transport.meeting.surviving(self.gather, "parameters that ranks have stepped in shards")
 
     def check_step(self, where: str) -> None:
         """InputError if a step would not train what the model has."""
@@ -667,8 +697,16 @@ class OwnParameters:
         self._transport.meeting.hold("collect", check)
         self.refresh()
         for spec in wanted:
-            into[spec.name].copy_(self.parts.whole(spec, self.values.get(spec.name)))
+            into[spec.name].copy_(self._whole(spec, self.values.get(spec.name), "collect"))
             self.parts.put_back(spec)
+
+    def _whole(self, spec: ParameterSpec, own: torch.Tensor | None, operation: str) -> torch.Tensor:
+        """See Shards.whole."""
+        meeting = self._transport.meeting
+        if meeting.survival is None:
+            return self.parts.whole(spec, own)
+        call = partial(self.parts.whole, spec, own)
+        return cast(torch.Tensor, meeting.surviving(partial(meeting.guarded, call, operation), operation))
 
     def save(self, directory: str | Path, format: weights.WeightLayout = weights.OWN) -> None:
         """Write the weights as HF does: a shard per pipeline rank, or one file from one process. All ranks call. If one
@@ -701,7 +739,7 @@ class OwnParameters:
         state = self._held_now
         for spec in manifest.parameters:  # all ranks have their part in each that is divided
             if self.parts.in_parts(spec):
-                whole = self.parts.whole(spec, state.get(spec.name))
+                whole = self._whole(spec, state.get(spec.name), "save")
                 state |= {spec.name: whole.cpu()} if spec.owner in own else {}
         save = f"{int(meeting.total('save', name)):08x}"
         try:

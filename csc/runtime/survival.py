@@ -20,11 +20,12 @@ used. So it does not matter which rank dies. A death meanwhile begins it again, 
 
     survival = Survival(failures, mesh, meeting, seconds)     every process makes it
     survival.trains(trainer)              one whose ranks are regrouped; before it has any step
-    survival.results(trainer, dealt, uneven, drawn)           a step
+    survival.results(trainer, dealt, vote, drawn)            a step
     survival.lost(seconds) -> bool        whether a member has died
     survival.recover(error)               all members call it, sooner or later; RankLost if it cannot be
     survival.rows(number)                 of a meeting that others have finished
     survival.reduced(program)             as the replicas that are left run it
+    survival.waiting()      survival.admit(steps, calls)      a rank that comes back: csc.runtime.joining
     check(mesh, failures, options)        InputError, before training
 """
 
@@ -35,10 +36,11 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,15 +49,16 @@ from csc import devices
 from csc.errors import InputError, RankLost
 from csc.ir.groups import RANDOM, Group
 from csc.ir.mesh import Mesh
-from csc.runtime import context, executor
+from csc.runtime import context, executor, joining
 from csc.runtime import loss as loss_terms
 from csc.runtime.batches import Microbatches
 from csc.runtime.c10d import Distributed
+from csc.runtime.copies import Copies, Copy
 from csc.runtime.deaths import Deaths, own_host
-from csc.runtime.executor import StepResult, Timed, computed
+from csc.runtime.executor import Alone, Computed, StepResult, Timed, computed
 from csc.runtime.gradients import GradientSums, of_any, reduce, wait_sum
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import NEWS, Meeting, let_go
+from csc.runtime.meeting import NEWS, Meeting, StepVote, let_go
 from csc.runtime.rank import Rank
 from csc.runtime.specs import StepCounts
 from csc.runtime.trainer import counted
@@ -67,6 +70,29 @@ log = logging.getLogger("csc")
 
 LOOK = 0.005  # seconds between two looks into a store
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Survive:
+    """What a job is to survive: `failures` ranks that are killed, at once or one after the other.
+
+    copies: after every so many microbatches each rank sends the sums of its gradients to a rank of another replica,
+    where they outlive it: so many microbatches of a lost replica are done again at most, not all. It takes two more
+    gradient buffers a rank, and sends one so often. 0: nothing is sent.
+
+    InputError for anything but whole numbers from 0 on.
+    """
+
+    failures: int = 1
+    copies: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InputError(
+                    f"survive: {name} is {value!r}", "compile",
+                    "pass how many ranks may die at once, such as survive=1, or csc.Survive(1, copies=1); None: none",
+                )  # fmt: skip
 
 
 class Again(Exception):
@@ -94,10 +120,6 @@ def check(mesh: Mesh, failures: int, refused: Mapping[str, str]) -> None:
             f"a rank of the mesh {mesh} cannot be lost: components have sizes of their own, or ranks another order",
             where, "use one mesh for the whole model, in the usual order, or leave survive= out",
         )  # fmt: skip
-    if mesh.cp > 1:
-        raise InputError(
-            f"a rank of the mesh {mesh} cannot be lost: ranks share sequences", where, "use cp=1, or leave survive= out"
-        )
     for option, why in refused.items():
         raise InputError(f"with {option} a rank cannot be lost: {why}", where, f"leave {option} or survive= out")
 
@@ -107,30 +129,41 @@ def check(mesh: Mesh, failures: int, refused: Mapping[str, str]) -> None:
 
 @dataclass
 class Flight:
-    """Microbatches are known by their number in the global batch, replica after replica."""
+    """Microbatches are known by their number in the global batch, replica after replica. counted: of each stage that
+    gives gradients or the loss, those whose this rank has. others: those that other ranks of its place have.
+    """
 
     step: int
     total: int
     todo: list[int]
-    done: list[int] = field(default_factory=list)
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    counted: dict[int, list[int]] = field(default_factory=dict)
+    others: dict[int, list[int]] = field(default_factory=dict)
+    sums: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)  # by stage
     losses: dict[int, float] = field(default_factory=dict)
     dtype: int = 0
     drawn: int | None = None
     reduced: GradientSums | None = None
     row: list[float] | None = None  # losses of all, once they are added
     adds: bool = False  # whether it is in the second half
+    stale: bool = False  # whether parameters lack what other ranks have stepped
     trace: list[Timed] = field(default_factory=list)
 
-    def results(self, trainer: Trainer, dealt: Microbatches, uneven: bool, drawn: int) -> dict[int, StepResult]:
+    def results(
+        self, trainer: Trainer, dealt: Microbatches, vote: StepVote, drawn: int, copying: Copying | None
+    ) -> dict[int, StepResult]:
         """Go on from wherever it is, to the end of the step."""
         (rank,) = trainer.ranks
         if self.row is None:
             self.adds = False
+            for stage in _counting(rank):
+                self.counted.setdefault(stage, [])
+            if self.stale:
+                trainer.own.gather()
+                self.stale = False
             self._seed(rank, drawn)
-            self._work(trainer, rank, dealt)
+            self._work(trainer, rank, dealt, copying)
             self.adds = True
-            self.reduced = self._reduced(rank, uneven)
+            self.reduced = self._reduced(rank, vote.uneven)
             self.row = _run(self._combined(trainer, rank, dealt))
         assert self.reduced is not None
         count = self.total
@@ -146,49 +179,80 @@ class Flight:
             _run(wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers"))
             self.drawn = int(step)
 
-    def _work(self, trainer: Trainer, rank: Rank, dealt: Microbatches) -> None:
+    def _work(self, trainer: Trainer, rank: Rank, dealt: Microbatches, copying: Copying | None) -> None:
         """Microbatches that are to be done here, as many at once as the schedule has."""
         if not self.todo:
             return
         every, manifest = dealt.all, rank.program.manifest
         ranks = [trainer.member(one.program) for one in every]
         read = [trainer.on_device(one.tensors, member) for one, member in zip(every, ranks, strict=True)]
+        rank.endpoint.recent.keep(len(every) * len(context.contexts(rank)))
+        read = [dict(context.attach(member, one)) for member, one in zip(ranks, read, strict=True)]
         batches, weights = _run(loss_terms.weighed(ranks, read, of_all=True))
         held = trainer.working(rank)
         while self.todo:
             now = self.todo[: manifest.microbatches]
-            given = [self._attached(rank, ranks[i], batches[i], i) for i in now]
+            given = [self._attached(rank, batches[i], i) for i in now]
             own = {place: weights[i] for place, i in enumerate(now)}
+            chunk = Chunk(now, own, frozenset(self._skipped(now)))
+            loss_stage = manifest.loss.stage
+            tell = None if copying is None else self._copied(copying, chunk, loss_stage)
             work = computed(
-                rank, [ranks[i] for i in now], given, held, own, trainer.is_profiled(), trainer.within, trainer.ahead
-            )
-            self._add(now, _run(work), own)
+                rank, [ranks[i] for i in now], given, held, own, trainer.is_profiled(), trainer.within, trainer.ahead,
+                Alone(tell, chunk.skips),
+            )  # fmt: skip
+            self._add(chunk, _run(work), loss_stage)
 
-    def _attached(self, rank: Rank, member: Rank, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
-        batch = {**context.attach(member, batch), **{name: met.number for name, met in rank.met.items()}}
+    def _attached(self, rank: Rank, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
+        batch = {**batch, **{name: met.number for name, met in rank.met.items()}}
         return batch if self.drawn is None else {**batch, RANDOM: executor.of_microbatch(self.drawn, number)}
 
-    def _add(self, now: Sequence[int], work: Any, weights: Mapping[int, float]) -> None:
-        """What microbatches gave. All of it, or nothing of it if this is stopped before its last line."""
-        work.gradients.merge()
-        sums = dict(self.sums)
-        for name, gradient in work.gradients.buffers.items():
-            sums[name] = sums[name] + gradient if name in sums else gradient
-        losses = {now[place]: loss_terms.weighted(loss, weights[place]) for place, loss in work.losses.items()}
-        dtypes = [loss_terms.DTYPES.index(loss.dtype) for loss in work.losses.values()]
-        self.dtype, self.trace = next(iter(dtypes), self.dtype), [*self.trace, *work.trace]
-        self.sums, self.losses = sums, {**self.losses, **losses}
-        self.done, self.todo = [*self.done, *now], self.todo[len(now) :]
+    def _skipped(self, now: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Stages and places of microbatches that count elsewhere, or here already."""
+        for stage in {*self.counted, *self.others}:
+            known = {*self.counted.get(stage, ()), *self.others.get(stage, ())}
+            yield from ((stage, place) for place, number in enumerate(now) if number in known)
 
-    def drop(self) -> None:
-        """Other ranks of the replica have not done the same."""
-        self.done, self.sums, self.losses, self.reduced = [], {}, {}, None
+    def _add(self, chunk: Chunk, work: Computed, loss_stage: int) -> None:
+        """What microbatches gave. All of it, or nothing of it if this is stopped before its last line."""
+        sums = {stage: added(self.sums.get(stage, {}), own) for stage, own in work.gradients.of_stages.items()}
+        losses = {**self.losses, **chunk.losses(work.losses, loss_stage)}
+        dtypes = [loss_terms.DTYPES.index(loss.dtype) for loss in work.losses.values()]
+        counted = {stage: [*own, *chunk.counted(stage)] for stage, own in self.counted.items()}
+        self.dtype, self.trace = next(iter(dtypes), self.dtype), [*self.trace, *work.trace]
+        self.sums, self.losses, self.counted, self.todo = sums, losses, counted, self.todo[len(chunk.now) :]
+
+    def _copied(self, copying: Copying, chunk: Chunk, loss_stage: int) -> Callable[..., None]:
+        """Called after each microbatch of a stage: its holder is to have the sums of the step until then."""
+
+        def copied(
+            stage: int, count: int, sums: Mapping[str, torch.Tensor], losses: Mapping[int, torch.Tensor]
+        ) -> None:
+            if count % copying.every and count < len(chunk.now):
+                return
+            found = {**self.losses, **chunk.losses(losses, stage, count)} if stage == loss_stage else {}
+            about = {
+                "step": self.step, "counted": [*self.counted[stage], *chunk.counted(stage, count)],
+                "losses": list(found.items()), "dtype": [loss_terms.DTYPES.index(one.dtype) for one in losses.values()],
+            }  # fmt: skip
+            copying.copies.send(str(stage), about, added(self.sums.get(stage, {}), sums))
+
+        return copied
+
+    def take(self, stage: int, copy: Copy) -> None:
+        """Add what a rank had that is lost."""
+        about = copy.about
+        self.sums[stage] = added(self.sums.get(stage, {}), copy.tensors)
+        self.counted[stage] = [*self.counted.get(stage, ()), *about["counted"]]
+        self.losses.update({number: loss for number, loss in about["losses"] if number in about["counted"]})
+        self.dtype = next(iter(about["dtype"]), self.dtype)
 
     def _reduced(self, rank: Rank, uneven: bool) -> GradientSums:
         """The sums over all replicas, beside those of this one, which are needed if that fails."""
         held = [p for p in rank.program.manifest.parameters if rank.position in p.ranks]
         sums = GradientSums(held, [stage.stage for stage in rank.stages])
-        sums.buffers = dict(self.sums)
+        for stage in sorted(self.sums, reverse=True):
+            sums.buffers = added(sums.buffers, self.sums[stage])
         if any(action.kind == "REDUCE" for action in rank.actions):
             rank.endpoint.at("the sum of gradients")
             reached = None
@@ -201,21 +265,63 @@ class Flight:
     def _combined(self, trainer: Trainer, rank: Rank, dealt: Microbatches) -> Generator[str, None, list[float]]:
         """As csc.runtime.loss.combine, by number of the microbatch."""
         rank.endpoint.at("the end of a step")
-        every = dealt.all
         count, once = self.total, rank.group(Group.TENSOR)[0] == rank.rank
         row = [0.0] * (count + 1 + len(astuple(StepCounts())))
         if once:
             for number, part in self.losses.items():
                 row[number] = part
-            if rank.position == 0:
-                counts = counted(trainer.manifests, [every[number] for number in self.done])
-                row[count + 1 :] = map(float, astuple(counts))
+        if rank.rank == 0:  # which has the batch of all
+            row[count + 1 :] = map(float, astuple(counted(trainer.manifests, dealt.all)))
         if self.losses and rank.group(Group.POSITION)[0] == rank.rank:
             row[count] = float(self.dtype)
         whole = torch.tensor(row, dtype=torch.float64, device=rank.device)
         yield from wait_sum(rank.endpoint, whole, rank.group(Group.WORLD), "loss over all ranks")
         found: list[float] = whole.tolist()
         return found
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Microbatches that are done together: their numbers and weights, by place; those that are skipped, by stage."""
+
+    now: Sequence[int]
+    weights: Mapping[int, float]
+    skips: frozenset[tuple[int, int]]
+
+    def counted(self, stage: int, count: int | None = None) -> list[int]:
+        """Of a stage; of the first so many."""
+        return [number for place, number in enumerate(self.now[:count]) if (stage, place) not in self.skips]
+
+    def losses(self, losses: Mapping[int, torch.Tensor], stage: int, count: int | None = None) -> dict[int, float]:
+        """By number. losses: by place. stage: which has them, if any are there."""
+        having = set(self.counted(stage, count))
+        return {
+            self.now[place]: loss_terms.weighted(loss, self.weights[place]) for place, loss in losses.items()
+            if self.now[place] in having
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Copying:
+    """Of sums, after every so many microbatches."""
+
+    copies: Copies
+    every: int
+
+
+def added(sums: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Both, by name; what is given stays as it is."""
+    found = dict(sums)
+    for name, gradient in more.items():
+        found[name] = found[name] + gradient if name in found else gradient
+    return found
+
+
+def _counting(rank: Rank) -> list[int]:
+    """The stages of a rank whose gradients count, or whose loss."""
+    giving = {action.stage for action in rank.actions if "W" in action.kind and action.computes}
+    loss = rank.program.manifest.loss.stage
+    return [stage.stage for stage in rank.stages if stage.stage in giving or stage.stage == loss]
 
 
 def _run(work: Generator[str, None, Result]) -> Result:
@@ -231,10 +337,28 @@ def _run(work: Generator[str, None, Result]) -> Result:
 # --- what members tell each other --------------------------------------------------------------------------------
 
 
+class Held(NamedTuple):
+    """A copy that a rank holds: whose sums of which stage, in which step, of which microbatches."""
+
+    member: int
+    step: int
+    stage: int
+    counted: list[int]
+
+
+class Taking(NamedTuple):
+    """Who adds a copy to its own."""
+
+    holder: int
+    member: int
+    stage: int
+
+
 @dataclass(frozen=True)
 class Report:
     """rounds: how many meetings it has finished; rows: what was said in the last one. step: in which it is, 0 for none;
-    total: how many microbatches that has; done: those whose gradients it has. ended, row: the last step that it has
+    total: how many microbatches that has; counted: by stage, those whose gradients it has; held: those of ranks that
+    are lost; stale: whether it has to be given what other ranks have stepped. ended, row: the last step that it has
     finished, and its losses.
     """
 
@@ -242,15 +366,27 @@ class Report:
     rows: list[list[int]]
     step: int = 0
     total: int = 0
-    done: list[int] = field(default_factory=list)
+    counted: dict[int, list[int]] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+    stale: bool = False
     drawn: int | None = None
     ended: int = 0
     row: list[float] | None = None
 
+    @classmethod
+    def read(cls, text: bytes) -> Report:
+        """What JSON has of it."""
+        told = json.loads(text)
+        told["counted"] = _by_stage(told["counted"])
+        return cls(**{**told, "held": [Held(*one) for one in told["held"]]})
+
 
 @dataclass(frozen=True)
 class Regrouping:
-    """members: by place. keeps, todo: by replica, whether it keeps what it has done, and what it has to do."""
+    """members: by place. todo: by replica, what it has to do. counted: by place in a replica and by stage, what any of
+    them has; takes: what is counted among it and held as a copy. stale: by place in a replica, whether parameters that
+    ranks step in shards are still to be gathered.
+    """
 
     members: list[int]
     rounds: int
@@ -258,8 +394,21 @@ class Regrouping:
     step: int = 0
     row: list[float] | None = None
     drawn: int | None = None
-    keeps: list[bool] = field(default_factory=list)
     todo: list[list[int]] = field(default_factory=list)
+    counted: list[dict[int, list[int]]] = field(default_factory=list)
+    takes: list[Taking] = field(default_factory=list)
+    stale: list[bool] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, text: bytes) -> Regrouping:
+        """What JSON has of it."""
+        told = json.loads(text)
+        told["takes"] = [Taking(*one) for one in told["takes"]]
+        return cls(**{**told, "counted": [_by_stage(one) for one in told["counted"]]})
+
+
+def _by_stage(told: Mapping[str, list[int]]) -> dict[int, list[int]]:
+    return {int(stage): numbers for stage, numbers in told.items()}
 
 
 def dealt_to(replicas: int, numbers: Sequence[int], done: Sequence[int] = ()) -> list[list[int]]:
@@ -291,14 +440,36 @@ def planned(reports: Mapping[int, Report], replicas: Sequence[Sequence[int]]) ->
     if row is not None:
         return replace(plan, step=step, row=row)
     drawn = next((one.drawn for one in reports.values() if one.drawn is not None and one.step == step), None)
-    kept = []
-    for replica in replicas:
-        done = [sorted(reports[one].done) if reports[one].step == step else [] for one in replica]
-        kept.append(done[0] if all(one == done[0] for one in done) else [])
-    total = max(one.total for one in reports.values())
-    missing = sorted(set(range(total)) - {number for own in kept for number in own})
-    todo = dealt_to(len(replicas), missing, [len(own) for own in kept])
-    return replace(plan, step=step, drawn=drawn, keeps=[bool(own) for own in kept], todo=todo)
+    total, known = max(one.total for one in reports.values()), list[dict[int, list[int]]]()
+    takes, missing = list[Taking](), set[int]()
+    for place in zip(*replicas, strict=True):
+        own, more = _known([(one, reports[one]) for one in place], step)
+        takes += more
+        known.append(own)
+        begun = [one for one in place if reports[one].step == step]
+        missing |= {m for m in range(total) if not begun or any(m not in numbers for numbers in own.values())}
+    load = [max((len(n) for one in replica for n in reports[one].counted.values()), default=0) for replica in replicas]
+    todo = dealt_to(len(replicas), sorted(missing), load)
+    stale = [any(reports[one].stale for one in place) for place in zip(*replicas, strict=True)]
+    return replace(plan, step=step, drawn=drawn, todo=todo, counted=known, takes=takes, stale=stale)
+
+
+def _known(ranks: Sequence[tuple[int, Report]], step: int) -> tuple[dict[int, list[int]], list[Taking]]:
+    """What ranks of one place have of each stage, themselves and in copies: no microbatch twice. The copies that are
+    among it.
+    """
+    known: dict[int, list[int]] = {}
+    takes = []
+    for _, report in ranks:
+        if report.step == step:
+            for stage, numbers in report.counted.items():
+                known.setdefault(stage, []).extend(numbers)
+    for holder, report in ranks:
+        for one in sorted(report.held, key=lambda one: -len(one.counted)):
+            if one.step == step and one.counted and not set(one.counted).intersection(known.get(one.stage, ())):
+                known.setdefault(one.stage, []).extend(one.counted)
+                takes.append(Taking(holder, one.member, one.stage))
+    return known, takes
 
 
 class _Guarded(dist.Store):
@@ -355,15 +526,16 @@ def _transport(trainer: Trainer) -> Distributed:
 class Survival:
     """Of one process. All make it at the same time, right after a meeting."""
 
-    def __init__(self, failures: int, mesh: Mesh, meeting: Meeting, seconds: float) -> None:
+    def __init__(self, given: Survive, mesh: Mesh, zero: int, meeting: Meeting, seconds: float) -> None:
         if any(map(devices.aborts, re.split("[:,]", str(dist.get_backend_config())))):
             raise InputError(
                 "survive= is for gloo, and the processes meet over NCCL", "compile",
                 "train without it and with checkpoints, or dist.init_process_group('gloo') before",
             )  # fmt: skip
-        self.failures, self._meeting, self._seconds = failures, meeting, seconds
+        self.given, self.failures, self._meeting, self._seconds = given, given.failures, meeting, seconds
         self.me = dist.get_rank()
         self.members = list(range(dist.get_world_size()))
+        self._zero = zero
         self._before, self.mesh = mesh, mesh  # as it was compiled, and as it is
         self._trainers: list[weakref.ref[Trainer]] = []
         self.forget: list[Callable[[], None]] = []  # called when all groups are gone
@@ -377,11 +549,15 @@ class Survival:
         host = own_host()
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.deaths = Deaths(self.me, len(self.members), host)
-        told = json.dumps([*self.deaths.address, self._store.port])
-        found = [json.loads(text) for text in meeting.texts("survive", told)]
-        self._stores = [(host, port) for host, _, port in found]
-        self.deaths.connect([(host, port) for host, port, _ in found], seconds)
-        self.recoveries: list[dict[str, float]] = []  # when each was begun and done
+        self._copies = Copies(self.me, host, seconds) if given.copies else None
+        ports = [self._store.port, self._copies.address[1] if self._copies is not None else 0]
+        found = [json.loads(text) for text in meeting.texts("survive", json.dumps([*self.deaths.address, *ports]))]
+        self._stores = [(host, port) for host, _, port, _ in found]
+        self._holders = [(host, port) for host, _, _, port in found]
+        self.deaths.connect([(host, port) for host, port, _, _ in found], seconds)
+        self._send_copies()
+        self._announce()
+        self.recoveries: list[dict[str, Any]] = []  # when each was begun and done, and what was done again
 
     @property
     def has_lost(self) -> bool:
@@ -404,12 +580,13 @@ class Survival:
 
     # a step
 
-    def results(self, trainer: Trainer, dealt: Microbatches, uneven: bool, drawn: int) -> dict[int, StepResult]:
-        """Of this rank's step. RankLost if it cannot be finished."""
+    def results(self, trainer: Trainer, dealt: Microbatches, vote: StepVote, drawn: int) -> dict[int, StepResult]:
+        """Of this rank's step. vote: what any rank has said of it. RankLost if it cannot be finished."""
         flight = self._flight = self._begun(trainer)
+        flight.stale = vote.stale
         while True:
             try:
-                found = flight.results(trainer, dealt, uneven, drawn)
+                found = flight.results(trainer, dealt, vote, drawn, self._copying)
             except RankLost as error:
                 let_go(error)
                 if not self.lost(NEWS):
@@ -426,9 +603,44 @@ class Survival:
         count = manifest.microbatches
         flight = Flight(step, self._before.dp * count, shares(self.mesh.dp, self._before.dp, count)[replica])
         if self._coming is not None and self._coming.step == step:
-            flight.todo, flight.drawn = self._coming.todo[replica], self._coming.drawn
+            self._take(flight, self._coming)
         self._coming = None
         return flight
+
+    def _take(self, flight: Flight, plan: Regrouping) -> None:
+        """What a plan has for this rank of a step in flight. Not again if it is stopped: a copy is no longer held."""
+        place = self.members.index(self.me)
+        replica, within = divmod(place, len(self.members) // self.mesh.dp)
+        flight.todo, flight.drawn, flight.reduced = list(plan.todo[replica]), plan.drawn, None
+        for one in plan.takes:
+            if one.holder == self.me and self._copies is not None:
+                flight.take(one.stage, self._copies.of(one.member)[str(one.stage)])
+                self._copies.drop(one.member, str(one.stage))
+        flight.others = plan.counted[within]
+
+    # copies
+
+    @property
+    def _copying(self) -> Copying | None:
+        return Copying(self._copies, self.given.copies) if self._copies is not None and self._copies.is_on else None
+
+    def _send_copies(self) -> None:
+        """To the rank of the same place in the next replica."""
+        if self._copies is not None:
+            place = self.members.index(self.me)
+            alike = self.mesh.group(Group.SAMPLES, place)
+            holder = self.members[alike[(alike.index(place) + 1) % len(alike)]]
+            self._copies.to(self._holders[holder] if holder != self.me else None)
+
+    def _held(self, gone: Sequence[int]) -> list[Held]:
+        """Copies of those whose replica has lost a rank."""
+        if self._copies is None:
+            return []
+        lost = {other for one in gone for other in self._before.group(Group.REPLICA, one)}
+        return [
+            Held(member, copy.about["step"], int(stage), copy.about["counted"])
+            for member in sorted(lost - {self.me}) for stage, copy in self._copies.of(member).items()
+        ]  # fmt: skip
 
     # deaths
 
@@ -447,6 +659,8 @@ class Survival:
         """Come together with the members that are left. RankLost if that cannot be."""
         began = time.time()
         end = time.monotonic() + self._seconds
+        if self._copies is not None:
+            self._copies.to(None)
         while True:
             gone = self._gone()
             replicas = self._left(gone, error)
@@ -468,7 +682,10 @@ class Survival:
         new = [one for one in gone if one not in self._without]
         self._without = gone
         seen = min(self.deaths.dead[one] for one in new)
-        self.recoveries.append({"seen": seen, "began": began, "done": now})
+        self._send_copies()
+        self._announce()
+        again = sorted(chain.from_iterable(plan.todo))
+        self.recoveries.append({"seen": seen, "began": began, "done": now, "step": plan.step, "again": again})
         self._tell(new, plan, now - seen)
 
     def _left(self, gone: Sequence[int], error: BaseException) -> list[list[int]]:
@@ -492,6 +709,45 @@ class Survival:
             "Start again from the last checkpoint",
         )  # fmt: skip
 
+    # a rank that comes back
+
+    def _announce(self) -> None:
+        if self.members[0] == self.me:
+            mesh, zero = self._before, self._zero
+            refuses = "" if mesh.size == mesh.dp and not zero else f"each of its replicas has several ranks ({mesh})"
+            joining.announce(*self._stores[self.me], refuses if not zero else f"zero={zero} divides the optimizer")
+
+    def waiting(self) -> bool:
+        """Whether all that were lost wait to be taken up. The first member knows."""
+        if not self.has_lost or self.members[0] != self.me:
+            return False
+        return self._store.check([f"{joining.ASKS}/{one}" for one in self._gone()])
+
+    def admit(self, steps: int, calls: int) -> joining.Admission:
+        """Leave the groups of now for those with all that come back. All members call it, and use this object no more.
+        RankLost.
+        """
+        source = self.members[0]
+        name = f"joined/{self._meeting.rounds}"
+        found = joining.Admission(self._store_of(source), name, source, steps, calls)
+        self._leave()
+        self.deaths.close()
+        if self._copies is not None:
+            self._copies.to(None)
+        if self.me == source:
+            self._store.set(joining.ADMITTED, found.told())
+        found.enter(self.me, self._before.size, self._seconds)
+        return found
+
+    def _leave(self) -> None:
+        for trainer in (one for ref in self._trainers if (one := ref()) is not None):
+            _transport(trainer).leave()
+        self._meeting.leave()
+        for forget in self.forget:
+            forget()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     # coming together
 
     def _check(self, gone: Sequence[int]) -> None:
@@ -506,15 +762,15 @@ class Survival:
         """What the lowest rank that is alive decides, once all have said how far they are."""
         alive = [one for one in range(self._before.size) if one not in gone]
         store = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0]))
-        store.set(f"report/{self.me}", json.dumps(asdict(self._report())))
+        store.set(f"report/{self.me}", json.dumps(asdict(self._report(gone))))
         if self.me == alive[0]:
             reports = {}
             for one in alive:
                 self._await(store, f"report/{one}", gone, end, f"rank {one} has not come")
-                reports[one] = Report(**json.loads(store.get(f"report/{one}")))
+                reports[one] = Report.read(store.get(f"report/{one}"))
             store.set("plan", json.dumps(asdict(planned(reports, replicas))))
         self._await(store, "plan", gone, end, "not all of them have come, or the first of them has not said so")
-        return Regrouping(**json.loads(store.get("plan")))
+        return Regrouping.read(store.get("plan"))
 
     def _store_of(self, member: int) -> dist.Store:
         if member == self.me:
@@ -529,24 +785,20 @@ class Survival:
                 raise self._cannot(gone, f"{silent} within {self._seconds:g} s: stopped, or cut off")
             time.sleep(LOOK)
 
-    def _report(self) -> Report:
+    def _report(self, gone: Sequence[int]) -> Report:
         flight, meeting = self._flight, self._meeting
         ended, row = self._ended
-        report = Report(meeting.rounds, meeting.rows, ended=ended, row=row)
+        report = Report(meeting.rounds, meeting.rows, held=self._held(gone), ended=ended, row=row)
         if flight is None:
             return report
-        return replace(report, step=flight.step, total=flight.total, done=flight.done, drawn=flight.drawn)
+        return replace(
+            report, step=flight.step, total=flight.total, counted=flight.counted, stale=flight.stale, drawn=flight.drawn
+        )
 
     def _regroup(self, plan: Regrouping, gone: Sequence[int]) -> None:
         """New process groups, and what the plan says of the step in flight."""
+        self._leave()
         trainers = [one for ref in self._trainers if (one := ref()) is not None]
-        for trainer in trainers:
-            _transport(trainer).leave()
-        self._meeting.leave()
-        for forget in self.forget:
-            forget()
-        if dist.is_initialized():
-            dist.destroy_process_group()
         place, wait = plan.members.index(self.me), timedelta(seconds=self._seconds)
         name = f"groups/{'-'.join(map(str, gone))}"
         common = dist.PrefixStore(name, self._store_of(plan.members[0]))
@@ -554,11 +806,12 @@ class Survival:
         dist.init_process_group("gloo", store=self._common, rank=place, world_size=len(plan.members), timeout=wait)
         mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
         self._meeting.rejoin(self._seconds, common)
+        lost = {self._before.coordinates(one).dp for one in gone}
         for trainer in trainers:
-            trainer.regroup(mesh, place)
+            trainer.regroup(mesh, place, [one for one in range(self._before.dp) if one not in lost])
         self.members, self.mesh = plan.members, mesh
         self._known = (plan.rounds, plan.rows)
-        replica, flight = mesh.replicas_of(place)[0], self._flight
+        flight = self._flight
         if flight is None:
             self._coming = plan if plan.step and plan.row is None else None
         elif plan.row is not None:
@@ -566,10 +819,8 @@ class Survival:
                 raise self._cannot(gone, f"the losses of step {plan.step} are known, its gradients are not")
             flight.row = plan.row
         else:
-            flight.reduced = None
-            if not plan.keeps[replica]:
-                flight.drop()
-            flight.todo, flight.drawn = list(plan.todo[replica]), plan.drawn
+            self._take(flight, plan)
+            flight.stale = plan.stale[place % (mesh.size // mesh.dp)]
 
     def _tell(self, gone: Sequence[int], plan: Regrouping, seconds: float) -> None:
         if plan.members[0] == self.me:

@@ -189,8 +189,10 @@ class Trainer:
         """Makes a context for what computes."""
         return self._within
 
-    def regroup(self, mesh: Mesh, rank: int) -> None:
-        """Train on as this rank of fewer replicas. All that are left call it; batches stay as they are."""
+    def regroup(self, mesh: Mesh, rank: int, replicas: Sequence[int]) -> None:
+        """Train on as this rank of fewer replicas, which were these at the start. All that are left call it; batches
+        stay as they are.
+        """
 
         def manifest(program: LoadedProgram) -> Manifest:
             return replace(program.manifest, mesh=mesh)
@@ -203,7 +205,7 @@ class Trainer:
         assert isinstance(self.transport, Distributed)
         self.program = replace(self.program, manifest=manifest(self.program))
         self.transport.regroup(self.program.manifest, rank)
-        self.own.regroup(self.program.manifest)
+        self.own.regroup(self.program.manifest, replicas)
         self._members = [[moved(one) for one in ranks] for ranks in self._members]
 
     def add(self, program: LoadedProgram) -> None:
@@ -337,13 +339,13 @@ class Trainer:
         devices.watch_memory(self.device)
         try:
             self.transport.meeting.began()
-            if vote.stale:
-                self.own.gather()
             if self._survival is None:
+                if vote.stale:
+                    self.own.gather()
                 results = self._results(dealt, vote, drawn, None if vote.nothing_ahead else encoding)
             else:
                 self.transport.begin_step()
-                results = self._survival.results(self, dealt, vote.uneven, self._drawn(drawn))
+                results = self._survival.results(self, dealt, vote, self._drawn(drawn))
         except BaseException as error:
             if state is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(state)

@@ -41,12 +41,14 @@ def samples(mesh: csc.Mesh) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def compiled_for(mesh: csc.Mesh, survive: int | None, timeout: float = 60.0) -> CompiledModel:
+def compiled_for(
+    mesh: csc.Mesh, survive: int | csc.Survive | None, timeout: float = 60.0, zero: int = 0
+) -> CompiledModel:
     """A model of two layers, with dropout: its masks are those of a microbatch, wherever that is computed."""
     torch.manual_seed(0)
     compiled = csc.compile(
         small.dropped(), mesh=mesh, example=samples(mesh)[0], microbatches=MICROBATCHES, schedule="1f1b", check=False,
-        survive=survive, timeout=timeout,
+        survive=survive, timeout=timeout, zero=zero,
     )  # fmt: skip
     assert isinstance(compiled, CompiledModel)
     return compiled
@@ -54,7 +56,7 @@ def compiled_for(mesh: csc.Mesh, survive: int | None, timeout: float = 60.0) -> 
 
 def trained(compiled: CompiledModel, mesh: csc.Mesh, losses: list[float], save: Path | None = None) -> None:
     """Some steps; losses: of each, as they come."""
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)  # Adam makes steps of rounding errors
+    optimizer = compiled.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)  # Adam makes steps of rounding errors
     torch.manual_seed(1)
     for batch in samples(mesh):
         loss = compiled.train_step(batch)
@@ -86,10 +88,12 @@ def strike(compiled: CompiledModel, faults: list[Fault], losses: list[float], di
     type(places).moved = moved  # type: ignore[method-assign]
 
 
-def main(directory: Path, mesh: str, faults: list[Fault], survive: int = 1, saves: bool = False) -> None:
+def main(
+    directory: Path, mesh: str, faults: list[Fault], survive: int | csc.Survive = 1, saves: bool = False, zero: int = 0
+) -> None:
     """Train, and tell what came of it."""
     rank, of = int(os.environ["RANK"]), csc.Mesh.parse(mesh)
-    compiled = compiled_for(of, survive)
+    compiled = compiled_for(of, survive, zero=zero)
     compiled.compile_for(samples(of)[0])
     losses: list[float] = []
     strike(compiled, faults, losses, directory)
@@ -100,6 +104,28 @@ def main(directory: Path, mesh: str, faults: list[Fault], survive: int = 1, save
         (directory / f"spare_{rank}.txt").touch()
         return
     survival: Any = compiled.trainer().transport.meeting.survival
-    weights = {name: p.detach().tolist() for name, p in compiled.named_parameters()}
+    compiled.trainer().own.refresh()
+    weights = {name: p.detach().tolist() for name, p in compiled.trainer().own.values.items()}
     told = {"losses": losses, "weights": weights, "recoveries": survival.recoveries, "dead": survival.deaths.dead}
     (directory / f"told_{rank}.json").write_text(json.dumps(told))
+
+
+def rejoining(directory: Path, mesh: str, victim: int, steps: int) -> None:
+    """Train; one rank kills itself before its third step, and is there again some time later."""
+    rank, of = int(os.environ["RANK"]), csc.Mesh.parse(mesh)
+    compiled, mark = compiled_for(of, 1), directory / "killed"
+    strikes = rank == victim and not mark.exists()
+    done = compiled.rejoin()
+    optimizer = compiled.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    if not done:
+        torch.manual_seed(1)
+    losses = []
+    for step in range(done, steps):
+        if strikes and step == 2:
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses.append(float(compiled.train_step(samples(of)[step % STEPS])))
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.5)  # or the others end before it is there
+    (directory / f"told_{rank}.json").write_text(json.dumps([done, losses]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import csc
 from csc.errors import InputError
-from csc.runtime.survival import Regrouping, Report, dealt_to, planned, shares
+from csc.runtime.survival import Held, Regrouping, Report, Taking, dealt_to, planned, shares
 from tests import launching
 from tests.compiler import small
 from tests.runtime import survival_worker
@@ -29,20 +30,38 @@ def test_every_microbatch_is_dealt_once() -> None:
     assert dealt_to(2, [7, 8, 9], [3, 1]) == [[9], [7, 8]]
 
 
-def test_what_is_done_is_kept_where_all_of_a_replica_have_done_it() -> None:
+def test_what_a_rank_has_is_counted_once() -> None:
     reports = {
-        0: Report(9, [], step=4, total=6, done=[0, 1], drawn=5),
-        1: Report(9, [], step=4, total=6, done=[1, 0], drawn=5),
-        4: Report(9, [], step=4, total=6, done=[4, 5]),
+        0: Report(9, [], step=4, total=6, counted={0: [0, 1]}, drawn=5),
+        1: Report(9, [], step=4, total=6, counted={1: [0]}, drawn=5),
+        4: Report(9, [], step=4, total=6, counted={0: [4, 5]}),
         5: Report(8, []),  # it has not heard yet that the step begins
     }
     plan = planned(reports, [[0, 1], [4, 5]])
-    assert plan == Regrouping([0, 1, 4, 5], 9, [], 4, None, 5, [True, False], [[4], [2, 3, 5]])
-    assert sorted([0, 1, *chain.from_iterable(plan.todo)]) == list(range(6))
+    counted = [{0: [0, 1, 4, 5]}, {1: [0]}]
+    assert plan == Regrouping([0, 1, 4, 5], 9, [], 4, None, 5, [[1, 3, 5], [2, 4]], counted, [], [False] * 2)
+    assert Regrouping.read(json.dumps(asdict(plan)).encode()) == plan
+
+
+def test_what_the_lost_replica_had_sent_is_kept() -> None:
+    """One that a stage had sent and another one had not is done again, and counts for the other one alone."""
+    held = [Held(2, 4, 0, [2]), Held(2, 3, 0, [2, 3])], [Held(3, 4, 1, [2, 3])]  # one of them is of the step before
+    reports = {
+        0: Report(9, [], step=4, total=6, counted={0: [0, 1]}, held=held[0]),
+        1: Report(9, [], step=4, total=6, counted={1: [0, 1]}, held=held[1]),
+        4: Report(9, [], step=4, total=6, counted={0: [4, 5]}),
+        5: Report(9, [], step=4, total=6, counted={1: [4, 5]}),
+    }
+    assert Report.read(json.dumps(asdict(reports[1])).encode()) == reports[1]
+    plan = planned(reports, [[0, 1], [4, 5]])
+    assert plan.todo == [[3], []] and plan.takes == [Taking(0, 2, 0), Taking(1, 3, 1)]
+    assert plan.counted == [{0: [0, 1, 4, 5, 2]}, {1: [0, 1, 4, 5, 2, 3]}]
+    twice = {**reports, 4: replace(reports[4], held=[Held(2, 4, 0, [2, 3])])}  # an older copy, of the same
+    assert planned(twice, [[0, 1], [4, 5]]).takes == [Taking(0, 2, 0), Taking(1, 3, 1)]
 
 
 def test_a_step_that_one_rank_has_finished_is_done() -> None:
-    reports = {0: Report(9, [], step=4, total=6, done=[0]), 1: Report(9, [], ended=4, row=[1.0, 2.0])}
+    reports = {0: Report(9, [], step=4, total=6), 1: Report(9, [], ended=4, row=[1.0, 2.0])}
     plan = planned(reports, [[0], [1]])
     assert plan.row == [1.0, 2.0] and plan.step == 4 and not plan.todo
     between = planned({0: Report(9, [], ended=4, row=[1.0]), 1: Report(10, [[7]], ended=4, row=[1.0])}, [[0], [1]])
@@ -56,8 +75,8 @@ def test_a_step_that_one_rank_has_finished_is_done() -> None:
         ({"mesh": "dp=2", "survive": 2}, "use 3 replicas or more"),
         ({"mesh": "dp=2", "survive": -1}, "pass how many ranks may die"),
         ({"mesh": "dp=2", "survive": True}, "pass how many ranks may die"),
-        ({"mesh": "dp=2,cp=2", "survive": 1}, "ranks share sequences"),
-        ({"mesh": "dp=2", "zero": 1, "survive": 1}, "with zero=1 a rank cannot be lost"),
+        ({"mesh": "dp=2", "zero": 3, "survive": 1}, "with zero=3 a rank cannot be lost"),
+        ({"mesh": "dp=2", "survive": csc.Survive(2)}, "use 3 replicas or more"),
     ],
 )
 def test_what_cannot_be_survived_is_refused_before_training(options: dict[str, Any], said: str) -> None:
@@ -87,9 +106,10 @@ def check_undisturbed(directory: Path, mesh: str, left: list[int]) -> None:
 def test_one_rank_after_the_other_is_killed(tmp_path: Path) -> None:
     """The first one in a microbatch, one in the sum of gradients, one between a step and the optimizer."""
     faults = [Fault(0, 1, "F 0 1"), Fault(2, 2, "the sum of gradients"), Fault(1, 3, "clip_grad_norm_")]
-    launching.ranks(survival_worker.main, 4, tmp_path, "dp=4", faults, 3, dying=3)
+    launching.ranks(survival_worker.main, 4, tmp_path, "dp=4", faults, csc.Survive(3, copies=1), dying=3)
     check_undisturbed(tmp_path, "dp=4", [3])
-    assert len(told(tmp_path, [3])[0]["recoveries"]) == 3
+    recoveries = told(tmp_path, [3])[0]["recoveries"]
+    assert [(one["step"], one["again"]) for one in recoveries][1:] == [(3, []), (0, [])], recoveries
 
 
 @pytest.mark.gloo
@@ -99,3 +119,44 @@ def test_a_pipeline_that_loses_a_rank_is_taken_out(tmp_path: Path) -> None:
     check_undisturbed(tmp_path, "dp=2,pp=2", [2, 3])
     assert (tmp_path / "spare_0.txt").exists()
     assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mesh", "zero", "faults", "left"),
+    [
+        ("dp=4", 1, [Fault(1, 2, "train_step")], [0, 2, 3]),  # between its step of a shard and the next gathering
+        ("dp=4", 2, [Fault(2, 2, "BW 0 1")], [0, 1, 3]),
+        ("dp=4", 1, [Fault(0, 3, "the shards of what is saved")], [1, 2, 3]),
+        ("dp=2,cp=2", 0, [Fault(3, 2, "BW 0 1")], [0, 1]),
+        ("dp=2,pp=2", 0, [Fault(1, 2, "BW 1 1")], [2, 3]),
+    ],
+)
+def test_shards_and_sequences_are_not_lost(
+    tmp_path: Path, mesh: str, zero: int, faults: list[Fault], left: list[int]
+) -> None:
+    launching.ranks(survival_worker.main, 4, tmp_path, mesh, faults, csc.Survive(1, copies=1), True, zero, dying=1)
+    check_undisturbed(tmp_path, mesh, left)
+    assert all(len(one["recoveries"]) == 1 for one in told(tmp_path, left))
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_that_is_started_again_trains_with_the_others(tmp_path: Path, victim: int) -> None:
+    steps = 60
+    launching.ranks(survival_worker.rejoining, 3, tmp_path, "dp=3", victim, steps, dying=1, again=True)
+    found = [json.loads((tmp_path / f"told_{rank}.json").read_text()) for rank in range(3)]
+    done, losses = found[victim]
+    assert 2 <= done < steps and len(losses) == steps - done
+    of = csc.Mesh.parse("dp=3")
+    alone = survival_worker.compiled_for(of, None)
+    optimizer, expected = alone.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), []
+    torch.manual_seed(1)
+    for step in range(steps):
+        expected.append(float(alone.train_step(survival_worker.samples(of)[step % STEPS])))
+        optimizer.step()
+        optimizer.zero_grad()
+    for start, own in found:
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(expected[start:]), rtol=1e-4, atol=1e-5)

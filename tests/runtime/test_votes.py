@@ -15,7 +15,7 @@ VOTES = st.builds(StepVote, *[st.booleans() if type(field.default) is bool else 
 
 @given(WHOLE, st.floats(allow_nan=False), VOTES)
 def test_a_row_says_what_the_vote_said(content: int, value: float, step: StepVote) -> None:
-    row = [1, 2, 0, 3, 4, content, as_int(value), *map(int, astuple(step))]
+    row = [1, 2, 0, 3, 4, content, as_int(value), 0, *map(int, astuple(step))]
     assert VoteNumbers.of(row) == VoteNumbers(content, value, step)
 
 

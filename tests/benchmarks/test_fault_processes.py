@@ -7,26 +7,29 @@ from typing import Any
 
 import pytest
 
-from benchmarks import faults_processes
-from benchmarks.faults_processes import STEPS, Fault, Job, Tally, p95
+import csc
+from benchmarks.faults import processes
+from benchmarks.faults.processes import STEPS, Fault, Job, Setting, Tally, p95
 from tests import launching
 
 LOSSES = [3.0, 2.0, 1.5, 1.2, 1.0]
 
 
 def told(losses: list[float]) -> dict[str, Any]:
-    return {"losses": losses, "dead": {"1": 10.25}, "recoveries": [{"seen": 10.25, "began": 10.5, "done": 11.0}]}
+    recovery = {"seen": 10.25, "began": 10.5, "done": 11.0, "step": 3, "again": [4, 5]}
+    return {"losses": losses, "dead": {"1": 10.25}, "recoveries": [recovery]}
 
 
 def job(codes: list[int | None], losses: list[float], errors: dict[int, str] | None = None) -> Job:
-    killed = {1: {"time": 10.0, "finished": 2}}
-    return Job("dp=2", [Fault(1, 2, "F 0 0")], codes, {0: told(losses)}, killed, errors or {})
+    killed, finished = {1: {"time": 10.0, "step": 2}}, {1: {"step": 3, "finished": [3, 4]}}
+    setting = Setting("dp=2", csc.Survive(1, copies=1))
+    return Job(setting, [Fault(1, 2, "F 0 0")], codes, {0: told(losses)}, killed, finished, errors or {})
 
 
 def test_what_is_counted() -> None:
     tally = Tally()
     tally.add(job([0, -signal.SIGKILL], LOSSES), LOSSES)
-    assert (tally.tried, tally.lost_steps, tally.wrong, tally.hangs, tally.repeated) == (1, 0, 0, 0, 2)
+    assert (tally.tried, tally.lost_steps, tally.wrong, tally.hangs, tally.repeated) == (1, 0, 0, 0, 1)
     assert (tally.detect, tally.recover, tally.failed) == ([0.25], [0.75], [])
     tally.add(job([0, -signal.SIGKILL], [*LOSSES[:-1], 1.001]), LOSSES)
     assert (tally.wrong, tally.lost_steps) == (1, 0)
@@ -39,10 +42,10 @@ def test_what_is_counted() -> None:
 
 def kills() -> None:
     """In a process that has no threads yet: it forks."""
-    faults_processes.MESHES = {"dp=3": 2}
-    found = faults_processes.measured(2, 1)["summary"]
+    found = processes.measured(2, 1, [Setting("dp=3", csc.Survive(2, copies=1))])
     assert found["faults_tried"] == 2 and not found["frozen_without_a_sentence"], found
     assert not any(found[name] for name in ("lost_steps", "wrong_losses", "hangs")), found
+    assert found["microbatches_repeated_max"] <= 1, found
 
 
 @pytest.mark.gloo
