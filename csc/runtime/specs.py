@@ -165,6 +165,30 @@ class DivisorSpec:
 
 
 @dataclass(frozen=True)
+class BatchValueSpec:
+    """What a loss over the whole batch reads of microbatches, with so many dimensions: see csc.ir.program.BatchValue."""
+
+    name: str
+    dims: int
+    dim: int
+    groups: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BatchLossSpec:
+    """What of the loss batch_loss.py computes once a step: of these values of all microbatches, and of sizes, each that
+    of a microbatch and whether they add up. factor: of its result in the loss.
+    """
+
+    values: tuple[BatchValueSpec, ...]
+    sizes: tuple[tuple[int, bool], ...]
+    parameters: tuple[str, ...]
+    constants: tuple[str, ...]
+    factor: float
+
+
+@dataclass(frozen=True)
 class LossSpec:
     """The stage that computes the loss, and how microbatches' losses combine: tokens, sum, mean or terms.
 
@@ -180,6 +204,7 @@ class LossSpec:
     least: float = 0.0
     divisors: tuple[DivisorSpec, ...] = ()
     summed: bool = False
+    over_batch: BatchLossSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -606,7 +631,21 @@ def _loss(top: Fields, stages: int) -> LossSpec:
         _finite(loss, "least"),
         divisors,
         loss.get("summed", bool, False),
+        _over_batch(loss),
     )
+
+
+def _over_batch(loss: Fields) -> BatchLossSpec | None:
+    table = loss.get("over_batch", dict, {})
+    if not table:
+        return None
+    row = Fields(table, f"{loss.where}, over_batch")
+    values = tuple(
+        BatchValueSpec(one.get("name", str), one.get("dims", int), one.get("dim", int), one.get("groups", int), one.dtype())
+        for one in row.rows("values")
+    )
+    sizes = tuple((one.get("size", int), one.get("adds", bool)) for one in row.rows("sizes"))
+    return BatchLossSpec(values, sizes, row.names("parameters"), row.names("constants"), _finite(row, "factor"))
 
 
 def _features(top: Fields) -> FeatureSpec | None:

@@ -589,6 +589,11 @@ def range_rule(following: SamplePropagation, node: fx.Node) -> State:
     return RowNumbers((0, inner), count, entry, inner, (0, inner - 1))
 
 
+def batch_loss_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """What microbatches hand to a loss over the whole batch: its gradients come back for each, and are added up."""
+    return PartsOfSum()
+
+
 def expand_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`expand` and `repeat`: of what is the same for every batch, a copy for each sample."""
     bound = given(node)
@@ -651,6 +656,7 @@ RULES: dict[str, Rule] = {
     "csc::incoming": functions.incoming_rule,
     "csc::own_gradient": functions.own_gradient_rule,
     "csc::with_hooks": functions.hooked_rule,
+    "csc::to_batch_loss": batch_loss_rule,
     "getitem": item_rule,
 }
 _OF_TERMS = (
