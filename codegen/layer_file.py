@@ -622,5 +622,7 @@ def batch_loss_source(found: BatchLoss) -> str:
 
 
 def _joined(value: BatchValue) -> str:
+    if value.kind != "rows":
+        return "sum of microbatches" if value.kind == "sum" else "mean of microbatches, each weighted by its samples"
     behind = f"microbatches one behind the other along dimension {value.dim}"
     return f"{behind}, in each of {value.groups} groups" if value.groups > 1 else behind

@@ -247,7 +247,11 @@ def _over_batch(found: BatchLoss | None) -> dict[str, Any]:
     return {
         "over_batch": {
             "values": [
-                {"name": one.name, "dims": one.dims, "dim": one.dim, "groups": one.groups, "dtype": _dtype(one.dtype)}
+                {
+                    "name": one.name, "dims": one.dims, "dtype": _dtype(one.dtype), "kind": one.kind,
+                    **({"dim": one.dim, "groups": one.groups} if one.kind == "rows" else {}),
+                    **({"samples": one.samples} if one.samples else {}),
+                }
                 for one in found.values
             ],
             "sizes": [{"size": one.size, "adds": one.adds} for one in found.sizes],

@@ -2,7 +2,8 @@
 
 Terms
   head    the calls from where samples first meet to the loss, or to the term of it in which they meet
-  value   what the head reads of samples: of the whole batch it is that of its microbatches, one behind the other
+  value   what the head reads of samples: of the whole batch it is rows of its microbatches one behind the other, or
+          their sum, or their mean over samples
 
 What makes the values is done for each microbatch, like any model. F hands them over (csc.kernels.batch_loss); once all
 microbatches of all replicas are there, the runtime computes the head and its gradients, and B begins with these.
@@ -22,7 +23,17 @@ from csc.analysis.cutting import label
 from csc.analysis.operators.execution import VIEWS, is_random, is_view
 from csc.analysis.operators.table import CASTS, COPIES, SDPA, SIZE_NUMBERS
 from csc.analysis.samples.combining import followed, proven
-from csc.analysis.samples.propagation import Mixed, NewTensor, PartsOfSum, SampleRows, State, Terms, Whole, shape_of
+from csc.analysis.samples.propagation import (
+    UNPROVEN,
+    Mixed,
+    NewTensor,
+    PartsOfSum,
+    SampleRows,
+    State,
+    Terms,
+    Whole,
+    shape_of,
+)
 from csc.analysis.symbolic import sized
 from csc.ir import graph as g
 from csc.ir.graph import Writer
@@ -74,6 +85,7 @@ class _Division:
     def __init__(self, program: Program, found: Combination) -> None:
         assert program.symbolic is not None
         self.program, self.symbolic = program, program.symbolic
+        self.named = {node.name: node for node in program.graph.nodes}
         try:
             at_size = followed(program, self.symbolic)
             own = sized(self.symbolic, {one.name: one.shape for one in program.inputs})
@@ -159,7 +171,7 @@ class _Division:
             seen.add(node)
             if node.op == "placeholder":
                 self._place(head, node)
-            elif self._is_value(node) and g.op_name(node) not in TURNED:
+            elif self._is_value(node) and g.op_name(node) not in TURNED and self._found(node) is not None:
                 head.values[node] = None
             elif self._is_size(node):
                 head.sizes[node] = None
@@ -180,12 +192,38 @@ class _Division:
         else:
             raise _Impossible(f"it reads {name!r} of the batch, whose rows are no samples, where samples meet")
 
+    def _found(self, node: fx.Node) -> fx.Node | None:
+        """A value in the program's own graph, which leaves out what changes nothing; None: passes before made another
+        of it.
+        """
+        return next((self.named[one.name] for one in _sources(node) if one.name in self.named), None)
+
     def _is_value(self, node: fx.Node) -> bool:
-        """Whether a value has rows of samples that can be put behind those of other microbatches."""
+        """Whether a value can be put together with those of other microbatches: rows of samples, or a sum over these
+        that is no larger than what is summed.
+        """
         state = self._state(node)
+        if isinstance(state, PartsOfSum):
+            return self._adds(node, state)
         if not isinstance(state, SampleRows) or state.powers or state.spare is not None or g.tensor_value(node) is None:
             return False
         return shape_of(self.at_size[node.name])[state.axis[0]] % (state.axis[1] * state.count) == 0
+
+    def _adds(self, node: fx.Node, state: PartsOfSum) -> bool:
+        if g.tensor_value(node) is None or node.op == "placeholder":
+            return False
+        sizes = [self.own[one.name].numel() for one in node.all_input_nodes if g.tensor_value(one) is not None]
+        return self._samples(state) is not None and self.own[node.name].numel() <= sum(sizes)
+
+    def _samples(self, state: PartsOfSum) -> int | None:
+        """Of the microbatch, for a mean over samples; 0 for a sum; None for what is divided by something else."""
+        if not state.powers:
+            return 0
+        ((count, power), *more) = state.powers
+        if more or power != -1 or count.kind != "rows" or not count.plain:
+            return None
+        entry = next((one for one in self.program.inputs if one.name == count.name), None)
+        return entry.shape[entry.samples] if entry is not None else None
 
     def _is_size(self, node: fx.Node) -> bool:
         """Whether a number is a size of a value that the head has not itself."""
@@ -199,11 +237,15 @@ class _Division:
         return isinstance(state, SampleRows | Whole)
 
     def _value(self, node: fx.Node) -> BatchValue:
-        state = self._state(node)
+        state, name, val = self._state(node), node.name, node.meta["val"]
+        if isinstance(state, PartsOfSum):
+            samples = self._samples(state)
+            assert samples is not None
+            return BatchValue(name, val.dim(), val.dtype, "mean" if samples else "sum", samples=samples)
         assert isinstance(state, SampleRows)
         dim, inner = state.axis
         groups = shape_of(self.at_size[node.name])[dim] // (inner * state.count)
-        return BatchValue(node.name, node.meta["val"].dim(), dim, groups, node.meta["val"].dtype)
+        return BatchValue(name, val.dim(), val.dtype, "rows", dim, groups)
 
     def _size(self, node: fx.Node) -> BatchSize:
         source, state = node.args[0], self._state(node.args[0])  # type: ignore[arg-type]
@@ -216,10 +258,11 @@ class _Division:
     def _check(self, head: _Head) -> None:
         if not head.values:
             raise _Impossible("it reads nothing of the samples")
+        for state in (self._state(node) for node in head.calls):
+            if isinstance(state, Mixed) and state.why in UNPROVEN:
+                raise _Impossible(f"nothing shows that samples meet in {g.op_name(state.node)} ({g.line(state.node)})")
         for node in head.calls:
             where, name = g.line(node), g.op_name(node)
-            if isinstance(self._state(node), NewTensor):
-                raise _Impossible(f"{name} at {where} makes something of a microbatch alone")
             if isinstance(node.target, OpOverload) and is_random(node):
                 raise _Impossible(f"{name} at {where} draws random numbers behind the place where samples meet")
             if name.startswith(OWN_CODE):

@@ -313,15 +313,20 @@ class Features:
 
 @dataclass(frozen=True)
 class BatchValue:
-    """Of a microbatch, for a loss over the whole batch, with so many dimensions. groups: along `dim` all rows of the samples stand so many times
-    one behind the other (two views of each sample); of the whole batch, those of all microbatches in each.
+    """Of a microbatch, for a loss over the whole batch, with so many dimensions.
+
+    kind: how those of microbatches make that of the batch: "rows" one behind the other along `dim`; "sum"; "mean" over
+    samples, of which the microbatch has so many. groups: along `dim` the rows of all samples stand so many times one
+    behind the other (two views of each); of the whole batch, those of all microbatches in each.
     """
 
     name: str
     dims: int
-    dim: int
-    groups: int
     dtype: torch.dtype
+    kind: str
+    dim: int = 0
+    groups: int = 1
+    samples: int = 0
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,11 @@ class BatchValueSpec:
 
     name: str
     dims: int
+    dtype: torch.dtype
+    kind: str
     dim: int
     groups: int
-    dtype: torch.dtype
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -523,6 +525,7 @@ def short(value: Any) -> str:
 FORMAT = 6
 ZERO = 3  # the highest level of what data-parallel ranks divide
 LOSS_WEIGHTS = ("tokens", "sum", "mean", "terms")
+BATCH_VALUES = ("rows", "sum", "mean")
 
 
 def manifest(table: Any, where: str) -> Manifest:
@@ -640,12 +643,18 @@ def _over_batch(loss: Fields) -> BatchLossSpec | None:
     if not table:
         return None
     row = Fields(table, f"{loss.where}, over_batch")
-    values = tuple(
-        BatchValueSpec(one.get("name", str), one.get("dims", int), one.get("dim", int), one.get("groups", int), one.dtype())
-        for one in row.rows("values")
-    )
+    values = tuple(map(_batch_value, row.rows("values")))
     sizes = tuple((one.get("size", int), one.get("adds", bool)) for one in row.rows("sizes"))
     return BatchLossSpec(values, sizes, row.names("parameters"), row.names("constants"), _finite(row, "factor"))
+
+
+def _batch_value(row: Fields) -> BatchValueSpec:
+    kind, dims, dim, groups = (
+        row.get("kind", str), row.get("dims", int), row.get("dim", int, 0), row.get("groups", int, 1),
+    )  # fmt: skip
+    if kind not in BATCH_VALUES or groups < 1 or (kind == "rows" and not 0 <= dim < dims):
+        raise ProgramError(f"a value of kind {kind!r} along dimension {dim} of {dims} is none", row.where, REMEDY)
+    return BatchValueSpec(row.get("name", str), dims, row.dtype(), kind, dim, groups, row.get("samples", int, 0))
 
 
 def _features(top: Fields) -> FeatureSpec | None:

@@ -52,12 +52,13 @@ def computed(
     places = [_place(rank, number) for number in range(len(meetings))]
     own = [[meeting.values[index] for index in range(len(spec.values))] for meeting in meetings]
     table = yield from _sizes(rank, ranks, own, places)
-    shapes, sizes = _read(spec, table)
-    parts = yield from _gathered(rank, spec, own, shapes)
-    values = [_joined(one, [part[index] for part in parts]) for index, one in enumerate(spec.values)]
+    shapes, samples, sizes = _read(spec, table)
+    parts = yield from _gathered(rank, own, shapes)
+    shares = [_shares(one, [row[index] for row in samples]) for index, one in enumerate(spec.values)]
+    values = [_joined(one, [part[i] for part in parts], share) for i, (one, share) in enumerate(zip(spec.values, shares))]
     loss, gradients = _differentiated(rank, spec, values, weights, _whole(spec, sizes), trains)
     if trains:
-        _hand_back(spec, shapes, gradients, meetings, places)
+        _hand_back(spec, shapes, shares, gradients, meetings, places)
     return loss * spec.factor if 0 in places else None
 
 
@@ -72,14 +73,17 @@ def _place(rank: Rank, number: int) -> int:
 def _sizes(
     rank: Rank, ranks: Sequence[Rank], own: Sequence[Sequence[torch.Tensor]], places: Sequence[int]
 ) -> Generator[str, None, list[list[int]]]:
-    """For each microbatch of all replicas what its loss is, the shapes of its values, the sizes that the loss asks
-    for.
+    """For each microbatch of all replicas what its loss is, the shapes of its values, how many samples a mean is over,
+    the sizes that the loss asks for.
     """
     manifest = rank.program.manifest
     rows = [
-        [_word(one), *(size for value in values for size in value.shape), *(size for size, _ in _spec(one).sizes)]
+        [
+            _word(one), *(size for value in values for size in value.shape),
+            *(value.samples for value in _spec(one).values), *(size for size, _ in _spec(one).sizes),
+        ]
         for one, values in zip(ranks, own, strict=True)
-    ]
+    ]  # fmt: skip
     table = torch.zeros(manifest.mesh.dp * manifest.microbatches, len(rows[0]), dtype=torch.int64)
     for place, row in zip(places, rows):
         if len(row) != len(rows[0]):
@@ -112,23 +116,28 @@ def _other_losses() -> CscError:
     )  # fmt: skip
 
 
-def _read(spec: BatchLossSpec, table: Sequence[Sequence[int]]) -> tuple[list[list[tuple[int, ...]]], list[list[int]]]:
-    """Of each microbatch the shapes of its values, and its sizes. CscError if values do not fit together."""
+def _read(
+    spec: BatchLossSpec, table: Sequence[Sequence[int]]
+) -> tuple[list[list[tuple[int, ...]]], list[list[int]], list[list[int]]]:
+    """Of each microbatch the shapes of its values, their samples, and its sizes. CscError if values do not fit
+    together.
+    """
     shapes: list[list[tuple[int, ...]]] = []
+    ends = list(accumulate((one.dims for one in spec.values), initial=0))
     for _, *row in table:
-        ends = list(accumulate((one.dims for one in spec.values), initial=0))
         shapes.append([tuple(row[start:end]) for start, end in zip(ends, ends[1:])])
     for index, one in enumerate(spec.values):
-        rest = {shape[index][: one.dim] + shape[index][one.dim + 1 :] for shape in shapes}
+        listed = [shape[index] for shape in shapes]
+        rest = {shape[: one.dim] + shape[one.dim + 1 :] if one.kind == "rows" else shape for shape in listed}
         if len(rest) > 1:
-            found = " and ".join(str(list(shape)) for shape in dict.fromkeys(shape[index] for shape in shapes))
             raise CscError(
-                f"the loss is over the whole batch, and {one.name} has the sizes {found} in its microbatches, which "
-                f"cannot be put one behind the other along dimension {one.dim}", "step",
-                "give all samples of a step the same width (pad them in the data loader)",
+                f"the loss is over the whole batch, and {one.name} has the sizes "
+                f"{' and '.join(str(list(shape)) for shape in dict.fromkeys(listed))} in its microbatches, which do not "
+                "fit together", "step", "give all samples of a step the same width (pad them in the data loader)",
             )  # fmt: skip
-    given = sum(one.dims for one in spec.values)
-    return shapes, [list(row[1 + given :]) for row in table]
+    start = 1 + ends[-1]
+    middle = start + len(spec.values)
+    return shapes, [list(row[start:middle]) for row in table], [list(row[middle:]) for row in table]
 
 
 def _whole(spec: BatchLossSpec, sizes: Sequence[Sequence[int]]) -> list[int]:
@@ -146,7 +155,7 @@ def _whole(spec: BatchLossSpec, sizes: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _gathered(
-    rank: Rank, spec: BatchLossSpec, own: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    rank: Rank, own: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> Generator[str, None, list[list[torch.Tensor]]]:
     """The values of every microbatch, in order of places."""
     group, count = rank.group(Group.SAMPLES), rank.program.manifest.microbatches
@@ -180,8 +189,16 @@ def _gathered(
 # --- The loss and its gradients ----------------------------------------------------------------------------------------
 
 
-def _joined(spec: BatchValueSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One behind the other, in each of the groups along the dimension."""
+def _shares(spec: BatchValueSpec, samples: Sequence[int]) -> list[float]:
+    """What microbatches weigh in a sum or mean of theirs."""
+    return [own / sum(samples) for own in samples] if spec.kind == "mean" else [1.0] * len(samples)
+
+
+def _joined(spec: BatchValueSpec, parts: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+    """One behind the other, in each of the groups along the dimension; or their weighted sum."""
+    if spec.kind != "rows":
+        first, *rest = (part * share for part, share in zip(parts, shares))
+        return sum(rest, first).to(spec.dtype)
     apart = [_apart(spec, part) for part in parts]
     return torch.cat(apart, spec.dim + 1).flatten(spec.dim, spec.dim + 1).to(spec.dtype)
 
@@ -221,6 +238,7 @@ def _dtype(rank: Rank, name: str) -> torch.dtype:
 def _hand_back(
     spec: BatchLossSpec,
     shapes: Sequence[Sequence[tuple[int, ...]]],
+    shares: Sequence[Sequence[float]],
     gradients: Sequence[torch.Tensor | None],
     meetings: Sequence[Meeting],
     places: Sequence[int],
@@ -228,15 +246,22 @@ def _hand_back(
     """Each microbatch its part of the values' gradients; the first of all those of the parameters."""
     own: list[list[torch.Tensor | None]] = [[] for _ in meetings]
     for index, (one, gradient) in enumerate(zip(spec.values, gradients)):
-        rows = [shape[index][one.dim] // one.groups for shape in shapes]
-        ends = list(accumulate(rows, initial=0))
+        listed = [shape[index] for shape in shapes]
         for given, place in zip(own, places):
-            if gradient is None:
-                given.append(None)
-                continue
-            part = _apart(one, gradient).narrow(one.dim + 1, ends[place], rows[place])
-            given.append(part.reshape(shapes[place][index]))
+            if gradient is None or one.kind != "rows":
+                given.append(None if gradient is None else gradient * shares[index][place])
+            else:
+                given.append(_part(one, gradient, listed, place))
     for given, place, meeting in zip(own, places, meetings):
         given += [one if place == 0 else None for one in gradients[len(spec.values) :]]
         meeting.gradients = given
         meeting.values.clear()
+
+
+def _part(
+    spec: BatchValueSpec, gradient: torch.Tensor, shapes: Sequence[tuple[int, ...]], place: int
+) -> torch.Tensor:
+    """A microbatch's rows of the gradient of all."""
+    rows = [shape[spec.dim] // spec.groups for shape in shapes]
+    own = _apart(spec, gradient).narrow(spec.dim + 1, sum(rows[:place]), rows[place])
+    return own.reshape(shapes[place])

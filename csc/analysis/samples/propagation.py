@@ -170,6 +170,8 @@ PERMUTES = (
 )
 FIXED = "meets samples with a value that is the same for every batch, entry by entry"
 
+UNPROVEN = (UNKNOWN, OF_OTHERS, SPARE, STATISTIC, PERMUTES)  # samples may well be apart, or meet in a microbatch alone
+
 
 def rows_of(entry: str) -> Count:
     """The number of a batch entry's rows. Lost if it is that of no entry."""
