@@ -482,7 +482,7 @@ def _common(program: LoadedProgram) -> dict[str, Any]:
         ],
         # A step of one microbatch alone has none to combine.
         "losses": (
-            (manifest.loss, [s.weighs for s in manifest.stages])
+            (manifest.loss.for_any_size, [s.weighs for s in manifest.stages])
             if manifest.microbatches * manifest.mesh.dp > 1
             else manifest.loss.stage
         ),

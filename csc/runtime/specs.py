@@ -208,6 +208,14 @@ class LossSpec:
     summed: bool = False
     over_batch: BatchLossSpec | None = None
 
+    @property
+    def for_any_size(self) -> LossSpec:
+        """Without what is another number in microbatches of other sizes."""
+        if self.over_batch is None:
+            return self
+        values = tuple(replace(one, samples=min(one.samples, 1)) for one in self.over_batch.values)
+        return replace(self, over_batch=replace(self.over_batch, values=values, sizes=()))
+
 
 @dataclass(frozen=True)
 class FeatureSpec:
