@@ -183,7 +183,11 @@ def operators(functions: Sequence[str]) -> list[str]:
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
     seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
     others = (
-        seeded | dict.fromkeys(BATCH_LOSS, "batch_loss") | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "linear_cross_entropy") | SINGLE
+        seeded
+        | dict.fromkeys(BATCH_LOSS, "batch_loss")
+        | dict.fromkeys(COLLECTIVES, "collectives")
+        | dict.fromkeys(VOCABULARY, "linear_cross_entropy")
+        | SINGLE
     )
     families = ("opaque", "context", "linear_cross_entropy", "quantised")
     return sorted({

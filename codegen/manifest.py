@@ -248,7 +248,7 @@ def _over_batch(found: BatchLoss | None) -> dict[str, Any]:
         "over_batch": {
             "values": [
                 {
-                    "name": one.name, "dims": one.dims, "dtype": _dtype(one.dtype), "kind": one.kind,
+                    "name": one.name, "dims": len(one.shape), "dtype": _dtype(one.dtype), "kind": one.kind,
                     **({"dim": one.dim, "groups": one.groups} if one.kind == "rows" else {}),
                     **({"samples": one.samples} if one.samples else {}),
                 }

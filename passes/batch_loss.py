@@ -11,6 +11,7 @@ microbatches of all replicas are there, the runtime computes the head and its gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +41,7 @@ from csc.ir.graph import Writer
 from csc.ir.groups import BATCH_LOSS
 from csc.ir.program import BatchLoss, BatchSize, BatchValue, Combination, Program
 from csc.torch_private.exported import OpOverload
+from csc.torch_private.traces import FakeTensorMode, without_messages
 
 TURNED = {"aten::t", "aten::transpose", "aten::permute"}  # views of a value that the head takes for itself
 CONVOLUTIONS = {f"aten::{name}" for name in ("convolution", "conv1d", "conv2d", "conv3d")}
@@ -237,15 +239,16 @@ class _Division:
         return isinstance(state, SampleRows | Whole)
 
     def _value(self, node: fx.Node) -> BatchValue:
-        state, name, val = self._state(node), node.name, node.meta["val"]
+        state, name, dtype = self._state(node), node.name, node.meta["val"].dtype
+        shape = tuple(self.own[name].shape)
         if isinstance(state, PartsOfSum):
             samples = self._samples(state)
             assert samples is not None
-            return BatchValue(name, val.dim(), val.dtype, "mean" if samples else "sum", samples=samples)
+            return BatchValue(name, shape, dtype, "mean" if samples else "sum", samples=samples)
         assert isinstance(state, SampleRows)
         dim, inner = state.axis
         groups = shape_of(self.at_size[node.name])[dim] // (inner * state.count)
-        return BatchValue(name, val.dim(), val.dtype, "rows", dim, groups)
+        return BatchValue(name, shape, dtype, "rows", dim, groups)
 
     def _size(self, node: fx.Node) -> BatchSize:
         source, state = node.args[0], self._state(node.args[0])  # type: ignore[arg-type]
@@ -321,6 +324,45 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
+# --- What it takes -----------------------------------------------------------------------------------------------------
+
+
+def held(found: BatchLoss, microbatches: int, parts: int) -> int:
+    """Bytes on a rank of the loss' stage: values of its own microbatches, those of the whole batch with their
+    gradients, and all that the head makes of them. parts: microbatches of all replicas.
+    """
+    own = microbatches * sum(math.prod(one.shape) * one.dtype.itemsize for one in found.values)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[fx.Node, Any] = {}
+    total = 0
+    with mode, without_messages():
+        for node in found.graph.nodes:
+            if node.op == "placeholder":
+                made[node] = _of_batch(found, node, parts)
+                if node.meta["role"][0] == "value":
+                    total += 2 * made[node].nbytes
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+                made[node] = node.target(*args, **kwargs)
+                listed = made[node] if isinstance(made[node], (list, tuple)) else [made[node]]
+                total += sum(one.nbytes for one in listed if isinstance(one, torch.Tensor) and not is_view(node))
+    return own + total
+
+
+def _of_batch(found: BatchLoss, node: fx.Node, parts: int) -> Any:
+    """A placeholder's value, where microbatches are as large as this one."""
+    kind, place = node.meta["role"]
+    if kind == "size":
+        size = found.sizes[int(place)]
+        return size.size * parts if size.adds else size.size
+    val = node.meta["val"]
+    shape = list(val.shape)
+    if kind == "value":
+        one = found.values[int(place)]
+        shape = [size * parts if one.kind == "rows" and dim == one.dim else size for dim, size in enumerate(one.shape)]
+    return torch.empty(shape, dtype=val.dtype, device=val.device)
+
+
 class _Adding:
     """Calls in a graph that has symbolic sizes or not: what is handed over is a number each, whatever its sizes."""
 
@@ -328,9 +370,7 @@ class _Adding:
         self.graph, self.program = graph, program
         self.writer = Writer(graph, program.fake_mode)
 
-    def sum_of(
-        self, like: fx.Node, given: list[tuple[fx.Node, int]], dtype: torch.dtype, place: fx.Node
-    ) -> fx.Node:
+    def sum_of(self, like: fx.Node, given: list[tuple[fx.Node, int]], dtype: torch.dtype, place: fx.Node) -> fx.Node:
         with self.program.fake_mode:
             number = torch.empty((), dtype=dtype, device=self.program.device)
         parts = [

@@ -26,6 +26,7 @@ from csc.planning.partition import at_cuts, own_stages
 from csc.planning.plan import PipelinePlan as Decided
 from csc.planning.plan import plan
 from csc.planning.problem import Lumped, Problem, channels, orders, together
+from csc.simulation.page import bytes_text
 from csc.simulation.pipeline import to_json
 
 # --- A schedule that the user wrote or edited, given as a file instead of a name -------------------------------------
@@ -119,7 +120,19 @@ def partition(program: Program, options: Options) -> Program:
         peak_flops=sum(_peak(program, one) for one in profiles) / len(profiles),
         ahead=ahead.orders if ahead is not None else None,
     )
-    return replace(divided, plan=record)
+    return replace(divided, plan=record, notes=(*program.notes, *_over_batch(program, options)))
+
+
+def _over_batch(program: Program, options: Options) -> list[str]:
+    """What a user should know of a loss over the whole batch."""
+    if program.batch_loss is None:
+        return []
+    parts, kept = options.microbatches * options.mesh.dp, numbers.batch_loss_bytes(program, options)
+    return [
+        f"the loss is over the whole batch: samples meet in {program.batch_loss.meets}; values of all {parts} "
+        f"microbatches are brought together there, F of all comes before any B, and each rank of the loss' stage holds "
+        f"{bytes_text(kept)} for it"
+    ]
 
 
 ALL_FORWARD = "gpipe"  # the schedule with F of all microbatches before any B

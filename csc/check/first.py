@@ -26,9 +26,9 @@ from csc.check.judge import Judgement, Reference, judge
 from csc.errors import DifferenceError, InputError
 from csc.ir import graph as g
 from csc.ir.groups import BATCH_LOSS, LOSS_WEIGHTS, Group
-from csc.kernels.batch_loss import STANDING_IN, numbered
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program, Region, compute_dtypes
+from csc.kernels.batch_loss import STANDING_IN, numbered
 from csc.runtime import executor
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer

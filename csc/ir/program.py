@@ -313,7 +313,7 @@ class Features:
 
 @dataclass(frozen=True)
 class BatchValue:
-    """Of a microbatch, for a loss over the whole batch, with so many dimensions.
+    """Of a microbatch, for a loss over the whole batch.
 
     kind: how those of microbatches make that of the batch: "rows" one behind the other along `dim`; "sum"; "mean" over
     samples, of which the microbatch has so many. groups: along `dim` the rows of all samples stand so many times one
@@ -321,7 +321,7 @@ class BatchValue:
     """
 
     name: str
-    dims: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str
     dim: int = 0

@@ -20,8 +20,8 @@ from csc.capture.batch import device_of
 from csc.capture.quantised_weights import weights_of
 from csc.ir import graph as g
 from csc.ir.groups import BATCH_LOSS, LOSS_WEIGHTS
-from csc.kernels.batch_loss import STANDING_IN, numbered
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
+from csc.kernels.batch_loss import STANDING_IN, numbered
 from csc.passes.dropout import SEED
 from csc.planning.schedules import SCHEDULES
 from csc.runtime.compile_pool import FunctionFolder

@@ -336,9 +336,7 @@ class _Step:
         """What of the loss is computed once a step; it counts as one of the first microbatch."""
         stage = self.rank.program.manifest.loss.stage
         trains = any(one.backward_input for one in self.stages[stage])
-        added = yield from whole_batch.computed(
-            self.rank, self.ranks, self.meetings, self.gathered.of(stage), trains
-        )
+        added = yield from whole_batch.computed(self.rank, self.ranks, self.meetings, self.gathered.of(stage), trains)
         if added is not None:
             self.losses[0] = self.losses[0] + added
 

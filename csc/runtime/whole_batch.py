@@ -55,7 +55,9 @@ def computed(
     shapes, samples, sizes = _read(spec, table)
     parts = yield from _gathered(rank, own, shapes)
     shares = [_shares(one, [row[index] for row in samples]) for index, one in enumerate(spec.values)]
-    values = [_joined(one, [part[i] for part in parts], share) for i, (one, share) in enumerate(zip(spec.values, shares))]
+    values = [
+        _joined(one, [part[i] for part in parts], share) for i, (one, share) in enumerate(zip(spec.values, shares))
+    ]
     loss, gradients = _differentiated(rank, spec, values, weights, _whole(spec, sizes), trains)
     if trains:
         _hand_back(spec, shapes, shares, gradients, meetings, places)
@@ -258,9 +260,7 @@ def _hand_back(
         meeting.values.clear()
 
 
-def _part(
-    spec: BatchValueSpec, gradient: torch.Tensor, shapes: Sequence[tuple[int, ...]], place: int
-) -> torch.Tensor:
+def _part(spec: BatchValueSpec, gradient: torch.Tensor, shapes: Sequence[tuple[int, ...]], place: int) -> torch.Tensor:
     """A microbatch's rows of the gradient of all."""
     rows = [shape[spec.dim] // spec.groups for shape in shapes]
     own = _apart(spec, gradient).narrow(spec.dim + 1, sum(rows[:place]), rows[place])

@@ -600,7 +600,11 @@ def along(operand: fx.Node, node: fx.Node, link: tuple[int | None, ...], dim: in
 STATISTICS = NewTensor(statistic=True)
 TYPE_ALONE = {"aten::type_as": 1, **dict.fromkeys(NEW, 0)}  # the operand that is looked at for its type alone
 COPIED_FOR_EACH = {EXPAND, "aten::repeat"}
-GRADIENTS = {"csc::incoming", "csc::own_gradient", "csc::to_batch_loss"}  # whose gradient each microbatch has its own of
+GRADIENTS = {
+    "csc::incoming",
+    "csc::own_gradient",
+    "csc::to_batch_loss",
+}  # whose gradient each microbatch has its own of
 UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
 MOVES = COPIES | RESHAPES | CASTS
 
