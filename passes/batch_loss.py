@@ -271,7 +271,7 @@ class _Division:
             if name.startswith(OWN_CODE):
                 raise _Impossible(f"code with a backward or hooks of its own runs where samples meet ({where})")
             own = any(one.op == "placeholder" and one.meta["role"][0] == "parameter" for one in node.all_input_nodes)
-            path, role = label(node.meta.get("module", ""), self.program.modules)
+            _, role = label(node.meta.get("module", ""), self.program.modules)
             if name in CONVOLUTIONS or name == SDPA or (own and role == "layer"):
                 raise _Impossible(f"samples meet in the middle of the model, and {name} at {where} comes after that")
         sizes = {one.name: one.numel for one in self.program.parameters}
@@ -324,7 +324,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-# --- What it takes -----------------------------------------------------------------------------------------------------
+# --- What it takes ---------------------------------------------------------------------------------------------------
 
 
 def held(found: BatchLoss, microbatches: int, parts: int) -> int:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from csc.errors import ScheduleError
@@ -329,7 +330,7 @@ def check_whole_forward(schedule: Schedule, stage: int) -> None:
     """
     rank = schedule.placement[stage]
     own = [action for action in schedule.ranks[rank] if action.computes and action.stage == stage]
-    late = next((b for a, b in zip(own, own[1:]) if a.kind != "F" and b.kind == "F"), None)
+    late = next((b for a, b in pairwise(own) if a.kind != "F" and b.kind == "F"), None)
     if late is not None:
         raise ScheduleError(
             f"'{late}' comes after a B or W of stage {stage}, whose loss is over the whole batch",

@@ -166,7 +166,7 @@ class DivisorSpec:
 
 @dataclass(frozen=True)
 class BatchValueSpec:
-    """What a loss over the whole batch reads of microbatches, with so many dimensions: see csc.ir.program.BatchValue."""
+    """What a loss over the whole batch reads of microbatches: see csc.ir.program.BatchValue. dims: of its shape."""
 
     name: str
     dims: int

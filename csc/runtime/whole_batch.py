@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -69,7 +69,7 @@ def _place(rank: Rank, number: int) -> int:
     return replica * rank.program.manifest.microbatches + microbatch
 
 
-# --- What all ranks have -----------------------------------------------------------------------------------------------
+# --- What all ranks have ---------------------------------------------------------------------------------------------
 
 
 def _sizes(
@@ -127,15 +127,15 @@ def _read(
     shapes: list[list[tuple[int, ...]]] = []
     ends = list(accumulate((one.dims for one in spec.values), initial=0))
     for _, *row in table:
-        shapes.append([tuple(row[start:end]) for start, end in zip(ends, ends[1:])])
+        shapes.append([tuple(row[start:end]) for start, end in pairwise(ends)])
     for index, one in enumerate(spec.values):
         listed = [shape[index] for shape in shapes]
         rest = {shape[: one.dim] + shape[one.dim + 1 :] if one.kind == "rows" else shape for shape in listed}
         if len(rest) > 1:
+            sizes = " and ".join(str(list(shape)) for shape in dict.fromkeys(listed))
             raise CscError(
-                f"the loss is over the whole batch, and {one.name} has the sizes "
-                f"{' and '.join(str(list(shape)) for shape in dict.fromkeys(listed))} in its microbatches, which do not "
-                "fit together", "step", "give all samples of a step the same width (pad them in the data loader)",
+                f"the loss is over the whole batch, and {one.name} has the sizes {sizes} in its microbatches, which do "
+                "not fit together", "step", "give all samples of a step the same width (pad them in the data loader)",
             )  # fmt: skip
     start = 1 + ends[-1]
     middle = start + len(spec.values)
@@ -188,7 +188,7 @@ def _gathered(
     return [found[place] for place in sorted(found)]
 
 
-# --- The loss and its gradients ----------------------------------------------------------------------------------------
+# --- The loss and its gradients --------------------------------------------------------------------------------------
 
 
 def _shares(spec: BatchValueSpec, samples: Sequence[int]) -> list[float]:
