@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 import csc
 from csc.errors import CscError, InputError, ScheduleError
+from tests import launching
+from tests.compiler import batch_loss_worker
 from tests.compiler.test_losses import cut
 from tests.tiers import long
 
@@ -113,6 +116,21 @@ def test_a_loss_over_the_batch_is_that_of_the_whole_batch(name: str) -> None:
 def test_on_a_pipeline(mesh: str) -> None:
     compiled = check(clip, batch(), batch(), microbatches=2, mesh=mesh)
     assert compiled.program.plan is not None and compiled.program.plan.schedule.name == "gpipe"
+
+
+@pytest.mark.long
+@pytest.mark.gloo
+def test_real_processes(tmp_path: Path) -> None:
+    """Gradients of the ranks that hold a parameter are those of eager PyTorch."""
+    model = Towers(clip)
+    model(**batch()).backward()
+    launching.ranks(batch_loss_worker.main, 4, {"mesh": "dp=2,pp=2", "microbatches": 2}, tmp_path)
+    found: set[str] = set()
+    for rank in range(4):
+        for name, gradient in load_file(tmp_path / f"gradients_{rank}.safetensors").items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5, msg=name)
+            found.add(name)
+    assert found == dict(model.named_parameters()).keys()
 
 
 @pytest.mark.long
