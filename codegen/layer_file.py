@@ -14,7 +14,7 @@ from torch import fx
 
 from csc.ir import graph as g
 from csc.ir.graph import extract, identifier
-from csc.ir.program import Context, Program, Region, Stage, Template, Variant
+from csc.ir.program import BatchLoss, BatchValue, Context, Program, Region, Stage, Template, Variant
 from csc.torch_private.exported import OpOverload
 
 # --- Which tables a program does not make in each step ---------------------------------------------------------------
@@ -158,6 +158,7 @@ def _bytes(node: fx.Node) -> int:
 VOCABULARY = ("rows", "rows_backward", "divided_loss", "divided_loss_backward", "divided_linear_cross_entropy")
 SINGLE = {"masked_scatter_backward": "scattered_rows"}
 BEGUN = ("start_", "finish_")  # of a collective in two calls
+BATCH_LOSS = ("from_batch_loss", "to_batch_loss")
 COLLECTIVES = (
     "all_gather", "all_reduce", "gather_pieces", "gather_shared", "own_part", "reduce_scatter", "scatter_pieces",
     "share",
@@ -182,7 +183,11 @@ def operators(functions: Sequence[str]) -> list[str]:
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
     seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
     others = (
-        seeded | dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(VOCABULARY, "linear_cross_entropy") | SINGLE
+        seeded
+        | dict.fromkeys(BATCH_LOSS, "batch_loss")
+        | dict.fromkeys(COLLECTIVES, "collectives")
+        | dict.fromkeys(VOCABULARY, "linear_cross_entropy")
+        | SINGLE
     )
     families = ("opaque", "context", "linear_cross_entropy", "quantised")
     return sorted({
@@ -576,3 +581,52 @@ def _taken(function: _Common | KeptTables, arguments: Sequence[str]) -> list[str
 
 def _returned(names: Sequence[str]) -> list[str]:
     return wrapped("return (", names, ",)" if len(names) == 1 else ")")
+
+
+# --- batch_loss.py: what of the loss is computed once a step, over values of the whole batch --------------------------
+
+
+def batch_loss_source(found: BatchLoss) -> str:
+    """The text of the file. Its sizes are those of the whole batch, whatever they are."""
+    names: dict[fx.Node, str] = {}
+    given: dict[str, list[str]] = {"value": [], "size": []}
+    lines, kinds = list[str](), {"value": "values", "size": "sizes"}
+    for node in g.placeholders(found.graph):
+        kind, label = node.meta["role"]
+        names[node] = f"weights[{quoted(label)}]" if kind == "parameter" else source(node.meta["role"])
+        if kind in kinds:
+            names[node] = node.name
+            given[kind].append(node.name)
+    for kind, listed in given.items():
+        if listed:
+            lines += wrapped("(", listed, f"{',' if len(listed) == 1 else ''}) = {kinds[kind]}")
+    lines += body(found.graph, names)
+    (result,) = g.outputs(found.graph)
+    rows = [f"{comment(one.name)}: {_joined(one)}" for one in found.values]
+    opening = [
+        f'"""The loss over the whole batch: samples meet in {comment(found.meets)}.',
+        "",
+        "It is computed once a step, when F of all microbatches of all replicas has made its values; B begins with its",
+        "gradients, which autograd makes. It is 0 in the losses of microbatches.",
+        "",
+        *rows,
+        '"""',
+        "",
+        "import operator" if "operator." in "\n".join(lines) else None,
+        "" if "operator." in "\n".join(lines) else None,
+        "import torch",
+        "",
+        "aten = torch.ops.aten",
+        "",
+        "",
+        "def batch_loss(values, weights, constants, sizes):",
+        '    """Of values and sizes of the whole batch."""',
+    ]
+    return "\n".join([*(line for line in opening if line is not None), *lines, f"    return {names[result]}"]) + "\n"
+
+
+def _joined(value: BatchValue) -> str:
+    if value.kind != "rows":
+        return "sum of microbatches" if value.kind == "sum" else "mean of microbatches, each weighted by its samples"
+    behind = f"microbatches one behind the other along dimension {value.dim}"
+    return f"{behind}, in each of {value.groups} groups" if value.groups > 1 else behind

@@ -14,7 +14,16 @@ from csc.codegen.layer_file import seeds
 
 import csc
 from csc.ir import graph as g
-from csc.ir.program import LOSS, Context, Options, Program, compute_dtypes, gradient_placement, weight_placement
+from csc.ir.program import (
+    BatchLoss,
+    Context,
+    Options,
+    Program,
+    compute_dtypes,
+    gradient_placement,
+    loss_stage,
+    weight_placement,
+)
 
 FORMAT = 6
 
@@ -62,7 +71,7 @@ def manifest(
         ],
         **_context(program),
         **({"random": _draws(program)} if seeds(program) else {}),
-        "loss": {"stage": _loss_stage(program), "weight": program.loss_weight, **_loss_count(program)},
+        "loss": {"stage": loss_stage(program), "weight": program.loss_weight, **_loss_count(program)},
         "frozen": [p.name for p in program.parameters if not p.trainable],
         "plan": {
             "schedule": program.schedule.name if program.schedule is not None else "",
@@ -227,7 +236,28 @@ def _gradients(program: Program) -> dict[tuple[int, str], torch.Tensor]:
 
 def _loss_count(program: Program) -> dict[str, Any]:
     """See `_divided`; and whether ranks that share tokens have parts of a loss."""
-    return {**_divided(program), **({"summed": True} if program.combination.summed else {})}
+    summed = {"summed": True} if program.combination.summed else {}
+    return {**_divided(program), **summed, **_over_batch(program.batch_loss)}
+
+
+def _over_batch(found: BatchLoss | None) -> dict[str, Any]:
+    """What of the loss is computed once a step."""
+    if found is None:
+        return {}
+    return {
+        "over_batch": {
+            "values": [
+                {
+                    "name": one.name, "dims": len(one.shape), "dtype": _dtype(one.dtype), "kind": one.kind,
+                    **({"dim": one.dim, "groups": one.groups} if one.kind == "rows" else {}),
+                    **({"samples": one.samples} if one.samples else {}),
+                }
+                for one in found.values
+            ],
+            "sizes": [{"size": one.size, "adds": one.adds} for one in found.sizes],
+            "parameters": list(found.parameters), "constants": list(found.constants), "factor": found.factor,
+        }
+    }  # fmt: skip
 
 
 def _divided(program: Program) -> dict[str, Any]:
@@ -248,11 +278,6 @@ def _divided(program: Program) -> dict[str, Any]:
     if program.loss_weight == "sum" or (found.added, found.least) == (0, 0):
         return {}
     return {"added": found.added, "least": found.least}
-
-
-def _loss_stage(program: Program) -> int:
-    by_region = {region.name: region for region in program.regions}
-    return next(s.index for s in program.stages if any(LOSS in by_region[name].outputs for name in s.regions))
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from torch import fx
 
 from csc.errors import CscError
 from csc.ir import graph as g
-from csc.ir.groups import CONTEXT, LOSS_WEIGHTS, RANDOM, WEIGHTS, Group, meeting
+from csc.ir.groups import BATCH_LOSS, CONTEXT, LOSS_WEIGHTS, PLACE, RANDOM, WEIGHTS, Group, meeting
 from csc.torch_private.exported import OpOverload
 
 # --- Calls of operators as users write them: `torch.mm(a, b)` and `a.view(2, 3)`, not `aten.mm.default(a, b)` --------
@@ -136,6 +136,10 @@ def call(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, list[str], s
     if node.target is operator.getitem:
         return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]", [], ""
     target = node.target
+    if not isinstance(target, OpOverload) and getattr(operator, g.op_name(node), None) is target:
+        return f"operator.{g.op_name(node)}(", [literal(one, names) for one in node.args], ")"  # of whole numbers
+    if not isinstance(target, OpOverload) and getattr(torch, g.op_name(node), None) is target:
+        return f"torch.{g.op_name(node)}(", [literal(one, names) for one in node.args], ")"
     if not isinstance(target, OpOverload):
         raise CscError(f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations")
     write = written_over if node.meta.get("in_place") else as_users_write
@@ -169,6 +173,8 @@ def source(role: tuple[str, str]) -> str:
         return f"batch[{quoted(RANDOM)}]"
     if role == LOSS_WEIGHTS:
         return f"batch[{quoted(WEIGHTS)}]"
+    if role == BATCH_LOSS:
+        return f"batch[{quoted(PLACE)}]"
     if kind == "tensor":
         return f"batch[{quoted(meeting(Group.TENSOR if label == 'number' else Group.of(label)))}]"
     if kind == "context group":

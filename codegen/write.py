@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import torch
-from csc.codegen.layer_file import layer_source, tables_source
+from csc.codegen.layer_file import batch_loss_source, layer_source, tables_source
 from csc.codegen.manifest import manifest
 from csc.codegen.rank_file import features_source, index, position_path, rank_path, rank_sources
 from safetensors import SafetensorError
@@ -124,7 +124,7 @@ def _swap_in(building: Path, directory: Path) -> None:
 
 
 LAYERS = "layers/__init__.py"
-FEATURES = "features.py"
+FEATURES, BATCH_LOSS = "features.py", "batch_loss.py"
 ACTIONS = """\
 # F s m     forward of stage s for microbatch m            SEND F a>b m, RECV F a>b m   activations from stage a to b
 # B s m     backward: gradients of the stage's inputs      SEND B a>b m, RECV B a>b m   gradients from stage a to b
@@ -153,6 +153,8 @@ def sources(program: Program, options: Options) -> dict[str, str]:
     files[LAYERS] = "\n".join(["from . import (", *(f"    {name}," for name in modules), ")", ""])
     if program.features is not None:
         files[FEATURES] = features_source(found, program.features)
+    if program.batch_loss is not None:
+        files[BATCH_LOSS] = batch_loss_source(program.batch_loss)
     return files | rank_sources(found, options.mesh)
 
 

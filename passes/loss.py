@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from csc.passes.batch_loss import over_batch
 from torch import fx
 
 from csc.analysis.operators.execution import is_view
@@ -190,6 +191,9 @@ def loss(program: Program, options: Options) -> Program:
     """
     (result,) = g.outputs(program.graph)
     program, found = _combination(program)
+    if found.problem and options.over_batch:
+        program, found = over_batch(program, found)
+        (result,) = g.outputs(program.graph)
     found = replace(found, summed=options.mesh.cp > 1 and labels_of(result) is None)
     if found.problem:
         found = _as_it_ends(found, result)

@@ -20,12 +20,13 @@ from csc.errors import InputError, ScheduleError
 from csc.ir import graph as g
 from csc.ir.groups import LOSS_WEIGHTS
 from csc.ir.mesh import Mesh
-from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes
-from csc.ir.schedule import Schedule, parse, part, verify
+from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes, loss_stage
+from csc.ir.schedule import Schedule, check_whole_forward, parse, part, verify
 from csc.planning.partition import at_cuts, own_stages
 from csc.planning.plan import PipelinePlan as Decided
 from csc.planning.plan import plan
 from csc.planning.problem import Lumped, Problem, channels, orders, together
+from csc.simulation.page import bytes_text
 from csc.simulation.pipeline import to_json
 
 # --- A schedule that the user wrote or edited, given as a file instead of a name -------------------------------------
@@ -71,6 +72,8 @@ def partition(program: Program, options: Options) -> Program:
     Before    regions: embed, layers.0, layers.1, head
     After     stage 0: embed, layers.0;  stage 1: layers.1, head;  F 0>1: layers.0;  B 1>0: layers.0
     """
+    if program.batch_loss is not None and options.microbatches > 1:
+        options = replace(options, schedule=_whole_forward(options))
     problem = numbers.problem(program, options)
     program = replace(program, contexts=tuple(_priced(one, program, options) for one in program.contexts))
     if options.part:
@@ -117,7 +120,37 @@ def partition(program: Program, options: Options) -> Program:
         peak_flops=sum(_peak(program, one) for one in profiles) / len(profiles),
         ahead=ahead.orders if ahead is not None else None,
     )
-    return replace(divided, plan=record)
+    return replace(divided, plan=record, notes=(*program.notes, *_over_batch(program, options)))
+
+
+def _over_batch(program: Program, options: Options) -> list[str]:
+    """What a user should know of a loss over the whole batch."""
+    if program.batch_loss is None:
+        return []
+    parts, kept = options.microbatches * options.mesh.dp, numbers.batch_loss_bytes(program, options)
+    return [
+        f"the loss is over the whole batch: samples meet in {program.batch_loss.meets}; values of all {parts} "
+        f"microbatches are brought together there, F of all comes before any B, and each rank of the loss' stage holds "
+        f"{bytes_text(kept)} for it"
+    ]
+
+
+ALL_FORWARD = "gpipe"  # the schedule with F of all microbatches before any B
+
+
+def _whole_forward(options: Options) -> str | Schedule:
+    """The schedule of a program whose loss needs F of all microbatches before any B. InputError for one of another
+    name; one that is given whole is checked by `csc.ir.schedule.check_whole_forward`.
+    """
+    given = given_schedule(options)
+    if given is not None:
+        return given
+    if options.schedule in ("auto", ALL_FORWARD):
+        return ALL_FORWARD
+    raise InputError(
+        f"the loss is over the whole batch, so that F of all microbatches comes before any B, and {options.schedule!r} "
+        "is no such schedule", "schedule", f"leave schedule= out, or say schedule={ALL_FORWARD!r}",
+    )  # fmt: skip
 
 
 def _refuse_uneven(program: Program, stages: Sequence[Stage], mesh: Mesh) -> None:
@@ -422,4 +455,6 @@ def schedule(program: Program, options: Options) -> Program:
     has_b, has_w = [stage.has_b for stage in program.stages], [stage.has_w for stage in program.stages]
     divided = [stage.divided for stage in program.stages]
     verify(program.plan.schedule, channels, has_b, has_w, options.microbatches, divided)
+    if program.batch_loss is not None:
+        check_whole_forward(program.plan.schedule, loss_stage(program))
     return replace(program, schedule=program.plan.schedule)

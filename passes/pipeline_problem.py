@@ -6,12 +6,14 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from csc.passes.batch_loss import held
+
 from csc import devices
 from csc.analysis.costs import RegionTimes, recorded_bytes, region_costs, stored_dtypes, value_bytes, working
 from csc.analysis.hardware import Hardware, Wire, hardware
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.ir.program import Options, Program
+from csc.ir.program import LOSS, Options, Program
 from csc.planning.encode_ahead import AheadPlan, fit_ahead
 from csc.planning.plan import PipelinePlan
 from csc.planning.problem import Problem, RankKind, Unit, Value, unequal
@@ -35,12 +37,20 @@ def chosen_hardware(program: Program, options: Options) -> Hardware:
     return min(profiles(program, options), key=lambda one: one.peak["bfloat16"] * one.matmul_efficiency)
 
 
+def batch_loss_bytes(program: Program, options: Options) -> int:
+    """What a loss over the whole batch holds on each rank of its stage."""
+    if program.batch_loss is None:
+        return 0
+    return held(program.batch_loss, options.microbatches, options.microbatches * options.mesh.dp)
+
+
 def problem(program: Program, options: Options) -> Problem:
     """Units are the regions in order. The memory limit is the options', else what hardware chosen by name leaves."""
     own = profiles(program, options)
     costs = _costs(program, own[0], options)
     of_variant = {name: working(variant, fuse=options.fuse) for name, variant in program.variants.items()}
     besides = recorded(program, options)
+    head = batch_loss_bytes(program, options)
     units = tuple(
         Unit(
             name=cost.name,
@@ -52,7 +62,7 @@ def problem(program: Program, options: Options) -> Problem:
             has_w=cost.has_w,
             saved=cost.saved,
             stashed=cost.stashed,
-            state=cost.state + besides[region.variant],
+            state=cost.state + besides[region.variant] + (head if LOSS in region.outputs else 0),
             gathered=cost.gathered,
             working=of_variant[region.variant],
         )

@@ -24,9 +24,10 @@ from csc.check.eager import IN_HALF, EagerStep, SameMasks, WithoutChance, eager_
 from csc.check.judge import Judgement, Reference, judge
 from csc.errors import DifferenceError, InputError
 from csc.ir import graph as g
-from csc.ir.groups import LOSS_WEIGHTS, Group
+from csc.ir.groups import BATCH_LOSS, LOSS_WEIGHTS, Group
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program, Region, compute_dtypes
+from csc.kernels.batch_loss import STANDING_IN, numbered
 from csc.runtime import executor
 from csc.runtime.loaded_program import load
 from csc.runtime.trainer import Trainer
@@ -212,6 +213,7 @@ def _run(
         entries |= {("constant", n): t.to(device) for n, t in program.constants.items()}
         entries["random", "seed"] = NUMBERS
         entries[LOSS_WEIGHTS] = torch.ones(len(program.combination.divisors), dtype=torch.float64, device=device)
+        entries[BATCH_LOSS] = numbered(STANDING_IN)
         tables = dict(zip(program.shared.output_node().meta["names"], _results(program.shared, entries)))
     made: dict[str, torch.Tensor] = {}
     for region in program.regions:

@@ -51,6 +51,7 @@ from csc.runtime.fusing import lacks
 Progress = Callable[[str], None]
 BEGUN = 1 + TRACING.index(loss)
 CUT = TRACING.index(regions)
+OVER_BATCH = "over the whole batch"  # marks traced graphs of a model whose loss is computed so
 
 
 @dataclass
@@ -355,8 +356,26 @@ class Compiler:
         self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet, whole: bool = False
     ) -> tuple[Match, TracedProgram]:
         """The capture that is for a microbatch, and its traced graphs: of this process, else from the cache, else made.
-        whole: with history.
+        whole: with history. Where samples meet in the loss, and there are several microbatches or replicas, those in
+        which they do not.
         """
+        match, found = self._trace(microbatch, options, progress, whole)
+        several = options.microbatches * options.mesh.dp > 1 and options.loss_weight == "auto"
+        if not several or not found.program.combination.problem:
+            return match, found
+        key = _key(match, options), OVER_BATCH
+        if key not in self.traced:
+            _, captured = self._captured(microbatch, progress, True)
+            alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1, own_replicas=()), over_batch=True)
+            begins = with_sizes_of(captured, split_batch(match.batch)[0])
+            history = self.shared.history((OVER_BATCH, _key(match, undivided(alone))), begins, alone, progress)
+            places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
+            self.traced[key] = TracedProgram(history[-1], places, self.guards.copy(), tuple(history))
+        return match, self.traced[key]
+
+    def _trace(
+        self, microbatch: Mapping[str, Any], options: Options, progress: Progress, whole: bool
+    ) -> tuple[Match, TracedProgram]:
         match = self.match(microbatch)
         if match.capture is not None:
             known = self.traced.get(_key(match, options))

@@ -234,8 +234,9 @@ def copies_summed(size: int) -> Placement:
 OF_RANKS = ("context", "context group", "tensor")
 CONTEXT_GROUP = ("context group", "number")
 LOSS_WEIGHTS = ("loss", "loss_weights")
+BATCH_LOSS = ("loss", "batch_loss")
 OWN = "csc."
-RANDOM, CONTEXT, WEIGHTS = "csc.random", "csc.context", "csc.loss_weights"
+RANDOM, CONTEXT, WEIGHTS, PLACE = "csc.random", "csc.context", "csc.loss_weights", "csc.batch_loss"
 
 
 def meeting(group: Group) -> str:

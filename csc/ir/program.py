@@ -312,6 +312,49 @@ class Features:
 
 
 @dataclass(frozen=True)
+class BatchValue:
+    """Of a microbatch, for a loss over the whole batch.
+
+    kind: how those of microbatches make that of the batch: "rows" one behind the other along `dim`; "sum"; "mean" over
+    samples, of which the microbatch has so many. groups: along `dim` the rows of all samples stand so many times one
+    behind the other (two views of each); of the whole batch, those of all microbatches in each.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+    dim: int = 0
+    groups: int = 1
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """A size that a loss over the whole batch asks for: that of a microbatch. adds: of all it is the sum of theirs."""
+
+    size: int
+    adds: bool
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """What is computed once a step, over values of all microbatches (pass `loss`).
+
+    graph: placeholders are "value" and "size", each with its place, parameters and constants; it has the sizes of the
+    capture. factor: of its result in the loss. meets: where samples meet first.
+    """
+
+    graph: fx.Graph
+    values: tuple[BatchValue, ...]
+    parameters: tuple[str, ...]
+    constants: tuple[str, ...]
+    sizes: tuple[BatchSize, ...]
+    factor: float
+    meets: str
+
+
+@dataclass(frozen=True)
 class Message:
     """Values (kind F) or their gradients (kind B) that go from one stage to another for every microbatch."""
 
@@ -373,6 +416,7 @@ class Options:
     sequence_parallel: with tp, ranks share out tokens between the products that they divide (pass `sequence`).
     features: what a frozen encoder makes comes with the batch (pass `features`).
     replicate: operators (`mine::route`) that all tp ranks make of whole operands (pass `tensor`).
+    over_batch: a loss whose samples meet is computed over values of the whole batch (pass `loss`).
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -399,6 +443,7 @@ class Options:
     sequence_parallel: bool = False
     features: bool = False
     replicate: tuple[str, ...] = ()
+    over_batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -460,6 +505,7 @@ class Program:
     loss_weight: str = ""
     combination: Combination = field(default_factory=Combination)  # how the graph says that losses combine
     loss_tokens: str = ""  # the shared value that counts a microbatch's labels, if loss_weight is "tokens"
+    batch_loss: BatchLoss | None = None  # what of the loss is computed over the whole batch
     templates: Mapping[str, Template] = field(default_factory=dict)
     joints: Joints | None = None  # of other sizes, before pass `differentiate`; after it with those of this one
     regions: tuple[Region, ...] = ()
@@ -475,6 +521,12 @@ class Program:
     def region(self, name: str) -> Region:
         """The region of that name; KeyError if there is none."""
         return next(region for region in self.regions if region.name == name)
+
+
+def loss_stage(program: Program) -> int:
+    """The stage that computes the loss, after pass `partition`."""
+    made = next(region.name for region in program.regions if LOSS in region.outputs)
+    return next(stage.index for stage in program.stages if made in stage.regions)
 
 
 def compute_dtypes(program: Program) -> dict[str, torch.dtype]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from csc.errors import ScheduleError
@@ -321,6 +322,21 @@ def verify(
         _check_whole(schedule, rank, divided)
     _check_wires(schedule, placement)
     _check_progress(schedule, placement)
+
+
+def check_whole_forward(schedule: Schedule, stage: int) -> None:
+    """ScheduleError unless a stage's F of all microbatches come before its first B or W: its loss is over the whole
+    batch.
+    """
+    rank = schedule.placement[stage]
+    own = [action for action in schedule.ranks[rank] if action.computes and action.stage == stage]
+    late = next((b for a, b in pairwise(own) if a.kind != "F" and b.kind == "F"), None)
+    if late is not None:
+        raise ScheduleError(
+            f"'{late}' comes after a B or W of stage {stage}, whose loss is over the whole batch",
+            _where(schedule, rank),
+            f"Put all F of stage {stage} before its first B, as schedule gpipe does",
+        )
 
 
 def _where(schedule: Schedule, rank: int | None = None) -> str:

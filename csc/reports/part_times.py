@@ -19,8 +19,9 @@ from csc.cache.store import store
 from csc.capture.batch import device_of
 from csc.capture.quantised_weights import weights_of
 from csc.ir import graph as g
-from csc.ir.groups import LOSS_WEIGHTS
+from csc.ir.groups import BATCH_LOSS, LOSS_WEIGHTS
 from csc.ir.program import LOSS, Program, Region, compute_dtypes
+from csc.kernels.batch_loss import STANDING_IN, numbered
 from csc.passes.dropout import SEED
 from csc.planning.schedules import SCHEDULES
 from csc.runtime.compile_pool import FunctionFolder
@@ -235,6 +236,7 @@ def _tables(program: Program, batch: Mapping[str, torch.Tensor], device: torch.d
     entries |= {("constant", name): tensor.to(device) for name, tensor in program.constants.items()}
     entries[SEED] = torch.zeros((), dtype=torch.int64)
     entries[LOSS_WEIGHTS] = torch.ones(len(program.combination.divisors), dtype=torch.float64, device=device)
+    entries[BATCH_LOSS] = numbered(STANDING_IN)
     function = part_function(program.shared)
     assert function is not None
     made = function.call(*(entries[role] for role in function.roles))

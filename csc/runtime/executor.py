@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from csc.errors import CscError
-from csc.ir.groups import RANDOM, Group
+from csc.ir.groups import PLACE, RANDOM, Group
 from csc.ir.schedule import WHOLE, Action, Kind, Message, doable
+from csc.kernels.batch_loss import Meeting, numbered
 from csc.kernels.dropout import mixed
-from csc.runtime import context, loss
+from csc.runtime import context, loss, whole_batch
 from csc.runtime.gradients import Added, Gathered, GradientSums, Pair, Scattered, of_any, reduce, wait_sum
 from csc.runtime.loaded_program import StageFunctions
 from csc.runtime.rank import Ranges, Rank
@@ -274,6 +275,10 @@ class _Step:
         self.saved_for_weights: dict[tuple[int, int], Any] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.loss_weights: dict[int, float] = {}
+        here = manifest.loss.over_batch is not None and manifest.loss_rank == rank.position
+        self.meetings = [Meeting() for _ in microbatches] if here else []
+        if here:
+            self.batches = [{**one, PLACE: numbered(own)} for one, own in zip(microbatches, self.meetings)]
         held = [p for p in manifest.parameters if rank.position in p.ranks]
         self.gathered = Gathered(rank, held, weights)
         if alone is not None:  # what replicas divide is divided when they meet
@@ -325,6 +330,19 @@ class _Step:
             assert functions.backward_weight is not None
             pairs = functions.backward_weight(self.saved_for_weights.pop(item), self.weights(stage.stage), constants)
             self.gradients.add(stage.stage, mb, _zeros(iter(pairs)) if self._counts_nothing(item) else pairs)
+
+    def is_last_forward(self, action: Action) -> bool:
+        """Whether the losses of all microbatches are there now."""
+        here = action.kind == "F" and action.stage == self.rank.program.manifest.loss.stage
+        return here and len(self.losses) == len(self.meetings)
+
+    def over_batch(self) -> Generator[str, None, None]:
+        """What of the loss is computed once a step; it counts as one of the first microbatch."""
+        stage = self.rank.program.manifest.loss.stage
+        trains = any(one.backward_input for one in self.stages[stage])
+        added = yield from whole_batch.computed(self.rank, self.ranks, self.meetings, self.gathered.of(stage), trains)
+        if added is not None:
+            self.losses[0] = self.losses[0] + added
 
     def _gradients_for(self, stage: int, mb: int) -> dict[str, torch.Tensor]:
         """What B takes: the gradients that have come, and on the loss' stage that of the loss."""
@@ -528,6 +546,8 @@ def _act(state: _Step, action: Action, uneven: bool, ahead: Ahead | None) -> Gen
         if ahead is not None:
             ahead(action._replace(microbatch=rank.served(action.microbatch)[1]))
         state.compute(action)
+        if state.meetings and state.is_last_forward(action):
+            yield from state.over_batch()
         if state.gradients.scattered is not None:
             yield from state.gradients.scattered.finish()
     elif state.doable(action) is None:

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from csc.ir.groups import RANDOM, WEIGHTS
+from csc.ir.groups import PLACE, RANDOM, WEIGHTS
+from csc.kernels.batch_loss import STANDING_IN, numbered
 from csc.kernels.onednn import least_multiplications
 from csc.runtime import context
 from csc.runtime.compile_pool import Background, CompileWorker, FunctionFolder, make_side_by_side, worker_count
@@ -492,6 +493,8 @@ def rehearse(rank: Rank, microbatch: Mapping[str, Any], weights: Mapping[str, to
         batch[RANDOM] = NO_CHANCE
     if rank.program.manifest.loss.divisors:
         batch[WEIGHTS] = fake(torch.ones(len(rank.program.manifest.loss.divisors), dtype=torch.float64))
+    if rank.program.manifest.loss.over_batch is not None:
+        batch[PLACE] = numbered(STANDING_IN)
     constants = {name: fake(tensor) for name, tensor in rank.constants.items()}
     whole = _whole(rank, weights, fake)
     with torch.no_grad(), mode:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from csc.errors import ProgramError, ScheduleError
 from csc.ir.groups import Group
 from csc.ir.mesh import Mesh
-from csc.ir.schedule import Message, Schedule, parse, part, verify
+from csc.ir.schedule import Message, Schedule, check_whole_forward, parse, part, verify
 from csc.runtime.made_once import Constants
 from csc.runtime.specs import Manifest, manifest
 
@@ -231,6 +231,8 @@ def _schedule(path: Path, checked: Manifest) -> Schedule:
             checked.divided,
         )
         _check_placement(schedule, checked)
+        if checked.loss.over_batch is not None:
+            check_whole_forward(schedule, checked.loss.stage)
     except ScheduleError as error:
         raise ScheduleError(error.what, f"{file}, {error.where}", error.remedy) from None
     return schedule
@@ -317,6 +319,14 @@ def encoder(program: LoadedProgram) -> Callable[..., Any]:
     found = getattr(_imported(program, "features"), "forward", None)
     if not callable(found):
         raise ProgramError("function forward is missing", str(program.directory / "features.py"), "Mend it")
+    return found
+
+
+def batch_loss(program: LoadedProgram) -> Callable[..., torch.Tensor]:
+    """batch_loss(values, weights, constants, sizes) -> 0-d tensor, of batch_loss.py. ProgramError."""
+    found = getattr(_imported(program, "batch_loss"), "batch_loss", None)
+    if not callable(found):
+        raise ProgramError("function batch_loss is missing", str(program.directory / "batch_loss.py"), "Mend it")
     return found
 
 
@@ -463,7 +473,7 @@ def _common(program: LoadedProgram) -> dict[str, Any]:
         ],
         # A step of one microbatch alone has none to combine.
         "losses": (
-            (manifest.loss, [s.weighs for s in manifest.stages])
+            (manifest.loss.for_any_size, [s.weighs for s in manifest.stages])
             if manifest.microbatches * manifest.mesh.dp > 1
             else manifest.loss.stage
         ),

@@ -227,8 +227,8 @@ def _other_samples(operation: str, words: Sequence[VoteTexts], one: int, other: 
 def agree(rows: Sequence[Sequence[int]]) -> bool:
     """Whether nobody failed, and operation, step and signature are the same; the content within each replica.
 
-    A row: operation, step, failed, signature, replica, content, value, whether ranks wait to be taken up, and the fields
-    of a StepVote; texts as digests.
+    A row: operation, step, failed, signature, replica, content, value, whether ranks wait to be taken up, and the
+    fields of a StepVote; texts as digests.
     """
     contents = {(row[4], row[5]) for row in rows}
     same = len({tuple(row[:4]) for row in rows}) == 1 and len(contents) == len({row[4] for row in rows})

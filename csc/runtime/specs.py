@@ -165,6 +165,32 @@ class DivisorSpec:
 
 
 @dataclass(frozen=True)
+class BatchValueSpec:
+    """What a loss over the whole batch reads of microbatches: see csc.ir.program.BatchValue. dims: of its shape."""
+
+    name: str
+    dims: int
+    dtype: torch.dtype
+    kind: str
+    dim: int
+    groups: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class BatchLossSpec:
+    """What of the loss batch_loss.py computes once a step: of these values of all microbatches, and of sizes, each that
+    of a microbatch and whether they add up. factor: of its result in the loss.
+    """
+
+    values: tuple[BatchValueSpec, ...]
+    sizes: tuple[tuple[int, bool], ...]
+    parameters: tuple[str, ...]
+    constants: tuple[str, ...]
+    factor: float
+
+
+@dataclass(frozen=True)
 class LossSpec:
     """The stage that computes the loss, and how microbatches' losses combine: tokens, sum, mean or terms.
 
@@ -182,6 +208,15 @@ class LossSpec:
     divisors: tuple[DivisorSpec, ...] = ()
     summed: bool = False
     along: int = 0
+    over_batch: BatchLossSpec | None = None
+
+    @property
+    def for_any_size(self) -> LossSpec:
+        """Without what is another number in microbatches of other sizes."""
+        if self.over_batch is None:
+            return self
+        values = tuple(replace(one, samples=min(one.samples, 1)) for one in self.over_batch.values)
+        return replace(self, over_batch=replace(self.over_batch, values=values, sizes=()))
 
 
 @dataclass(frozen=True)
@@ -500,6 +535,7 @@ def short(value: Any) -> str:
 FORMAT = 6
 ZERO = 3  # the highest level of what data-parallel ranks divide
 LOSS_WEIGHTS = ("tokens", "sum", "mean", "terms")
+BATCH_VALUES = ("rows", "sum", "mean")
 
 
 def manifest(table: Any, where: str) -> Manifest:
@@ -612,7 +648,27 @@ def _loss(top: Fields, stages: int, inputs: Sequence[InputSpec]) -> LossSpec:
         divisors,
         loss.get("summed", bool, False),
         along,
+        _over_batch(loss),
     )
+
+
+def _over_batch(loss: Fields) -> BatchLossSpec | None:
+    table = loss.get("over_batch", dict, {})
+    if not table:
+        return None
+    row = Fields(table, f"{loss.where}, over_batch")
+    values = tuple(map(_batch_value, row.rows("values")))
+    sizes = tuple((one.get("size", int), one.get("adds", bool)) for one in row.rows("sizes"))
+    return BatchLossSpec(values, sizes, row.names("parameters"), row.names("constants"), _finite(row, "factor"))
+
+
+def _batch_value(row: Fields) -> BatchValueSpec:
+    kind, dims, dim, groups = (
+        row.get("kind", str), row.get("dims", int), row.get("dim", int, 0), row.get("groups", int, 1),
+    )  # fmt: skip
+    if kind not in BATCH_VALUES or groups < 1 or (kind == "rows" and not 0 <= dim < dims):
+        raise ProgramError(f"a value of kind {kind!r} along dimension {dim} of {dims} is none", row.where, REMEDY)
+    return BatchValueSpec(row.get("name", str), dims, row.dtype(), kind, dim, groups, row.get("samples", int, 0))
 
 
 def _features(top: Fields) -> FeatureSpec | None:

@@ -313,6 +313,11 @@ class Trainer:
                 "train_step",
                 f"Compile with microbatches={microbatches}",
             )
+        if self._survival is not None and manifest.loss.over_batch is not None:
+            raise InputError(
+                "the loss is over the whole batch, so that a replica whose rank dies takes its part of everyone's loss "
+                "with it", "train_step", "compile without survive=",
+            )  # fmt: skip
         self.own.check_step("train_step")
         alone = isinstance(self.transport, InProcess)
         first = self._ranks[0]

@@ -48,6 +48,7 @@ NAMES = {
     "csc.kernels.linear_cross_entropy": "runs ATen's kernels",
     "csc.masks.mask_mod": "indexes while a mask_mod is traced",
     "csc.passes.attention": "writes masks as ranges and kinds; a pattern: attention written out",
+    "csc.passes.batch_loss": "views that a loss takes for itself; what no loss has; adds what is handed over",
     "csc.passes.differentiate": "tidies what autograd traced; writes a view as a reshape",
     "csc.passes.dropout": "writes calls that draw from a seed",
     "csc.passes.tensor_graph": (
@@ -83,6 +84,7 @@ LISTS = {
     "csc.analysis.placements": {"FACTORS", "NORMS", "OVER_ROWS", "SCATTERS", "TERMS"},
     "csc.capture.lower.writes": {"SCATTERS", "_OTHER_OPERATIONS"},
     "csc.capture.lower.flatten": {"ASSERTIONS"},
+    "csc.passes.batch_loss": {"CONVOLUTIONS", "TURNED"},
     "csc.capture.lower.masked_index": {"ALONG_ROWS", "ARITHMETIC", "FINITE", "LOSSES", "REDUCED", "SIZED", "WRITES"},
     "csc.check.eager": {"_FILLED"},
     "csc.codegen.python": {"FUNCTIONS", "OF_SIZES"},

@@ -362,8 +362,11 @@ REFUSED: dict[str, tuple[str, Loss]] = {
     ),
     "the best tokens of all": ("topk works along the samples", lambda p, **_: p.flatten().topk(3).values.mean()),
     "rows added to those of others": (
-        "combines every sample with every other",
+        "does more than scale what was summed over samples",
         lambda h, **_: torch.zeros(1, LENGTH, WIDTH).index_add(0, torch.zeros(h.shape[0]).long(), h).square().mean(),
+    ),
+    "a sum made as many as there are samples": (
+        "combines every sample with every other", lambda h, **_: (torch.zeros(h.shape[0]) + h.sum()).sum()
     ),
     "a triangle of all": ("works along the samples", lambda p, **_: p.tril().mean()),
     "the median of all": ("", lambda h, **_: h.median()),

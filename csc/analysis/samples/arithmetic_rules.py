@@ -264,13 +264,14 @@ def sum_rule(following: SamplePropagation, node: fx.Node) -> State:
             if count is not None and plain and isinstance(other, (int, float)) and value is terms[0]:
                 sign = -1 if g.op_name(node) == "aten::sub" else 1
                 return Whole(frozenset({(replace(count, added=sign * float(other)), 1)}))
-    # A loop over losses begins with 0.
-    operands = {place: state for place, state in enumerate(states) if not _is_nothing(terms[place])}
+    # A loop over losses begins with 0, or with zeros for each expert.
+    operands = {place: state for place, state in enumerate(states) if not _is_nothing(terms[place], state)}
     return _added(following, node, operands)
 
 
-def _is_nothing(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
+def _is_nothing(value: Any, state: State) -> bool:
+    """Zeros that are rows of samples are something: they make as many of what is added."""
+    return state == Whole() and (filled_with(value) == 0 if isinstance(value, fx.Node) else value == 0)
 
 
 def _added(following: SamplePropagation, node: fx.Node, operands: Mapping[int, State]) -> State:

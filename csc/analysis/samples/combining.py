@@ -110,6 +110,24 @@ def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collecti
     return Combination(problem=problem, where="model", rows=primary.name), False
 
 
+def followed(program: Program, graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, State]] | None:
+    """The graph with more samples than the batch has, and what samples are to its values; None if it cannot have more:
+    then nothing in it tells what counts them.
+    """
+    primary = _primary(program)
+    for shapes, scaled in _sizes(program, ()) if primary is not None else ():
+        try:
+            at_size = sized(graph, shapes)
+        except Exception:  # as in `_followed`
+            continue
+        if not scaled or primary is None:
+            return None
+        entries = _entries(program, primary, shapes, ())
+        apart = {primary.name} if program.guards and program.guards.values else {one.name for one in program.inputs}
+        return at_size, SamplePropagation(entries, RULES, OF_TERMS, _fixed(program, ()), apart).run(at_size)
+    return None
+
+
 def _are_unlike(program: Program, primary: Input, graph: fx.Graph, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether free sizes of entries that are read are all others in these shapes, and more than 1. Entries with a
     number for each token have those of the tokens.

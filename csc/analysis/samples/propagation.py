@@ -170,6 +170,8 @@ PERMUTES = (
 )
 FIXED = "meets samples with a value that is the same for every batch, entry by entry"
 
+UNPROVEN = (UNKNOWN, OF_OTHERS, SPARE, STATISTIC, PERMUTES)  # samples may well be apart, or meet in a microbatch alone
+
 
 def rows_of(entry: str) -> Count:
     """The number of a batch entry's rows. Lost if it is that of no entry."""
@@ -598,7 +600,11 @@ def along(operand: fx.Node, node: fx.Node, link: tuple[int | None, ...], dim: in
 STATISTICS = NewTensor(statistic=True)
 TYPE_ALONE = {"aten::type_as": 1, **dict.fromkeys(NEW, 0)}  # the operand that is looked at for its type alone
 COPIED_FOR_EACH = {EXPAND, "aten::repeat"}
-GRADIENTS = {"csc::incoming", "csc::own_gradient"}  # the gradient of what is the same for every batch is not
+GRADIENTS = {
+    "csc::incoming",
+    "csc::own_gradient",
+    "csc::to_batch_loss",
+}  # whose gradient each microbatch has its own of
 UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
 MOVES = COPIES | RESHAPES | CASTS
 

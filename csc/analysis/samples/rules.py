@@ -26,6 +26,7 @@ from csc.analysis.operators.table import (
     SAMPLES,
     SEQUENCES,
     Use,
+    filled_with,
     look_up,
     shape_of,
 )
@@ -535,14 +536,25 @@ def number_rule(sign: int) -> Rule:
 
 
 def number_sum_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """Twice a number of samples, as `cat` of two views has them, is one too."""
     states = [of(following, value) for value in node.meta["given"][0]]
     if any(isinstance(one, NewTensor) for one in states):
         return NewTensor()
-    if len({one.powers for one in states if isinstance(one, Whole)}) > 1 or not all(
-        isinstance(s, Whole) for s in states
-    ):
+    powers = {one.powers for one in states if isinstance(one, Whole)}
+    rows = [_rows_counted(following, one) for one in powers]
+    alike = len(powers) == 1 or (g.op_name(node) == "add" and None not in rows and len(set(rows)) == 1)
+    if not alike or not all(isinstance(s, Whole) for s in states):
         raise Lost("adds something to a number of samples")
     return states[0]
+
+
+def _rows_counted(following: SamplePropagation, powers: Powers) -> int | None:
+    """How many rows of an entry a number counts, once or several times over; None for another number."""
+    if len(powers) != 1:
+        return None
+    ((count, power),) = powers
+    entries = [one for one in following.entries.values() if isinstance(one, SampleRows) and one.entry == count.name]
+    return entries[0].count if entries and count.kind == "rows" and count.plain and power == 1 else None
 
 
 def same_number_rule(following: SamplePropagation, node: fx.Node) -> State:
@@ -595,6 +607,24 @@ def range_rule(following: SamplePropagation, node: fx.Node) -> State:
         raise Lost("counts samples")
     _, inner, count, entry = found
     return RowNumbers((0, inner), count, entry, inner, (0, inner - 1))
+
+
+def scattered_sum_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`scatter_add` and `index_add` into zeros: with all rows of samples along the dimension, a sum over these."""
+    bound = g.bind(node)
+    source = of(following, bound.get("src", bound.get("source")))
+    numbers, along = of(following, bound["index"]), bound["dim"] % len(shape_of(node))
+    plain = filled_with(bound["self"]) == 0 and bound.get("alpha", 1) == 1
+    if not plain or not isinstance(source, SampleRows) or source.axis[0] != along or source.spare is not None:
+        return following.by_links(node)
+    if not isinstance(numbers, SampleRows) or numbers.powers or numbers.axis != source.axis:
+        raise Lost(UNKNOWN)
+    return PartsOfSum(source.powers)
+
+
+def batch_loss_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """What microbatches hand to a loss over the whole batch: its gradients come back for each, and are added up."""
+    return PartsOfSum()
 
 
 def expand_rule(following: SamplePropagation, node: fx.Node) -> State:
@@ -652,6 +682,7 @@ RULES: dict[str, Rule] = {
     **_each("masked_scatter", scatter_in_order_rule),
     **_each("repeat_interleave", repeat_each_rule),
     **_each("argsort", order_rule),
+    **_each("scatter_add index_add", scattered_sum_rule),
     **_each("slice_scatter", overwritten_rule),
     **_each("type_as", typed_rule),
     **_each("scaled_dot_product_attention", attention_rule),
@@ -659,6 +690,7 @@ RULES: dict[str, Rule] = {
     "csc::incoming": functions.incoming_rule,
     "csc::own_gradient": functions.own_gradient_rule,
     "csc::with_hooks": functions.hooked_rule,
+    "csc::to_batch_loss": batch_loss_rule,
     "getitem": item_rule,
 }
 _OF_TERMS = (
