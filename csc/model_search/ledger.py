@@ -91,11 +91,16 @@ def alone(path: Path) -> Iterator[None]:
 
 @contextmanager
 def sole(directory: Path) -> Iterator[None]:
-    """The search of the directory. InputError if another one runs there: both would write the same checkpoints. Its
-    processes share the directory; the first one of them holds the lock, which ends with the process.
+    """The search of the directory, which is made. InputError if it cannot be, and if another search runs there: both
+    would write the same checkpoints. Its processes share the directory; the first one of them holds the lock, which
+    ends with the process.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / RUNNING).open("w") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        opened = (directory / RUNNING).open("w")
+    except OSError as error:
+        raise InputError(f"it cannot be used ({error})", str(directory), "name another directory") from None
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

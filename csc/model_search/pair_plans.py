@@ -125,4 +125,6 @@ def power_of(options: Mapping[str, Any]) -> StepPower | None:
     if any(each is None for each in clocks):
         return None
     count = Counter(own.mesh.coordinates(rank).pp for rank in range(own.mesh.size))
-    return StepPower(tuple(each for each in clocks if each is not None), tuple(count[rank] for rank in range(own.mesh.pp)))
+    return StepPower(
+        tuple(each for each in clocks if each is not None), tuple(count[rank] for rank in range(own.mesh.pp))
+    )

@@ -133,6 +133,10 @@ def search(
     full = _full(data, samples, batch_size)
     frozen = _frozen(freeze, modality)
     _check_probe(chosen, data, probe)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed is {seed!r}", "csc.search", "give a whole number of at least 0")
+    if not math.isfinite(perfect):
+        raise InputError(f"perfect is {perfect!r}", "csc.search", "give the score of no error")
     wanted = {"mesh": mesh, "microbatches": microbatches, "hardware": hardware, "memory": memory}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     planned_mesh = closed(changed(Options(), **wanted)).mesh  # what is wrong is said before anything is trained
@@ -257,6 +261,9 @@ def _frozen(freeze: Sequence[str] | None, modality: str) -> tuple[str, ...]:
             f"freeze leaves {encoder} to train, and a search makes an encoder's features of each sample once",
             "csc.search", f'add "{encoder}" to freeze; the winner may train it afterwards',
         )  # fmt: skip
+    strange = [name for name in frozen if name.split(".")[0] not in known]
+    if strange:
+        raise InputError(f"freeze names {strange[0]!r}", "csc.search", f"a pair's components are {', '.join(known)}")
     if set(known) <= set(frozen):
         raise InputError("freeze names all components, so nothing trains", "csc.search", "leave out the projector")
     return frozen

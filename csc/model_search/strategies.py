@@ -348,7 +348,16 @@ def extrapolated(
 
     The deviation of points from their lines is one for all curves, as most have two or three points; b is at most 0:
     more samples do no harm. A curve of one point says nothing of b: its interval is that of all others' slopes.
+
+    InputError for a score above `perfect`, of which there is no error.
     """
+    for pair, curve in curves.items():
+        highest = max(score for _, score in curve)
+        if highest > perfect:
+            raise InputError(
+                f"{' x '.join(pair)} has a score of {highest:g}, and perfect is {perfect:g}", "csc.search",
+                "give the score of no error as perfect; what is trained is kept, and the same call goes on",
+            )  # fmt: skip
     fits = {pair: _line(curve, perfect) for pair, curve in curves.items()}
     squares = sum(fit.squares for fit in fits.values())
     freedom = sum(fit.freedom for fit in fits.values())
@@ -458,9 +467,12 @@ def two_sided(scores: Mapping[Pair, float], perfect: float) -> dict[Pair, float]
     error and of what the sum of an encoder's and a language model's part makes of it, by least squares over the rung.
 
     A pair's own score has the noise of its one training; its sides' parts are means over all pairs that share them.
+    Scores stand for themselves where one of them is above `perfect`, so that there is no error to speak of.
     """
     pairs = list(scores)
-    own = np.array([-math.log(max(LEAST, perfect - scores[pair])) for pair in pairs])
+    errors = {pair: perfect - score for pair, score in scores.items()}
+    told = min(errors.values(), default=0.0) >= 0
+    own = np.array([-math.log(max(LEAST, errors[pair])) if told else scores[pair] for pair in pairs])
     sides = [sorted({pair[side] for pair in pairs}) for side in (0, 1)]
     parts = np.array([[name == pair[side] for side in (0, 1) for name in sides[side]] for pair in pairs], np.float64)
     if not pairs:
@@ -490,7 +502,7 @@ def _choice(
     reasons = dict(dropped)
     for pair in every[1:]:
         if pair in place and pair not in reasons:
-            reasons[pair] = f"its score after {seen.reached(pair):,} samples is lower"
+            reasons[pair] = f"its score after {seen.reached(pair):,} samples is no higher"
     for pair in every:
         if pair not in place and pair not in reasons:
             reasons[pair] = "it was not trained"

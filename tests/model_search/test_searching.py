@@ -182,6 +182,12 @@ def test_a_second_search_does_not_begin_beside_the_first(found: Any) -> None:
     assert csc.search(**given, directory=directory).rows  # the first one is over
 
 
+def test_a_directory_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="it cannot be used"):
+        csc.search(**pairs.arguments(), directory=tmp_path / "file" / "search")
+
+
 def test_schedules_are_told_apart_by_their_rates() -> None:
     adamw = partial(torch.optim.AdamW, lr=1e-3)
 
@@ -306,6 +312,9 @@ def test_scores_that_are_no_numbers_or_raise_fail_their_pair_alone(tmp_path: Pat
         ({"strategy": "best"}, "there is no strategy 'best'"),
         ({"freeze": ["language_model"]}, "freeze leaves vision_encoder to train"),
         ({"freeze": ["vision_encoder", "vision_projector", "language_model"]}, "nothing trains"),
+        ({"freeze": ["vision_encoder", "llm"]}, "freeze names 'llm'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"perfect": float("nan")}, "perfect is nan"),
         ({"encoders": {}}, "encoders is {}"),
         ({"projector": torch.nn.Linear(2, 2)}, "projector is a module"),
         ({"mesh": "pp2"}, "'pp2' is not NAME=SIZE"),

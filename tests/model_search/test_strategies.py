@@ -192,10 +192,16 @@ def test_sides_tell_of_their_pairs(seed: int, encoders: int, llms: int) -> None:
     parts = {name: chance.normal() for pair in pairs for name in pair}
     own = {pair: parts[pair[0]] + parts[pair[1]] for pair in pairs}
     without = two_sided({pair: 1 - float(np.exp(-figure)) / 100 for pair, figure in own.items()}, 1.0)
-    assert sorted(pairs, key=without.__getitem__) == sorted(pairs, key=own.__getitem__)  # sums of sides stay as they are
+    assert sorted(pairs, key=without.__getitem__) == sorted(
+        pairs, key=own.__getitem__
+    )  # sums of sides stay as they are
     with_noise = {pair: figure + chance.normal(scale=0.5) for pair, figure in own.items()}
     mended = two_sided({pair: 1 - float(np.exp(-figure)) / 100 for pair, figure in with_noise.items()}, 1.0)
     centred = {pair: mended[pair] - np.log(100) for pair in pairs}
     error = sum((centred[pair] - own[pair]) ** 2 for pair in pairs)
     assert error <= sum((with_noise[pair] - own[pair]) ** 2 for pair in pairs) + 1e-9  # a projection of noise is less
     assert two_sided({}, 1.0) == {}
+    percent = two_sided({pair: 50 + figure for pair, figure in own.items()}, 1.0)  # `perfect` was forgotten
+    assert sorted(pairs, key=percent.__getitem__) == sorted(pairs, key=own.__getitem__)
+    with pytest.raises(InputError, match="e0 x m0 has a score of 50, and perfect is 1"):
+        extrapolated({("e0", "m0"): ((8, 40.0), (16, 50.0))}, 64, 1.0, 2.0)
