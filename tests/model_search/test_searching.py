@@ -21,9 +21,10 @@ from csc.model_search.candidates import Candidates, Parts, narrowed, trial_model
 from csc.model_search.encoder_features import RememberedEncoder
 from csc.model_search.ledger import sole
 from csc.model_search.pair_plans import power_of
-from csc.model_search.result import PairRow, pareto
+from csc.model_search.result import Counts, PairRow, SearchResult, pareto
 from csc.model_search.searching import stepping
 from csc.model_search.trials import _file_name
+from csc.reports.search_page import HEADINGS, cells, page
 from tests.launching import PATIENCE, ROOT
 from tests.model_search import sign_pairs as pairs
 
@@ -348,3 +349,15 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert pareto(rows) == {("best", "m"), ("fast", "m"), ("small", "m")}
     assert ("unfit", "m") not in pareto([*rows, row("unfit", 0.99, None, None)])
     assert pareto([row("a", 0.1, None, None), row("b", 0.2, None, None), row("c", None, None, None)]) == {("b", "m")}
+
+
+@pytest.mark.parametrize("joules", [None, 1234.5])
+def test_energy_is_shown_where_it_is_known(joules: float | None) -> None:
+    row = PairRow(
+        "e", "m", 0.9, None, 24, 1.0, ((24, 0.9),), "", 1.0, 2e9, joules, None if joules is None else 3 * joules
+    )
+    counts = Counts(24, 48, 2, {"e": 1.0}, 1.0, 1.0, 1.0)
+    result = SearchResult((row,), "halving", 24, 24, "pp=2", 1.0, counts, lambda _: None)  # type: ignore[arg-type, return-value]
+    assert len(cells(row, result)) == len(HEADINGS) - 1
+    assert ("3.70 kJ" in page(result, "pairs")) == ("1.23 kJ" in page(result, "pairs")) == (joules is not None)
+    assert result.as_dict()["rows"][0]["planned_joules"] == joules
