@@ -3,8 +3,9 @@
     python -m benchmarks.search [--json] [--quick]
 
 Replayed: draws of each strategy on benchmarks/search/data/curves.json, ten for the summary and a hundred for the table
-(24 pairs, six seeds; a draw takes each pair's curve from a seed at random). Trained: a search of
-examples/search/digits.py with an empty cache, once to its end and once killed and taken up, in processes of their own.
+(24 pairs, six seeds; a draw takes each pair's curve from a seed at random). Trained: the search of
+examples/search/digits.py as it stands, with an empty cache; and a short one that finds its programs there, once to its
+end and once killed and taken up. Each in a process of its own.
 --quick: replayed alone.
 """
 
@@ -34,7 +35,7 @@ CURVES = Path(__file__).parent / "data" / "curves.json"
 DRAWS, MANY = 10, 100  # of the summary; of what budgets are compared by
 BUDGET = 1 / 12
 SHARES = (1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 5)
-SAMPLES, KILLED = 512, 60  # of a trained search; steps after which it is killed
+SAMPLES, KILLED = 512, 60  # of a training to the end of a short search; steps after which it is killed
 
 SEARCH = """
 import json, os, signal, sys
@@ -53,7 +54,8 @@ def counted(*arguments):
     return step(*arguments)
 if left:  # a class that is patched is none that the cache knows
     PairTrials._step = counted
-result = csc.search(**digits.search(), directory=sys.argv[2], samples=int(sys.argv[3]), mesh=sys.argv[5] or None)
+samples = int(sys.argv[3]) or None
+result = csc.search(**digits.search(), directory=sys.argv[2], samples=samples, mesh=sys.argv[5] or None)
 print("RESULT", json.dumps(result.as_dict()))
 """
 
@@ -126,31 +128,35 @@ def of_replay(recorded: Recorded) -> dict[str, Any]:
 
 
 def of_training() -> dict[str, Any]:
-    """A search from an empty cache, the same killed and taken up, and one whose programs the cache has."""
+    """The example's search from an empty cache; a short one that finds its programs there, once killed and taken up."""
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary)
-        cold = searched(home, "cold", mesh="pp=2")
+        cold = searched(home, "cold", samples=0, mesh="pp=2")
+        whole = searched(home, "whole")
         searched(home, "killed", killed=KILLED)
         resumed = searched(home, "killed")
-        warm = searched(home, "warm")
-    counts = cold["counts"]
+    counts, cached = cold["counts"], whole["counts"]["compile_seconds"]
     return {
         "captures": counts["captures"],
         "captures_at_most": 6 + 4,
         "pairs": len(cold["rows"]),
         "encoder_passes_over_samples": max(counts["encoder_passes"].values()),
         "compile_share": counts["compile_share"],
-        "compile_share_from_cache": warm["counts"]["compile_share"],
         "compile_seconds": counts["compile_seconds"],
-        "killed_and_resumed_equal": curves(resumed) == curves(cold)
+        "compile_seconds_from_cache": cached,
+        "train_and_score_seconds": counts["train_seconds"] + counts["score_seconds"],
+        "samples_of_the_search": counts["samples"],
+        "killed_and_resumed_equal": curves(resumed) == curves(whole)
         and max(resumed["counts"]["encoder_passes"].values()) == 1.0,
     }
 
 
-def searched(home: Path, name: str, killed: int = 0, mesh: str = "") -> dict[str, Any]:
-    """A search in a process of its own. killed: the step that it does not live to see; mesh: for which it plans."""
-    environment = {**cores.environment(), "CSC_CACHE_DIR": str(home / "cache")}
-    command = [sys.executable, "-c", SEARCH, str(EXAMPLE), str(home / name), str(SAMPLES), str(killed), mesh]
+def searched(home: Path, name: str, samples: int = SAMPLES, killed: int = 0, mesh: str = "") -> dict[str, Any]:
+    """A search in a process of its own. samples: of a training to the end, 0: as in the example. killed: the step that
+    it does not live to see; mesh: for which it plans.
+    """
+    environment = {**cores.environment(), "CSC_CACHE": "1", "CSC_CACHE_DIR": str(home / "cache")}
+    command = [sys.executable, "-c", SEARCH, str(EXAMPLE), str(home / name), str(samples), str(killed), mesh]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home)
     if killed:
         assert done.returncode == -signal.SIGKILL, done.stderr

@@ -89,9 +89,10 @@ def _show(result: Any) -> None:
     from csc.reports.search_page import HEADINGS, cells
 
     *names, why = HEADINGS
-    optional = {"spread": 3, "seconds": 4, "samples": 2, "bytes a rank": 1}
-    planned = any(row.planned_seconds is not None for row in result.rows)
-    kept = [n for n, name in enumerate(names) if planned or name not in ("step", "bytes a rank")]
+    optional = {"spread": 3, "seconds": 4, "samples": 2, "bytes a rank": 1, "energy": 3, "joules a step": 2}
+    hidden = set() if any(row.planned_seconds is not None for row in result.rows) else {"step", "bytes a rank"}
+    hidden |= set() if any(row.planned_joules is not None for row in result.rows) else {"energy", "joules a step"}
+    kept = [n for n, name in enumerate(names) if name not in hidden]
     columns = [Column(names[n], optional[names[n]]) if names[n] in optional else Column(names[n]) for n in kept]
     shown = table(*columns, Column(why, 5), title=f"{len(result.rows)} pairs, the best first")
     for row in result.rows:

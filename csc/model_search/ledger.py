@@ -10,6 +10,7 @@ Terms
     ledger.add({"kind": "trial", ...})              on the disk when it returns
     ledger.records("trial") -> [record]             of all processes, also those written meanwhile
     with alone(path): ...                           one process at a time
+    with sole(directory): ...                       one search at a time: InputError for a second one
 
 Several processes of one file system add to one file: a line is one write at its end.
 """
@@ -26,7 +27,7 @@ from typing import Any
 
 from csc.errors import InputError
 
-HEAD, LOCK = "search", "lock"
+HEAD, LOCK, RUNNING = "search", "lock", "running"
 
 
 class Ledger:
@@ -85,4 +86,25 @@ def alone(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def sole(directory: Path) -> Iterator[None]:
+    """The search of the directory, which is made. InputError if it cannot be, and if another search runs there: both
+    would write the same checkpoints. Its processes share the directory; the first one of them holds the lock, which
+    ends with the process.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        opened = (directory / RUNNING).open("w")
+    except OSError as error:
+        raise InputError(f"it cannot be used ({error})", str(directory), "name another directory") from None
+    with opened as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                "another search runs in it", str(directory), "wait for its end, or name another directory"
+            ) from None
         yield

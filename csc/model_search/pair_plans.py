@@ -7,11 +7,13 @@ Terms
 
     front(encoder, ...) -> CompiledModel      captured with a loss that nobody trains on: a sum behind a scale
     joined(front, rear, size) -> Problem      size: bytes of the features that go from one to the other
-    planned(problem, schedule) -> PairPlan
+    planned(problem, power, schedule) -> PairPlan
+    power_of(options) -> StepPower or None    what the devices of the options draw, where their profiles know it
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,10 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.analysis.clocks import ClockProfile
+from csc.analysis.hardware import hardware
 from csc.api import compile
 from csc.composition import ComposedModel
 from csc.composition import encoders as known
 from csc.driver.compiled import CompiledModel
+from csc.driver.options import changed
+from csc.ir.program import Options
+from csc.planning.energy.frontier import of_profiles
 from csc.planning.plan import plan
 from csc.planning.problem import Problem, Value
 
@@ -32,11 +39,22 @@ HEAD = "scale"
 
 @dataclass(frozen=True)
 class PairPlan:
-    """seconds: of a step. memory: bytes of the rank that holds the most."""
+    """seconds: of a step. memory: bytes of the rank that holds the most. joules: of all devices in a step, at the
+    clocks that they choose themselves; None: no profile says.
+    """
 
     seconds: float
     memory: float
     layout: str
+    joules: float | None = None
+
+
+@dataclass(frozen=True)
+class StepPower:
+    """By pipeline rank, what one of its devices draws, and how many it has."""
+
+    clocks: tuple[ClockProfile, ...]
+    devices: tuple[int, ...]
 
 
 class Front(nn.Module):
@@ -87,7 +105,26 @@ def joined(front: Problem, rear: Problem, size: float) -> Problem:
     return replace(rear, units=units, values=tuple(sorted(values, key=lambda value: value.maker)))
 
 
-def planned(problem: Problem, schedule: str = "auto") -> PairPlan:
+def planned(problem: Problem, power: StepPower | None = None, schedule: str = "auto") -> PairPlan:
     """InputError if nothing fits the memory."""
     found = plan(problem, schedule=schedule, effort=EFFORT, limit=LIMIT)
-    return PairPlan(found.makespan, max(found.peak_memory), found.layout)
+    joules = None
+    if power is not None:
+        joules = of_profiles(found.pipeline, found.schedule, power.clocks, power.devices).usual.joules
+    return PairPlan(found.makespan, max(found.peak_memory), found.layout, joules)
+
+
+def power_of(options: Mapping[str, Any]) -> StepPower | None:
+    """None where no hardware is named, or one of its profiles has no measured clocks: nothing is guessed."""
+    own = changed(Options(), **options)
+    if own.hardware is None:
+        return None
+    names = own.hardware if isinstance(own.hardware, tuple) else (own.hardware,) * own.mesh.pp
+    known = {name: hardware(name).clocks for name in names}
+    clocks = [known[name] for name in names]
+    if any(each is None for each in clocks):
+        return None
+    count = Counter(own.mesh.coordinates(rank).pp for rank in range(own.mesh.size))
+    return StepPower(
+        tuple(each for each in clocks if each is not None), tuple(count[rank] for rank in range(own.mesh.pp))
+    )

@@ -23,7 +23,8 @@ from csc.model_search.strategies import Curve, Pair
 class PairRow:
     """A pair. score, spread: its last ones; None: it has none. samples, seconds: of all its training. planned_seconds,
     planned_bytes: of a step on the user's mesh, and of the rank that holds the most; None: no mesh was named, or no
-    plan fits. dropped: why it is not the best; "" for the best.
+    plan fits. planned_joules: of all devices in that step; None: their profile has no measured power. joules: of its
+    samples in such steps. dropped: why it is not the best; "" for the best.
     """
 
     encoder: str
@@ -36,6 +37,8 @@ class PairRow:
     dropped: str
     planned_seconds: float | None = None
     planned_bytes: float | None = None
+    planned_joules: float | None = None
+    joules: float | None = None
 
     @property
     def pair(self) -> Pair:

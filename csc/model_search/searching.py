@@ -8,8 +8,12 @@ strategy and ledger: of a rung every team trains its share, and waits for the re
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +26,8 @@ from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.model_search.candidates import Candidates, Part, Parts, SearchedPair, sentence
-from csc.model_search.ledger import Ledger
-from csc.model_search.pair_plans import PairPlan, joined, planned, problem_of
+from csc.model_search.ledger import Ledger, sole
+from csc.model_search.pair_plans import PairPlan, joined, planned, power_of, problem_of
 from csc.model_search.result import Counts, PairRow, SearchResult
 from csc.model_search.strategies import Choice, Pair, Rung, Seen, Space, Strategy, drive, named
 from csc.model_search.trials import (
@@ -41,6 +45,7 @@ from csc.planning.problem import Problem
 from csc.runtime.launch import Team, divided_world
 
 PLAN = "plan"  # the kind of a record
+SCHEDULED = 10_000  # steps whose rates the ledger's head knows
 SHARE = 1 / 12  # of the grid's samples, if no budget is named
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 
@@ -128,6 +133,10 @@ def search(
     full = _full(data, samples, batch_size)
     frozen = _frozen(freeze, modality)
     _check_probe(chosen, data, probe)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed is {seed!r}", "csc.search", "give a whole number of at least 0")
+    if not math.isfinite(perfect):
+        raise InputError(f"perfect is {perfect!r}", "csc.search", "give the score of no error")
     wanted = {"mesh": mesh, "microbatches": microbatches, "hardware": hardware, "memory": memory}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     planned_mesh = closed(changed(Options(), **wanted)).mesh  # what is wrong is said before anything is trained
@@ -141,25 +150,30 @@ def search(
     head = {
         "encoders": list(encoders), "llms": list(llms), "samples": full, "batch_size": batch_size, "data": len(data),
         "projector": repr(projector), "freeze": list(frozen), "seed": seed, "feature_layer": feature_layer,
-        "keep_prefix": keep_prefix, "strategy": repr(chosen), "budget": allowed,
-        **candidates.fingerprints(),
+        "keep_prefix": keep_prefix, "strategy": repr(chosen), "budget": allowed, "clip": clip, "probe": probe,
+        "options": {name: _told(value) for name, value in sorted((options or {}).items())},
+        **stepping(optimizer, scheduler, full // batch_size), **candidates.fingerprints(),
     }  # fmt: skip
     settings = TrialSettings(
         batch_size, frozen, optimizer, scheduler, clip, seed, save_every, {**(options or {}), "mesh": trial}
     )
-    scope = _Scope(full, allowed, perfect, None if mesh is None else str(planned_mesh), wanted)
+    planned_for = None if mesh is None else str(planned_mesh)
+    scope = _Scope(full, allowed, perfect, planned_for, wanted, batch_size * planned_mesh.dp)
     return _driven(chosen, candidates, Task(data, batch, score, probe), settings, scope, Path(directory), head, tell)
 
 
 @dataclass(frozen=True)
 class _Scope:
-    """full: samples of a training to the end; budget: of all trials; mesh: for which pairs are planned by `options`."""
+    """full: samples of a training to the end; budget: of all trials; mesh: for which pairs are planned by `options`, in
+    a step of `together` samples.
+    """
 
     full: int
     budget: int
     perfect: float
     mesh: str | None
     options: Mapping[str, Any]
+    together: int
 
 
 def _driven(
@@ -170,10 +184,10 @@ def _driven(
     if len(candidates.pairs) == 1 and not candidates.impossible:
         raise InputError("there is one pair alone", "csc.search", "give several encoders or language models")
     team = divided_world(settings.options["mesh"].size)
-    ledger = Ledger(home / "ledger.jsonl", head)
     first = team.rank == 0
     say = tell if tell is not None and first and team.number == 0 else _quiet
-    with torch.random.fork_rng():
+    with sole(home) if first and team.number == 0 else nullcontext(), torch.random.fork_rng():
+        ledger = Ledger(home / "ledger.jsonl", head)
         trials = PairTrials(candidates, task, settings, ledger, home, first)
         space = Space(
             tuple(candidates.encoders), tuple(candidates.llms), scope.full, scope.budget, settings.batch_size,
@@ -190,7 +204,7 @@ def _driven(
         plans: dict[Pair, PairPlan] = {}
         if scope.mesh is not None and first and team.number == 0:  # the result is whole in the first process
             plans = _plans(trials, candidates, scope.options, say)
-    rows = _rows(candidates, ledger, choice, seen, plans)
+    rows = _rows(candidates, ledger, choice, seen, plans, scope.together)
     counts = _counts(ledger, candidates, len(candidates.pairs) * scope.full)
     return SearchResult(
         rows, chosen.name, scope.budget, scope.full, scope.mesh or "", scope.perfect, counts, trials.model
@@ -247,9 +261,44 @@ def _frozen(freeze: Sequence[str] | None, modality: str) -> tuple[str, ...]:
             f"freeze leaves {encoder} to train, and a search makes an encoder's features of each sample once",
             "csc.search", f'add "{encoder}" to freeze; the winner may train it afterwards',
         )  # fmt: skip
+    strange = [name for name in frozen if name.split(".")[0] not in known]
+    if strange:
+        raise InputError(f"freeze names {strange[0]!r}", "csc.search", f"a pair's components are {', '.join(known)}")
     if set(known) <= set(frozen):
         raise InputError("freeze names all components, so nothing trains", "csc.search", "leave out the projector")
     return frozen
+
+
+def stepping(
+    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None, steps: int,
+) -> dict[str, str]:  # fmt: skip
+    """What steps a trial's weights, for the ledger's head: the optimizer that is made of a parameter, by its class and
+    settings, and a hash of the rates that its scheduler gives it in so many steps, at most SCHEDULED. What cannot be
+    made of one parameter is known by its name alone.
+    """
+    found = {"optimizer": _told(optimizer), "scheduler": _told(scheduler)}
+    try:
+        tried = optimizer([torch.nn.Parameter(torch.zeros(2, 2))])
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in tried.param_groups]
+        found["optimizer"] = f"{type(tried).__name__} {_told(groups)}"
+        if scheduler is not None:
+            schedule = scheduler(tried)
+            rates = []
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # steps of the optimizer, which has no gradients, do not precede
+                for _ in range(min(steps, SCHEDULED)):
+                    rates.append([float(group["lr"]) for group in tried.param_groups])
+                    schedule.step()
+            found["scheduler"] = f"{type(schedule).__name__} {hashlib.sha256(repr(rates).encode()).hexdigest()[:16]}"
+    except Exception:  # whatever a user's function raises for parameters that are not those of a trial
+        return found
+    return found
+
+
+def _told(value: Any) -> str:
+    """Its repr without addresses, which are others in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _check_probe(strategy: Strategy, data: Sequence[Any], probe: int) -> None:
@@ -279,6 +328,7 @@ def _plans(
     fronts: dict[str, tuple[Problem, float]] = {}
     rears: dict[str, Problem] = {}
     asked = repr(sorted((name, str(value)) for name, value in options.items()))
+    power = power_of(options)
     known = {
         (record["encoder"], record["llm"]): PairPlan(**record["plan"])
         for record in trials.ledger.records(PLAN)
@@ -296,7 +346,7 @@ def _plans(
             if llm not in rears:
                 rears[llm] = problem_of(trials.reader(llm).compiled, options)
             ahead, size = fronts[encoder]
-            found[pair] = planned(joined(ahead, rears[llm], size))
+            found[pair] = planned(joined(ahead, rears[llm], size), power)
             trials.ledger.add(
                 {"kind": PLAN, "encoder": encoder, "llm": llm, "options": asked, "plan": asdict(found[pair])}
             )
@@ -306,8 +356,9 @@ def _plans(
 
 
 def _rows(
-    candidates: Candidates, ledger: Ledger, choice: Choice, seen: Seen, plans: Mapping[Pair, PairPlan]
+    candidates: Candidates, ledger: Ledger, choice: Choice, seen: Seen, plans: Mapping[Pair, PairPlan], together: int
 ) -> tuple[PairRow, ...]:
+    """together: samples of a planned step."""
     records: dict[Pair, list[dict[str, Any]]] = {}
     for record in ledger.records(TRIAL):
         records.setdefault((record["encoder"], record["llm"]), []).append(record)
@@ -320,11 +371,13 @@ def _rows(
         own = [record for record in records.get(pair, []) if record["samples"] <= seen.reached(pair)]
         last = own[-1] if own else {}
         plan = plans.get(pair)
+        joules = plan.joules if plan is not None else None
         rows.append(
             PairRow(
                 *pair, last.get("score"), last.get("spread"), seen.reached(pair),
                 sum(record["seconds"] for record in own), seen.curves.get(pair, ()), why.get(pair, ""),
                 plan.seconds if plan is not None else None, plan.memory if plan is not None else None,
+                joules, None if joules is None else joules * seen.reached(pair) / together,
             )
         )  # fmt: skip
     return tuple(rows)

@@ -190,7 +190,8 @@ class Random:
 @dataclass(frozen=True)
 class Halving:
     """Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all pairs for a few samples, the best `keep` of
-    them for 1 / keep times as many, until one is left, which is trained to the end.
+    them for 1 / keep times as many, until one is left, which is trained to the end. Pairs that a rung drops are ranked
+    by what it says of both their sides, too; see `two_sided`.
     """
 
     keep: float = 0.5
@@ -203,27 +204,32 @@ class Halving:
         active = space.pairs
         ladder = self._ladder(space, len(active))
         dropped: dict[Pair, str] = {}
+        value: dict[Pair, float] = {}
         seen = Seen()
-        for number, samples in enumerate(ladder):
+        for number, (samples, _) in enumerate(ladder):
             seen = yield Rung(samples, active, f"rung {number + 1} of {len(ladder)}")
             active = _alive(active, seen)
-            count = math.ceil(len(active) * self.keep) if number + 1 < len(ladder) else len(active)
+            value |= two_sided({pair: seen.score(pair) for pair in active}, space.perfect)
+            count = min(len(active), ladder[number + 1][1]) if number + 1 < len(ladder) else len(active)
             best = _best(active, seen)
             for pair in best[count:]:
                 dropped[pair] = f"after {samples:,} samples {number_text(count)} of {len(active)} were better"
             active = tuple(best[:count])
-        return _choice(space, seen, dropped)
+        return _choice(space, seen, dropped, value)
 
-    def _ladder(self, space: Space, count: int) -> list[int]:
-        """Samples of each rung, the last one `full`; as many rungs as the budget asks for."""
-        cost, ladder = math.inf, [space.full]
+    def _ladder(self, space: Space, count: int) -> list[tuple[int, int]]:
+        """Samples and pairs of each rung, the last one `full`; as many rungs as the budget asks for."""
+        cost, ladder = math.inf, [(space.full, count)]
         for rungs in range(1, 64):
-            ladder = sorted({_whole(space.full * self.keep**up, space) for up in range(rungs)})
-            cost = _ladder_cost(ladder, count, self.keep)
-            if cost <= space.budget or len(ladder) < rungs:
+            steps = sorted({_whole(space.full * self.keep**up, space) for up in range(rungs)})
+            ladder = [(steps[0], count)]
+            for samples in steps[1:]:
+                ladder.append((samples, math.ceil(ladder[-1][1] * self.keep)))
+            cost = _ladder_cost(ladder)
+            if cost <= space.budget or len(steps) < rungs:
                 break
-        _fits(space, math.ceil(cost), self.name, f"its shortest way, from {ladder[0]:,} samples each on,")
-        return ladder
+        _fits(space, math.ceil(cost), self.name, f"its shortest way, from {ladder[0][0]:,} samples each on,")
+        return _decided_late(ladder, space)
 
 
 @dataclass(frozen=True)
@@ -342,7 +348,16 @@ def extrapolated(
 
     The deviation of points from their lines is one for all curves, as most have two or three points; b is at most 0:
     more samples do no harm. A curve of one point says nothing of b: its interval is that of all others' slopes.
+
+    InputError for a score above `perfect`, of which there is no error.
     """
+    for pair, curve in curves.items():
+        highest = max(score for _, score in curve)
+        if highest > perfect:
+            raise InputError(
+                f"{' x '.join(pair)} has a score of {highest:g}, and perfect is {perfect:g}", "csc.search",
+                "give the score of no error as perfect; what is trained is kept, and the same call goes on",
+            )  # fmt: skip
     fits = {pair: _line(curve, perfect) for pair, curve in curves.items()}
     squares = sum(fit.squares for fit in fits.values())
     freedom = sum(fit.freedom for fit in fits.values())
@@ -423,29 +438,71 @@ def _affordable(pairs: Sequence[Pair], samples: int, space: Space, seen: Seen) -
     return tuple(kept)
 
 
-def _ladder_cost(ladder: Sequence[int], count: int, keep: float) -> int:
+def _ladder_cost(ladder: Sequence[tuple[int, int]]) -> int:
     """Samples that a ladder takes at most."""
     cost, before = 0, 0
-    for samples in ladder:
+    for samples, count in ladder:
         cost += count * (samples - before)
-        count, before = math.ceil(count * keep), samples
+        before = samples
     return cost
 
 
-def _choice(space: Space, seen: Seen, dropped: Mapping[Pair, str]) -> Choice:
-    """By how far they were trained, and by score; pairs that were not trained stand by those most like them: the same
-    encoder's and the same language model's.
+def _decided_late(ladder: list[tuple[int, int]], space: Space) -> list[tuple[int, int]]:
+    """The ladder with what it leaves of the budget: the last two pairs go on side by side for as long as there is room,
+    as what is decided late is decided by curves that are nearly at their ends.
+    """
+    found = ladder
+    for number in range(1, len(ladder)):
+        samples, count = ladder[number]
+        if count == 1:
+            later = [*found[:number], (samples, 2), *found[number + 1 :]]
+            if _ladder_cost(later) > space.budget:
+                break
+            found = later
+    return found
+
+
+def two_sided(scores: Mapping[Pair, float], perfect: float) -> dict[Pair, float]:
+    """By pair a figure by which those of a rung are ranked for the end, the more the better: the mean of its own -log
+    error and of what the sum of an encoder's and a language model's part makes of it, by least squares over the rung.
+
+    A pair's own score has the noise of its one training; its sides' parts are means over all pairs that share them.
+    Scores stand for themselves where one of them is above `perfect`, so that there is no error to speak of.
+    """
+    pairs = list(scores)
+    errors = {pair: perfect - score for pair, score in scores.items()}
+    told = min(errors.values(), default=0.0) >= 0
+    own = np.array([-math.log(max(LEAST, errors[pair])) if told else scores[pair] for pair in pairs])
+    sides = [sorted({pair[side] for pair in pairs}) for side in (0, 1)]
+    parts = np.array([[name == pair[side] for side in (0, 1) for name in sides[side]] for pair in pairs], np.float64)
+    if not pairs:
+        return {}
+    fitted = parts @ np.linalg.lstsq(parts, own, rcond=None)[0]
+    return {pair: float(figure) for pair, figure in zip(pairs, (own + fitted) / 2)}
+
+
+def _choice(
+    space: Space, seen: Seen, dropped: Mapping[Pair, str], value: Mapping[Pair, float] | None = None
+) -> Choice:  # fmt: skip
+    """By how far they were trained, and by score, or those that a rung dropped by `value`, if there is one. Pairs that
+    were not trained stand by those most like them: the same encoder's and the same language model's.
     """
     pairs = _alive(space.pairs, seen)
     trained = [pair for pair in pairs if pair in seen.curves]
-    ranking = sorted(trained, key=lambda pair: (-seen.reached(pair), -seen.score(pair)))
+    known = value or {}
+
+    def place_of(pair: Pair) -> tuple[float, float]:
+        early = seen.reached(pair) < space.full and pair in known
+        return -seen.reached(pair), -(known[pair] if early else seen.score(pair))
+
+    ranking = sorted(trained, key=place_of)
     place = {pair: number for number, pair in enumerate(ranking)}
     guesses = {pair: _guess(pair, place) for pair in pairs if pair not in place}
     every = sorted([*place, *guesses], key=lambda pair: (place.get(pair, guesses.get(pair, 0.0)), pair in guesses))
     reasons = dict(dropped)
     for pair in every[1:]:
         if pair in place and pair not in reasons:
-            reasons[pair] = f"its score after {seen.reached(pair):,} samples is lower"
+            reasons[pair] = f"its score after {seen.reached(pair):,} samples is no higher"
     for pair in every:
         if pair not in place and pair not in reasons:
             reasons[pair] = "it was not trained"

@@ -390,10 +390,10 @@ class PairTrials:
             reader.compiled.gather()
 
     def _folder(self, pair: Pair) -> Path:
-        return self._directory / "trials" / "--".join(quote(name, safe="") for name in pair)
+        return self._directory / "trials" / _file_name(pair)
 
     def _representation(self, pair: Pair) -> Path:
-        return self._directory / "probe" / ("--".join(quote(name, safe="") for name in pair) + ".safetensors")
+        return self._directory / "probe" / (_file_name(pair) + ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -414,6 +414,11 @@ def evaluating(candidate: SearchedPair) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _file_name(pair: Pair) -> str:
+    """One that no other pair has: a name that is quoted holds no +."""
+    return "+".join(quote(name, safe="") for name in pair)
 
 
 def _number(*names: Any) -> int:

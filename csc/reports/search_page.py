@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from csc.model_search.result import PairRow, SearchResult
 from csc.model_search.strategies import LEAST
 from csc.reports.data import POLICY, STYLE, table
+from csc.reports.energy_page import joules_text
 from csc.simulation.page import BASE, LIMIT, bytes_text, seconds_text
 
 WIDTH, HEIGHT, LEFT, RIGHT, FOOT = 720, 320, 100, 12, 34
@@ -48,7 +49,10 @@ def page(result: SearchResult, title: str) -> str:
     )
 
 
-HEADINGS = ("pair", "score", "spread", "samples", "seconds", "step", "bytes a rank", "front", "why it is not the first")
+HEADINGS = (
+    "pair", "score", "spread", "samples", "seconds", "energy", "step", "joules a step", "bytes a rank", "front",
+    "why it is not the first",
+)  # fmt: skip
 
 
 def cells(row: PairRow, result: SearchResult) -> list[str]:
@@ -59,7 +63,9 @@ def cells(row: PairRow, result: SearchResult) -> list[str]:
         "" if row.spread is None else f"± {row.spread:.2g}",
         f"{row.samples:,}" if row.samples else "",
         f"{row.seconds:.3g}" if row.samples else "",
+        "" if row.joules is None else joules_text(row.joules),
         "" if row.planned_seconds is None else seconds_text(row.planned_seconds),
+        "" if row.planned_joules is None else joules_text(row.planned_joules),
         "" if row.planned_bytes is None else bytes_text(row.planned_bytes),
         "yes" if row.pair in result.front else "",
     ]

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ from csc.composition import ComposedModel
 from csc.errors import InputError
 from csc.model_search.candidates import Candidates, Parts, narrowed, trial_model, widened
 from csc.model_search.encoder_features import RememberedEncoder
-from csc.model_search.result import PairRow, pareto
+from csc.model_search.ledger import sole
+from csc.model_search.pair_plans import power_of
+from csc.model_search.result import Counts, PairRow, SearchResult, pareto
+from csc.model_search.searching import stepping
+from csc.model_search.trials import _file_name
+from csc.reports.search_page import HEADINGS, cells, page
 from tests.launching import PATIENCE, ROOT
 from tests.model_search import sign_pairs as pairs
 
@@ -119,6 +125,11 @@ def test_what_is_planned_is_what_the_whole_pair_would_be_planned_as(found: Any) 
     _, directory, given = found
     result = csc.search(**given, directory=directory, mesh="pp=2", microbatches=2)
     assert all(row.planned_seconds and row.planned_bytes for row in result.rows)
+    assert all(row.planned_joules is None and row.joules is None for row in result.rows)
+    priced = csc.search(**given, directory=directory, mesh="pp=2,dp=2", microbatches=2, hardware="a100")
+    for row in priced.rows:  # four devices draw 83.64 W while they wait, and at most 500 W
+        assert 4 * 83 * row.planned_seconds < row.planned_joules < 4 * 500 * row.planned_seconds
+        assert row.joules == row.planned_joules * row.samples / 16
     assert result.counts.captures <= 3 + 2 + 2  # of six pairs; where no cache is on, language models in both runs
     row = next(row for row in result.rows if row.pair == ("wide", "large"))
     composed = csc.compose(
@@ -152,10 +163,47 @@ def test_a_search_that_is_there_trains_nothing_again(found: Any, monkeypatch: py
         csc.search(**given, directory=directory, seed=1)
     with pytest.raises(InputError, match=r"budget|strategy"):  # its rungs have other samples than checkpoints
         csc.search(**{**given, "strategy": "grid", "budget": None}, directory=directory)
+    for changed in (
+        {"optimizer": partial(torch.optim.AdamW, lr=2e-4)}, {"optimizer": partial(torch.optim.SGD, lr=1e-4)},
+        {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)}, {"clip": None}, {"probe": 32},
+        {"options": {**given["options"], "precision": "bf16"}},
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"it is of a search with {next(iter(changed))} .*, and this one has"):
+            csc.search(**{**given, **changed}, directory=directory)
     other = {name: copy.deepcopy(llm) for name, llm in given["llms"].items()}
     next(iter(other.values())).get_input_embeddings().weight.data.mul_(1.01)
     with pytest.raises(InputError, match="weights of language model"):
         csc.search(**{**given, "llms": other}, directory=directory)
+
+
+def test_a_second_search_does_not_begin_beside_the_first(found: Any) -> None:
+    _, directory, given = found
+    with sole(directory), pytest.raises(InputError, match="another search runs in it"):
+        csc.search(**given, directory=directory)
+    assert csc.search(**given, directory=directory).rows  # the first one is over
+
+
+def test_a_directory_that_cannot_be_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="it cannot be used"):
+        csc.search(**pairs.arguments(), directory=tmp_path / "file" / "search")
+
+
+def test_schedules_are_told_apart_by_their_rates() -> None:
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+
+    def schedule(last: float) -> Any:
+        return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: last if step > 5 else 1.0)
+
+    assert stepping(adamw, schedule(0.5), 8) == stepping(adamw, schedule(0.5), 8) != stepping(adamw, schedule(0.4), 8)
+    assert stepping(lambda parameters: adamw(parameters), None, 8) == stepping(adamw, None, 8)
+    picky = stepping(lambda parameters: adamw(list(parameters)[3]), None, 8)
+    assert " at 0x" not in picky["optimizer"]
+
+
+def test_pairs_have_checkpoints_of_their_own_whatever_their_names() -> None:
+    names = ["a", "b", "a--b", "b--c", "c", "a+b", "b+c", "a/b", "..", "a-", "-b", "%2B"]
+    assert len({_file_name((e, m)) for e in names for m in names}) == len(names) ** 2
 
 
 KILLED = """
@@ -245,7 +293,7 @@ def test_scores_that_are_no_numbers_or_raise_fail_their_pair_alone(tmp_path: Pat
     assert result.best.encoder == "fine" and result.best.score == 0.5 and result.best.spread is None
     assert "score() gave nan" in why["narrow"]
     assert why["wide"] == "ZeroDivisionError: no sample was right"
-    assert (tmp_path / "trials" / "narrow--small" / "step-00000002").is_dir()  # what was trained is there
+    assert (tmp_path / "trials" / "narrow+small" / "step-00000002").is_dir()  # what was trained is there
 
     def broken(candidate: Any) -> Any:
         raise RuntimeError("broken")
@@ -265,6 +313,9 @@ def test_scores_that_are_no_numbers_or_raise_fail_their_pair_alone(tmp_path: Pat
         ({"strategy": "best"}, "there is no strategy 'best'"),
         ({"freeze": ["language_model"]}, "freeze leaves vision_encoder to train"),
         ({"freeze": ["vision_encoder", "vision_projector", "language_model"]}, "nothing trains"),
+        ({"freeze": ["vision_encoder", "llm"]}, "freeze names 'llm'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"perfect": float("nan")}, "perfect is nan"),
         ({"encoders": {}}, "encoders is {}"),
         ({"projector": torch.nn.Linear(2, 2)}, "projector is a module"),
         ({"mesh": "pp2"}, "'pp2' is not NAME=SIZE"),
@@ -283,6 +334,13 @@ def test_what_cannot_be_searched_is_a_sentence(tmp_path: Path, change: dict[str,
     assert not (tmp_path / "trials").exists()
 
 
+def test_power_is_that_of_profiles_that_measured_it() -> None:
+    power = power_of({"mesh": "pp=2,dp=2", "hardware": "a100"})
+    assert power is not None and power.devices == (2, 2) and power.clocks[0].waiting == 83.64
+    assert power_of({"mesh": "pp=2", "hardware": "h100"}) is None
+    assert power_of({"mesh": "pp=2"}) is None
+
+
 def test_the_front_is_what_nothing_beats() -> None:
     def row(name: str, score: float | None, seconds: float | None, size: float | None) -> PairRow:
         return PairRow(name, "m", score, None, 8, 1.0, (), "", seconds, size)
@@ -291,3 +349,15 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert pareto(rows) == {("best", "m"), ("fast", "m"), ("small", "m")}
     assert ("unfit", "m") not in pareto([*rows, row("unfit", 0.99, None, None)])
     assert pareto([row("a", 0.1, None, None), row("b", 0.2, None, None), row("c", None, None, None)]) == {("b", "m")}
+
+
+@pytest.mark.parametrize("joules", [None, 1234.5])
+def test_energy_is_shown_where_it_is_known(joules: float | None) -> None:
+    row = PairRow(
+        "e", "m", 0.9, None, 24, 1.0, ((24, 0.9),), "", 1.0, 2e9, joules, None if joules is None else 3 * joules
+    )
+    counts = Counts(24, 48, 2, {"e": 1.0}, 1.0, 1.0, 1.0)
+    result = SearchResult((row,), "halving", 24, 24, "pp=2", 1.0, counts, lambda _: None)  # type: ignore[arg-type, return-value]
+    assert len(cells(row, result)) == len(HEADINGS) - 1
+    assert ("3.70 kJ" in page(result, "pairs")) == ("1.23 kJ" in page(result, "pairs")) == (joules is not None)
+    assert result.as_dict()["rows"][0]["planned_joules"] == joules

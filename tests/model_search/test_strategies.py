@@ -21,6 +21,7 @@ from csc.model_search.strategies import (
     drive,
     extrapolated,
     named,
+    two_sided,
 )
 
 
@@ -171,3 +172,36 @@ def test_power_laws_are_extrapolated(seed: int, points: int) -> None:
         line = np.polyfit(np.log(samples), np.log(scale[n] * samples ** slope[n]), 1)
         expected = np.exp(np.polyval(line, np.log(4096)))
         assert low <= expected * 1.0001 and expected <= high * 1.0001 and low < high
+
+
+def test_what_a_budget_leaves_delays_the_last_decision() -> None:
+    curves = Curves(6, 4, seed=3)
+    choice, seen = curves.search(Halving(), 1 / 6)
+    ends = [pair for pair in seen.curves if seen.reached(pair) == curves.full]
+    assert len(ends) == 2 and choice.ranking[0] in ends
+    assert seen.spent <= 1 / 6 * 24 * curves.full
+    twelfth = curves.search(Halving(), 1 / 12)[1]
+    assert sum(twelfth.reached(pair) == curves.full for pair in twelfth.curves) == 1
+
+
+@given(st.integers(0, 999), st.integers(2, 5), st.integers(2, 5))
+@settings(max_examples=40, deadline=None)
+def test_sides_tell_of_their_pairs(seed: int, encoders: int, llms: int) -> None:
+    chance = np.random.default_rng(seed)
+    pairs = [(f"e{i}", f"m{j}") for i in range(encoders) for j in range(llms)]
+    parts = {name: chance.normal() for pair in pairs for name in pair}
+    own = {pair: parts[pair[0]] + parts[pair[1]] for pair in pairs}
+    without = two_sided({pair: 1 - float(np.exp(-figure)) / 100 for pair, figure in own.items()}, 1.0)
+    assert sorted(pairs, key=without.__getitem__) == sorted(
+        pairs, key=own.__getitem__
+    )  # sums of sides stay as they are
+    with_noise = {pair: figure + chance.normal(scale=0.5) for pair, figure in own.items()}
+    mended = two_sided({pair: 1 - float(np.exp(-figure)) / 100 for pair, figure in with_noise.items()}, 1.0)
+    centred = {pair: mended[pair] - np.log(100) for pair in pairs}
+    error = sum((centred[pair] - own[pair]) ** 2 for pair in pairs)
+    assert error <= sum((with_noise[pair] - own[pair]) ** 2 for pair in pairs) + 1e-9  # a projection of noise is less
+    assert two_sided({}, 1.0) == {}
+    percent = two_sided({pair: 50 + figure for pair, figure in own.items()}, 1.0)  # `perfect` was forgotten
+    assert sorted(pairs, key=percent.__getitem__) == sorted(pairs, key=own.__getitem__)
+    with pytest.raises(InputError, match="e0 x m0 has a score of 50, and perfect is 1"):
+        extrapolated({("e0", "m0"): ((8, 40.0), (16, 50.0))}, 64, 1.0, 2.0)
