@@ -366,7 +366,7 @@ class Compiler:
         key = _key(match, options), OVER_BATCH
         if key not in self.traced:
             _, captured = self._captured(microbatch, progress, True)
-            alone = replace(options, microbatches=1, mesh=replace(options.mesh, dp=1, own_replicas=()), over_batch=True)
+            alone = replace(options, microbatches=1, mesh=options.mesh.one_replica(), over_batch=True)
             begins = with_sizes_of(captured, split_batch(match.batch)[0])
             history = self.shared.history((OVER_BATCH, _key(match, undivided(alone))), begins, alone, progress)
             places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
