@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import find_batch_size, gather_object, slice_tensors
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from csc import devices
+from csc.api import compile as csc_compile
 from csc.balance.balanced import balanced
 from csc.checkpoints import restoring
 from csc.checkpoints.files import find, read, unpacked
@@ -95,7 +97,7 @@ class EvaluationLoader:
 
     def gathered(self, accelerator: Any, as_objects: bool, data: Any) -> Any:
         """Of the batch that was yielded last: from all processes, or where all have the same, of its samples."""
-        if self._shared:
+        if self._shared and self.shares.count > 1:
             return gather_object(data) if as_objects else accelerator.gather(data)
         return data[: self._samples] if as_objects else slice_tensors(data, slice(0, self._samples))
 
@@ -153,6 +155,24 @@ class Waiting:
     items: torch.Tensor | None
 
 
+def compile_for(model: nn.Module, args: TrainingArguments, **options: Any) -> CompiledModel:
+    """Compile a model as the Trainer would train it with these arguments.
+
+    The Trainer changes a model before it trains: `bf16` puts autocast around forward, `gradient_checkpointing`
+    recomputes layers, `neftune_noise_alpha` adds noise to embeddings. Here that is done before the model is compiled.
+
+    Args:
+        model: as `csc.compile`; its forward and the hooks of its embeddings are changed in place.
+        args: those that `CompiledTrainer` will be given.
+        options: of `csc.compile`; they go before what the arguments say (`precision="bf16"`, `recompute=`).
+
+    Returns: the compiled model.
+    Raises:
+        InputError: `neftune_noise_alpha` is set, and the model does not say which are its input embeddings.
+    """
+    return csc_compile(model, **{**trainer_arguments.apply(args, model, options.get("precision")), **options})
+
+
 class CompiledTrainer(Trainer):
     """transformers.Trainer whose training step is a compiled model's.
 
@@ -162,6 +182,8 @@ class CompiledTrainer(Trainer):
     replica's share of each global batch, and keeps the optimizer state of its own parameters. Logs carry the rates of
     `compiled.metrics` beside the loss.
     balance: arguments of `csc.balanced`, {"lengths": "length"}: steps are divided by what their samples cost.
+    distributed_evaluation: evaluation runs the compiled model's ranks (`compiled.eval_step`), for the loss alone: no
+    process has the whole model. A batch of `per_device_eval_batch_size` is divided as one of training.
     InputError for arguments that contradict the compiled program.
     """
 
@@ -170,6 +192,7 @@ class CompiledTrainer(Trainer):
         compiled: CompiledModel,
         args: TrainingArguments,
         balance: Mapping[str, Any] | None = None,
+        distributed_evaluation: bool = False,
         **kwargs: Any,
     ) -> None:
         if not hasattr(Trainer, "_prepare_for_training"):
@@ -177,7 +200,7 @@ class CompiledTrainer(Trainer):
                 f"transformers {transformers.__version__} has another Trainer than this adapter is for",
                 "CompiledTrainer", "install a newer transformers (tested: 5.23), or call train_step in a loop",
             )  # fmt: skip
-        trainer_arguments.check(args, compiled.options.mesh, args.world_size)
+        trainer_arguments.check(args, compiled.options, compiled.model, args.world_size)
         if kwargs.get("model_init") is not None:
             raise InputError(
                 "model_init is set, and the model is the compiled one", "CompiledTrainer",
@@ -199,13 +222,18 @@ class CompiledTrainer(Trainer):
                 f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and balance divides one batch",
                 "CompiledTrainer", "leave it out; compile with as many microbatches, and take a larger batch",
             )  # fmt: skip
+        if distributed_evaluation and kwargs.get("compute_metrics") is not None:
+            raise InputError(
+                "compute_metrics is set, and the ranks' evaluation gives the loss alone", "CompiledTrainer",
+                "leave distributed_evaluation out: the eager model then evaluates what all ranks have trained",
+            )  # fmt: skip
         optimizer = kwargs.get("optimizers", (None, None))[0]
         if optimizer is not None:
             _check_optimizer(optimizer, compiled)
         if args.n_gpu > 1:
             args._n_gpu = 1  # as the Trainer does for a model that is parallel itself
-        super().__init__(model=compiled.model, args=args, **kwargs)
-        self._balance = balance
+        super().__init__(model=compiled.model, args=trainer_arguments.taken_up(args), **kwargs)
+        self._balance, self._by_ranks = balance, distributed_evaluation
         self.compiled = compiled
         self._waiting: list[Waiting] = []
         self._use_of_items: UseOfItems | None = None  # None: not looked at yet
@@ -431,7 +459,8 @@ class CompiledTrainer(Trainer):
         """The Trainer's; to evaluate in several processes, this one's share of the batches."""
         if is_training or self.args.world_size == 1:
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        shares = Shares(self.args.process_index, self.args.world_size, batch_size)
+        place, count = (0, 1) if self._by_ranks else (self.args.process_index, self.args.world_size)
+        shares = Shares(place, count, batch_size)
         if isinstance(dataset, IterableDataset):
             loader = DataLoader(dataset, batch_size=batch_size, **self._loading(description))
         else:
@@ -544,16 +573,39 @@ class CompiledTrainer(Trainer):
     # --- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """By the eager model, with what all ranks have trained. Processes share the batches; the loss is that of one
-        process.
+        """By the eager model, with what all ranks have trained, or by the ranks (`distributed_evaluation`). The loss is
+        that of one process.
         """
-        self.compiled.gather()
+        if not self._by_ranks:
+            self.compiled.gather()
         return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `evaluate`."""
+        """By the eager model, in any case."""
         self.compiled.gather()
-        return super().predict(*args, **kwargs)
+        before, self._by_ranks = self._by_ranks, False
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._by_ranks = before
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """The Trainer's; of the ranks the loss alone."""
+        if not self._by_ranks:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        batch = self._prepare_inputs(inputs)
+        samples, options = find_batch_size(batch), self.compiled.options
+        if samples is not None and samples < options.mesh.dp:
+            raise InputError(
+                f"a batch of evaluation has {samples} samples, and the mesh has dp={options.mesh.dp}",
+                "CompiledTrainer",
+                "choose per_device_eval_batch_size so that the last batch has a sample for each replica, or set "
+                "dataloader_drop_last=True",
+            )
+        each = options.microbatches if samples is None else min(options.microbatches, samples // options.mesh.dp)
+        items = self._get_num_items_in_batch([batch], self.args.device) if self._example_items is not None else None
+        whole = self._with_items(Waiting(batch, 1.0, None if items is None else torch.as_tensor(items)))
+        return self.compiled.eval_step(whole, each).to(self.args.device), None, None
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's. A batch's loss is divided by its own labels, not by those of the batches that other processes
@@ -562,11 +614,22 @@ class CompiledTrainer(Trainer):
         before = self.gather_function
         if isinstance(dataloader, EvaluationLoader):
             self.gather_function = partial(dataloader.gathered, self.accelerator, self.args.eval_use_gather_object)
+        accelerator: Any = self.accelerator
+        accelerator.prepare_model = _as_it_is  # accelerate's writes to the model, which was compiled without that
         try:
             with self._counting_alone():
                 return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self.gather_function = before
+            del accelerator.prepare_model
+
+    def compute_loss_context_manager(self) -> Any:
+        """The Trainer's; in bfloat16 where that is asked for, and the model does not do it by itself."""
+        contexts = ExitStack()
+        contexts.enter_context(super().compute_loss_context_manager())
+        if trainer_arguments.computes_in_bf16(self.args, self.compiled.model):
+            contexts.enter_context(torch.autocast(self.args.device.type, torch.bfloat16))
+        return contexts
 
     # --- optimizer -------------------------------------------------------------------------------------------------
 
@@ -617,6 +680,10 @@ class CompiledTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         self._load_weights(str(self.state.best_model_checkpoint))
+
+
+def _as_it_is(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    return model
 
 
 def _example_items(compiled: CompiledModel) -> torch.Tensor | None:
@@ -697,3 +764,97 @@ def _microbatches(
         for replica, own in enumerate(ready):
             own += microbatches[replica * each : (replica + 1) * each]
     return [microbatch for own in ready for microbatch in own]
+
+
+# --- A trainer as a script has made it, with a compiled model in the place of its own --------------------------------
+#
+# Its model, arguments, data, collator, callbacks are taken over. A compiled step calls nothing of a subclass: its loss
+# has to be the model's own, as a batch shows, and methods that change a step are refused by name.
+
+STEPS = (
+    "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs",
+    "get_decay_parameter_names", "get_train_dataloader", "_get_train_sampler", "_prepare_inputs", "training_step",
+)  # fmt: skip
+WITHOUT_NUMBERS = {"training_step": "trl"}  # methods that a library's trainers have for memory alone
+
+
+def compiled_trainer(
+    trainer: Trainer, balance: Mapping[str, Any] | None = None, distributed_evaluation: bool = False, **options: Any
+) -> CompiledTrainer:
+    """A trainer as it was made, with its model compiled: `compiled_trainer(SFTTrainer(...), mesh="pp=2").train()`.
+
+    Args:
+        trainer: transformers' Trainer, or one derived from it whose loss is the one that its model returns (TRL's
+            SFTTrainer with `loss_type="nll"`). It is not to be used afterwards.
+        balance, distributed_evaluation: of `CompiledTrainer`.
+        options: of `csc.compile`; `example` is a batch of the first samples if it is not given.
+
+    Returns: the trainer to train with.
+    Raises:
+        InputError: The trainer's loss on the example is not the model's; or it has methods of its own in a step.
+    """
+    _refuse_own_methods(trainer)
+    example = options.pop("example", None)
+    if example is None:
+        rows = list(
+            islice(trainer.train_dataset, trainer.args.per_device_train_batch_size)
+        )  # in all processes the same
+        collator: Any = trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
+        example = trainer._prepare_inputs(collator(rows))
+    _check_own_loss(trainer, example)
+    compiled = compile_for(trainer.model, trainer.args, example=example, **options)
+    made = CompiledTrainer(
+        compiled, trainer.args, balance, distributed_evaluation, train_dataset=trainer.train_dataset,
+        eval_dataset=trainer.eval_dataset, data_collator=trainer.data_collator,
+        processing_class=trainer.processing_class, compute_metrics=trainer.compute_metrics,
+        preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
+        optimizers=(trainer.optimizer, trainer.lr_scheduler), optimizer_cls_and_kwargs=trainer.optimizer_cls_and_kwargs,
+    )  # fmt: skip
+    known = {type(callback) for callback in made.callback_handler.callbacks}
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback) not in known:
+            made.add_callback(callback)
+    if trainer.args.gradient_accumulation_steps > 1 and (
+        made.model_accepts_loss_kwargs != trainer.model_accepts_loss_kwargs
+    ):
+        raise InputError(
+            f"{type(trainer).__name__} weighs the batches of gradient_accumulation_steps otherwise than the Trainer "
+            f"does for {type(trainer.model).__name__}", "compiled_trainer",
+            "leave it out; compile with as many microbatches, and take a larger batch",
+        )  # fmt: skip
+    return made
+
+
+def _refuse_own_methods(trainer: Trainer) -> None:
+    for name in STEPS:
+        for kind in type(trainer).__mro__[: type(trainer).__mro__.index(Trainer)]:
+            library = kind.__module__.partition(".")[0]
+            if name in vars(kind) and WITHOUT_NUMBERS.get(name) != library:
+                raise InputError(
+                    f"{kind.__name__} has a {name} of its own, which a compiled step does not call",
+                    "compiled_trainer",
+                    "compile the model with compile_for, and write the method in a class derived from CompiledTrainer",
+                )
+    if trainer.compute_loss_func is not None:
+        raise InputError(
+            "compute_loss_func is set, and the loss is part of the compiled program", "compiled_trainer",
+            "compute the loss in the model's forward",
+        )  # fmt: skip
+
+
+def _check_own_loss(trainer: Trainer, example: Any) -> None:
+    """InputError if a subclass computes another loss than the model, as eager PyTorch shows on the example."""
+    if type(trainer).compute_loss is Trainer.compute_loss:
+        return
+    model, losses = trainer.model, []
+    with evaluated(model), devices.forked(trainer.args.device), torch.no_grad():
+        for loss_of in (lambda batch: trainer.compute_loss(model, batch), lambda batch: _loss(model(**batch))):
+            losses.append(float(loss_of(dict(example))))
+    rounding = max([ROUNDING, *(torch.finfo(p.dtype).eps for p in model.parameters() if p.dtype.is_floating_point)])
+    if not math.isclose(*losses, rel_tol=10 * rounding):
+        raise InputError(
+            f"{type(trainer).__name__}'s loss of the example is {losses[0]:.6g}, and its model's own {losses[1]:.6g}",
+            "compiled_trainer",
+            "compute the trainer's loss in a module's forward, and give that compiled to CompiledTrainer with the "
+            "trainer's data and collator; examples/dpo.py does so",
+        )

@@ -3,23 +3,32 @@
 A field is *done* (the Trainer's own code does it, or the adapter does the same), *mapped* (it has a meaning that fits a
 compiled model), *without effect* (what it tunes is not there; no number changes), or *refused* by name.
 
-    FIELDS, ACCELERATOR            one line for each field of TrainingArguments, and of its accelerator_config
-    table(arguments) -> text       of docs/trainer-arguments.md
-    check(args, mesh, processes)   InputError for what is refused, and for a field that nobody has looked at
+    FIELDS, ACCELERATOR                      one line for each field of TrainingArguments, and of accelerator_config
+    table(arguments) -> text                 of docs/trainer-arguments.md
+    check(args, options, model, processes)   InputError for what is refused, for what the compiled model does otherwise,
+                                             and for a field that nobody has looked at
+    apply(args, model) -> options            the model and csc.compile's options as the arguments want them
+    taken_up(args) -> args                   without what the Trainer would do to the model a second time
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
+from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 import transformers
+from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from csc.errors import InputError
-from csc.ir.mesh import Mesh
+from csc.ir.program import Options
 
 DONE, MAPPED, NO_EFFECT, REFUSED = "done", "mapped", "without effect", "refused"
 
@@ -36,6 +45,7 @@ def _all(kind: str, why: str, *names: str) -> dict[str, Argument]:
     return {name: Argument(kind, why) for name in names}
 
 
+_COMPILE_FOR = "compile it with csc.integrations.hf.compile_for(model, args, ...)"
 _COMPILED = "decided when the model is compiled; leave it out"
 FIELDS: Mapping[str, Argument] = {
     # batches and steps
@@ -57,28 +67,31 @@ FIELDS: Mapping[str, Argument] = {
     "optim_target_modules": Argument(REFUSED, "for GaLore and Apollo, which want the whole model"),
     **_all(DONE, "the Trainer's schedule", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
     # how the model computes
-    **_all(
-        REFUSED, f"dtypes are {_COMPILED}: load the model in bfloat16, or compile with `precision=`", "fp16", "bf16"
+    "bf16": Argument(
+        MAPPED, "`compile_for` puts autocast around forward, as the Trainer does; or compile with `precision='bf16'`"
     ),
+    "fp16": Argument(REFUSED, "there is no loss scale; use bf16=True"),
     **_all(
         REFUSED, "it would convert the parameters that train; evaluate a copy", "bf16_full_eval", "fp16_full_eval"
     ),
     "tf32": Argument(DONE, "torch's own switch, set before"),
     **_all(
-        REFUSED, f"recomputation is {_COMPILED} (`recompute=`)",
-        "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
-        "gradient_checkpointing_kwargs",
+        MAPPED, "`compile_for` compiles with `recompute='full'`; or compile with another `recompute=`",
+        "activation_checkpointing", "gradient_checkpointing",
     ),
     **_all(
-        REFUSED, "csc compiles the step; leave it out", "torch_compile", "torch_compile_backend", "torch_compile_mode"
+        NO_EFFECT, "of torch's checkpoints; the program recomputes in its backward by itself",
+        "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs",
+    ),
+    **_all(
+        REFUSED, "csc compiles the step; leave it out, and compile with `fuse=True` for Inductor's kernels",
+        "torch_compile", "torch_compile_backend", "torch_compile_mode"
     ),
     **_all(
         REFUSED, "it changes the model after it was compiled; apply it to the model before",
         "use_liger_kernel", "liger_kernel_config",
     ),
-    "neftune_noise_alpha": Argument(
-        REFUSED, "it hooks the embedding after the model was compiled; add the noise in the model's forward"
-    ),
+    "neftune_noise_alpha": Argument(MAPPED, "`compile_for` adds the noise to embeddings before it compiles"),
     "use_cache": Argument(DONE, "goes to the model's config, for evaluation"),
     "torch_empty_cache_steps": Argument(DONE, "after the step in place of before its backward"),
     # parallelism
@@ -166,8 +179,10 @@ def table(arguments: Mapping[str, Argument]) -> str:
     return "| argument | | |\n| --- | --- | --- |\n" + "".join(rows)
 
 
-def check(args: TrainingArguments, mesh: Mesh, processes: int) -> None:
-    """InputError if an argument is refused, or is one that nobody has looked at, and says other than its default."""
+def check(args: TrainingArguments, options: Options, model: nn.Module, processes: int) -> None:
+    """InputError if an argument is refused, or is one that nobody has looked at, and says other than its default; or if
+    the compiled model does not do what it says.
+    """
     plain: list[TrainingArguments] = []
 
     def is_set(field: Field[Any]) -> bool:
@@ -190,20 +205,44 @@ def check(args: TrainingArguments, mesh: Mesh, processes: int) -> None:
     for name, value in _accelerator(args).to_dict().items():
         if name not in ACCELERATOR and value != getattr(AcceleratorConfig(), name, None):
             _refuse(f"accelerator_config has {name}, which csc does not know", "leave it out")
-    _check_combinations(args, mesh, processes)
+    _check_compiled(args, options, model)
+    _check_combinations(args, options, processes)
 
 
-def _check_combinations(args: TrainingArguments, mesh: Mesh, processes: int) -> None:
+def _check_compiled(args: TrainingArguments, options: Options, model: nn.Module) -> None:
+    """What was decided when the model was compiled."""
+    if _precision(args) not in ("no", "bf16"):
+        _refuse(f"mixed_precision is {_precision(args)}", "use bf16=True: there is no loss scale")
+    if _precision(args) == "bf16" and options.precision != "bf16" and not _computes_in_autocast(model):
+        _refuse(
+            "bf16 is set, and the compiled model computes in the dtypes of its parameters",
+            f"{_COMPILE_FOR}, or with precision='bf16'; leave bf16 out for a model in bfloat16 that is to compute so "
+            "throughout",
+        )
+    if _recomputes(args) and all(choice == "none" for _, choice in options.recompute):
+        _refuse(
+            "gradient_checkpointing is set, and the model was compiled without recompute=",
+            f"{_COMPILE_FOR}, or with recompute='selective' or 'full'",
+        )
+    if _noise(args) != getattr(_embedding(model), NOISE, None):
+        _refuse(
+            f"neftune_noise_alpha is {args.neftune_noise_alpha}, and the compiled model's embeddings have "
+            f"{getattr(_embedding(model), NOISE, 'no')} noise",
+            _COMPILE_FOR,
+        )
+
+
+def _check_combinations(args: TrainingArguments, options: Options, processes: int) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer.startswith(_WHOLE_MODEL):
         _refuse(
             f"optim={optimizer} wants the model itself",
             "pass optimizers=(optimizer, scheduler) with an optimizer over compiled.parameters()",
         )
-    if not args.average_tokens_across_devices and mesh.dp > 1:
+    if not args.average_tokens_across_devices and options.mesh.dp > 1:
         _refuse(
-            f"average_tokens_across_devices is False, and the mesh has dp={mesh.dp}: each replica would have a mean of "
-            "its own",
+            f"average_tokens_across_devices is False, and the mesh has dp={options.mesh.dp}: each replica would have a "
+            "mean of its own",
             "leave it out: a step is the mean over the labels of all replicas",
         )
     if processes == 1:
@@ -227,6 +266,93 @@ def _check_combinations(args: TrainingArguments, mesh: Mesh, processes: int) -> 
             "accelerator_config has use_seedable_sampler=False, and the order would differ between processes",
             "leave it out",
         )
+
+
+# --- What the Trainer does to a model before it trains, done before it is compiled -----------------------------------
+
+NOISE = "neftune_noise_alpha"  # attribute of the embedding, as transformers calls it
+
+
+def apply(args: TrainingArguments, model: nn.Module, precision: str | None) -> dict[str, Any]:
+    """Put on the model what the arguments ask for; the options of csc.compile that they ask for.
+
+    Args:
+        precision: csc.compile's own; with "bf16" no autocast is put around the model.
+    """
+    if _precision(args) == "bf16" and precision != "bf16" and not _computes_in_autocast(model):
+        _put_in_autocast(model)
+    alpha, embedding = _noise(args), _embedding(model)
+    if alpha is not None:
+        if embedding is None:
+            _refuse(
+                f"neftune_noise_alpha is {alpha}, and {type(model).__name__} has no get_input_embeddings",
+                "leave it out, or add the noise in the model's forward",
+            )
+        if getattr(embedding, NOISE, None) is None:
+            embedding.register_forward_hook(_noisy)
+        setattr(embedding, NOISE, alpha)
+    return {"recompute": "full"} if _recomputes(args) else {}
+
+
+def taken_up(args: TrainingArguments) -> TrainingArguments:
+    """For the Trainer, which would write to the model that was compiled."""
+    rest = copy(args)
+    rest.activation_checkpointing = rest.gradient_checkpointing = False
+    rest.neftune_noise_alpha = None
+    return rest
+
+
+def computes_in_bf16(args: TrainingArguments, model: nn.Module) -> bool:
+    """Whether evaluation has to put autocast around the model, as the Trainer does."""
+    return _precision(args) == "bf16" and not _computes_in_autocast(model)
+
+
+def _precision(args: TrainingArguments) -> str:
+    """As accelerate's launcher may say it, too."""
+    return "bf16" if args.bf16 else str(getattr(args, "mixed_precision", "no") or "no")
+
+
+def _recomputes(args: TrainingArguments) -> bool:
+    return bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", False))
+
+
+def _noise(args: TrainingArguments) -> float | None:
+    return args.neftune_noise_alpha
+
+
+def _embedding(model: nn.Module) -> Any:
+    """None: the model does not say."""
+    base = model.base_model.model if hasattr(model, "peft_config") else model  # type: ignore[union-attr]
+    find: Any = getattr(base, "get_input_embeddings", None)
+    try:
+        return find() if callable(find) else None
+    except NotImplementedError:  # transformers' models without one
+        return None
+
+
+def _noisy(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
+    """NEFTune's, drawn as transformers draws it, without a bound that has to be read from a tensor."""
+    if not module.training:
+        return output
+    bound = module.neftune_noise_alpha / math.sqrt(output.size(1) * output.size(2))
+    return output + (2 * torch.rand_like(output) - 1) * bound
+
+
+def _computes_in_autocast(model: nn.Module) -> bool:
+    """Whether accelerate has put autocast around forward, or `_put_in_autocast`."""
+    return "_original_forward" in vars(model)
+
+
+def _put_in_autocast(model: Any) -> None:
+    """As accelerate's `prepare`, which then leaves the model as it is."""
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    forward = getattr(model.forward, "__func__", None)
+    model._original_forward = model.forward
+    if forward is None:  # put in the model's place by a function
+        model.forward = convert_outputs_to_fp32(torch.autocast(device, torch.bfloat16)(model.forward))
+    else:
+        model.forward = MethodType(convert_outputs_to_fp32(torch.autocast(device, torch.bfloat16)(forward)), model)
+    model._is_accelerate_prepared = True
 
 
 def _accelerator(args: TrainingArguments) -> AcceleratorConfig:

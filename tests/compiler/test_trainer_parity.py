@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.neftune import activate_neftune
 
 import csc
 from csc.errors import InputError
-from csc.integrations.hf import CompiledTrainer
+from csc.integrations.hf import CompiledTrainer, compile_for, compiled_trainer
+from csc.integrations.trainer_arguments import apply
 from tests import launching
 from tests.compiler.peft_models import adapted
 from tests.models import hf
@@ -281,3 +283,125 @@ def test_two_processes_do_what_the_trainer_does_in_one(mesh: str, tmp_path: Path
         assert own["streamed"] == pytest.approx(expected.evaluate(samples(7))["eval_loss"], rel=1e-5)
         assert own["predictions"] == expected.predict(samples(7)).predictions.argmax(-1).tolist()
         assert own["flos"] == expected.state.total_flos
+
+
+AS_PEOPLE_HAVE_THEM = [{"bf16": True}, long({"bf16": True, "gradient_checkpointing": True})]
+
+
+@pytest.mark.parametrize("changes", AS_PEOPLE_HAVE_THEM, ids=lambda changes: " ".join(changes))
+def test_arguments_that_change_the_model(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Evaluations are between the steps: accelerate would put autocast around the model in the first one."""
+    changes = {**changes, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    data = samples(6)
+
+    def trained(kind: str) -> tuple[nn.Module, list[float]]:
+        own, args = model(LlamaForCausalLM), arguments(tmp_path / kind, **changes)
+        given = {"args": args, "train_dataset": data, "eval_dataset": data[:2], "data_collator": collate}
+        if kind == "eager":
+            trainer = Trainer(own, **given)
+        else:
+            trainer = CompiledTrainer(compile_for(own, args, mesh="pp=2", example=collate(data[:2])), **given)
+        trainer.train()
+        return own, [row[key] for row in trainer.state.log_history for key in ("loss", "eval_loss") if key in row]
+
+    eager, losses = trained("eager")
+    own, seen = trained("csc")
+    assert len(losses) == 6
+    assert seen == pytest.approx(losses, rel=2e-3)
+    first = model(LlamaForCausalLM).get_parameter("model.embed_tokens.weight").detach()
+    moved, expected = (one.get_parameter("model.embed_tokens.weight").detach() - first for one in (own, eager))
+    assert float((moved - expected).norm() / expected.norm()) < 2e-2
+
+
+def test_bf16_of_a_model_compiled_with_a_precision_is_evaluated_so(tmp_path: Path) -> None:
+    data, args = samples(2), arguments(tmp_path, bf16=True)
+    own = compile_for(model(LlamaForCausalLM), args, mesh="pp=2", example=collate(data), precision="bf16")
+    trainer = CompiledTrainer(own, args, train_dataset=data, eval_dataset=data, data_collator=collate)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = float(own.model.eval()(**collate(data)).loss)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    trainer.train()
+
+
+@long
+def test_noise_is_in_the_compiled_steps_alone(tmp_path: Path) -> None:
+    """Each step is compared with eager PyTorch that draws the same noise; evaluation has none."""
+    data, args = samples(2), arguments(tmp_path, neftune_noise_alpha=5.0, num_train_epochs=2)
+    plain = float(model(LlamaForCausalLM)(**collate(data)).loss)
+    own = compile_for(model(LlamaForCausalLM), args, mesh="pp=2", example=collate(data))
+    trainer = CompiledTrainer(own, args, train_dataset=data, eval_dataset=data, data_collator=collate)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain, rel=1e-6)
+    trainer.train()
+    first = trainer.state.log_history[1]["loss"]
+    assert first != pytest.approx(plain, rel=1e-5) and first == pytest.approx(plain, rel=0.1)
+
+
+def test_noise_is_drawn_as_transformers_draws_it(tmp_path: Path) -> None:
+    own, x = model(LlamaForCausalLM), torch.tensor([[3, 5, 8]])
+    apply(arguments(tmp_path, neftune_noise_alpha=5.0), own, None)
+    theirs = model(LlamaForCausalLM)
+    activate_neftune(theirs, 5.0)
+    torch.manual_seed(7)
+    expected = theirs.get_input_embeddings()(x)
+    torch.manual_seed(7)
+    torch.testing.assert_close(own.get_input_embeddings()(x), expected)
+
+
+def test_noise_without_embeddings_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Plain has no get_input_embeddings"):
+        compile_for(Plain(), arguments(tmp_path, neftune_noise_alpha=5.0))
+
+
+class OwnLoss(Trainer):
+    """A loss of its own: the model's, times a factor."""
+
+    factor = 1.0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
+        outputs = model(**inputs)
+        loss = self.factor * outputs["loss"]
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnOptimizer(Trainer):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=9.0)
+
+
+class Counting(TrainerCallback):
+    steps = 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+
+def test_a_trainer_is_taken_over_and_evaluated_by_its_ranks(tmp_path: Path) -> None:
+    """Batches of evaluation need not be of the size of training's."""
+    data, count = samples(7), Counting()
+
+    def made(kind: str) -> OwnLoss:
+        args = arguments(tmp_path / kind, per_device_train_batch_size=2, max_steps=2)
+        callbacks = [count] if kind == "csc" else []
+        return OwnLoss(model(Plain), args, collate, train_dataset=data[:4], eval_dataset=data[4:], callbacks=callbacks)
+
+    eager, own = made("eager"), compiled_trainer(made("csc"), distributed_evaluation=True, mesh="pp=2", microbatches=2)
+    for trainer in (eager, own):
+        trainer.train()
+    assert count.steps == 2
+    assert own.evaluate()["eval_loss"] == pytest.approx(eager.evaluate()["eval_loss"], rel=1e-5)
+    losses = [[row["loss"] for row in one.state.log_history if "loss" in row] for one in (eager, own)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_trainer_that_computes_otherwise_is_not_taken_over(tmp_path: Path) -> None:
+    data, args = samples(4), arguments(tmp_path)
+    other = OwnLoss(model(Plain), args, collate, train_dataset=data)
+    other.factor = 2.0
+    with pytest.raises(InputError, match=r"OwnLoss's loss of the example is [\d.]+, and its model's own [\d.]+"):
+        compiled_trainer(other, mesh="pp=2")
+    with pytest.raises(InputError, match="OwnOptimizer has a create_optimizer of its own"):
+        compiled_trainer(OwnOptimizer(model(Plain), args, collate, train_dataset=data))
+    with pytest.raises(InputError, match="compute_metrics is set, and the ranks' evaluation gives the loss alone"):
+        CompiledTrainer(
+            compiled(model(Plain), data), args, distributed_evaluation=True, compute_metrics=counted, train_dataset=data
+        )

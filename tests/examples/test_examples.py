@@ -188,3 +188,21 @@ def test_a_search_finds_a_pair_that_spells_digits(tmp_path: Path) -> None:
     assert len(found["rows"]) == 24 and best["score"] > 0.7 and best["llm"].endswith("-text")
     assert best["encoder"] != "vit-untrained" and found["counts"]["samples"] <= found["budget"]
     assert "<svg" in (tmp_path / "page.html").read_text()
+
+
+def logged_losses(said: str) -> list[float]:
+    """Of transformers' Trainer, of training and evaluation in order."""
+    return [float(number) for number in re.findall(r"'(?:eval_)?loss': '?([\d.]+)", said)]
+
+
+@pytest.mark.long
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_trainers_of_trl_have_their_own_losses_compiled(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed (pip install trl==1.16.0)")
+    eager = output(f"examples/{name}.py", "--eager", "--output", str(tmp_path / "eager"))
+    alone = output(f"examples/{name}.py", "--output", str(tmp_path / "csc"))
+    ranks = "".join(launching.script(2, f"examples/{name}.py", "--output", str(tmp_path / "ranks")))
+    expected = logged_losses(eager)
+    assert len(expected) >= 6 and logged_losses(alone) == pytest.approx(expected, abs=2e-3)
+    assert logged_losses(ranks) == logged_losses(alone)
