@@ -59,9 +59,9 @@ def kept(graph: fx.Graph, wanted: Mapping[str, Sequence[fx.Node]], sizes: Collec
     needed = {name: g.ancestors(results) for name, results in wanted.items()}
     sized = _sized(graph, needed, returned, sizes)
     if sized:
-        ends = {node for one in sized for node in one.results}
+        ends = {node for function in sized for node in function.results}
         needed = {name: g.ancestors(results, until=ends) for name, results in wanted.items()}
-        needed |= {one.name: g.ancestors(one.results) for one in sized}
+        needed |= {function.name: g.ancestors(function.results) for function in sized}
     nodes, _ = _kept(graph, returned, needed, ())
     return [*_tables("_fixed", _by_readers(nodes, needed)), *sized]
 
@@ -74,13 +74,15 @@ def _sized(
         return []
     _, fixed = _kept(graph, returned, needed, ())
     nodes, _ = _kept(graph, returned, needed, sizes)
-    found = []
-    for one in _tables("_sized", _by_readers([node for node in nodes if node not in fixed], needed)):
-        own = g.ancestors(one.results, until=fixed) - fixed
-        entries = [node.meta["role"][1] for node in g.placeholders(graph) if node in own and _is_size(node, sizes)]
-        if sum(node.op == "call_function" for node in own) >= LEAST:
-            found.append(replace(one, entries=tuple(entries)))
-    return found
+    functions = []
+    for tables in _tables("_sized", _by_readers([node for node in nodes if node not in fixed], needed)):
+        ancestors = g.ancestors(tables.results, until=fixed) - fixed
+        entries = [
+            node.meta["role"][1] for node in g.placeholders(graph) if node in ancestors and _is_size(node, sizes)
+        ]
+        if sum(node.op == "call_function" for node in ancestors) >= LEAST:
+            functions.append(replace(tables, entries=tuple(entries)))
+    return functions
 
 
 def _by_readers(
@@ -105,27 +107,27 @@ def _kept(
     asked = set[fx.Node]().union(*needed.values())
     large: set[fx.Node] = set()
     while True:
-        found = _led_to(graph, sizes, large)
+        reached = _led_to(graph, sizes, large)
         kept = [
             node for node in g.calls(graph)
-            if node in found & asked and (node in returned or any(u in asked and u not in found for u in node.users))
+            if node in reached & asked and (node in returned or any(u in asked - reached for u in node.users))
         ]  # fmt: skip
         beyond = {node for node in kept if not 0 <= _bytes(node) <= MOST}
         if not beyond:
-            return kept, found
+            return kept, reached
         large |= beyond
 
 
 def _led_to(graph: fx.Graph, sizes: Collection[str], large: set[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             alone = node.meta["role"][0] == "constant" or _is_size(node, sizes)
         else:
             alone = node.op == "call_function" and node not in large and _of_values(node)
-        if alone and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
+        if alone and reached.issuperset(node.all_input_nodes):
+            reached.add(node)
+    return reached
 
 
 def _is_size(node: fx.Node, sizes: Collection[str]) -> bool:
@@ -253,8 +255,8 @@ def _docstring(program: Program, variant: Variant, template: Template, regions: 
         lines += _recomputation(variant)
     for axis in template.divided:
         held = f"1 / {axis.ranks // axis.size}" if axis.ranks > axis.size else str(axis.size // axis.ranks)
-        what = f"{held} of {axis.size} {axis.name}: {', '.join(map(comment, axis.parameters))}"
-        lines += _listed("Shard", what)
+        shard = f"{held} of {axis.size} {axis.name}: {', '.join(map(comment, axis.parameters))}"
+        lines += _listed("Shard", shard)
     frozen = [p for p, trains in zip(template.parameters, variant.dw) if not trains]
     if frozen and any(variant.dw):
         shown = ", ".join(map(comment, frozen[:6])) + (", ..." if len(frozen) > 6 else "")
@@ -332,8 +334,8 @@ def _backward_input(variant: Variant) -> str:
     assert graph is not None
     lines, names = _start("backward_input", ["saved"], graph)
     gradients, stashed = g.outputs(graph)
-    what = "B: gradients of the activations" if gradients else "No gradient passes on from here: keep what W needs"
-    lines.append(f'    """{what}."""')
+    summary = "B: gradients of the activations" if gradients else "No gradient passes on from here: keep what W needs"
+    lines.append(f'    """{summary}."""')
     lines += _types(graph, {"tangent"})
     lines += _unpack(graph, "saved")
     lines += body(graph, names)
@@ -360,20 +362,27 @@ def _backward(variant: Variant, template: Template) -> str:
     graph = variant.backward
     assert graph is not None
     lines, names = _start("backward", ["saved"], graph)
-    gradients, made = g.outputs(graph)
-    what = "gradients of the activations, then those of the parameters" if gradients else "gradients of the parameters"
-    lines.append(f'    """BW: {what} by local name. W runs while ranks meet."""')
+    gradients, weight_gradients = g.outputs(graph)
+    summary = (
+        "gradients of the activations, then those of the parameters" if gradients else "gradients of the parameters"
+    )
+    lines.append(f'    """BW: {summary} by local name. W runs while ranks meet."""')
     lines += _types(graph, {"tangent"})
     lines += _unpack(graph, "saved")
     lines += body(graph, names)
     first = f"{one_or_tuple(names[n] for n in gradients)}, " if gradients else ""
-    return "\n".join([*lines, f"    return {first}{{", *_by_name(variant, template, names, made), "    }"]) + "\n"
+    return (
+        "\n".join([*lines, f"    return {first}{{", *_by_name(variant, template, names, weight_gradients), "    }"])
+        + "\n"
+    )
 
 
-def _by_name(variant: Variant, template: Template, names: dict[fx.Node, str], made: Sequence[fx.Node]) -> list[str]:
+def _by_name(
+    variant: Variant, template: Template, names: dict[fx.Node, str], gradients: Sequence[fx.Node]
+) -> list[str]:
     """The items of a dict of parameters' gradients."""
     trained = [name for name, trains in zip(template.parameters, variant.dw) if trains]
-    return [f"        {quoted(name)}: {names[node]}," for name, node in zip(trained, made)]
+    return [f"        {quoted(name)}: {names[node]}," for name, node in zip(trained, gradients)]
 
 
 # --- layers/tables.py: what each stage makes from the batch and the constants alone ----------------------------------
@@ -435,16 +444,18 @@ def tables_source(program: Program) -> str:
     """The text of layers/tables.py."""
     nodes = tables(program)
     assert program.shared is not None
-    wanted = {name: [nodes[table] for table in made] for made, name in function_names(program, nodes).items()}
-    given = kept(program.shared, wanted, program.sizes)
-    common = _common(program.shared, wanted, {node for one in given for node in one.results})
-    functions = [_kept_source(program.shared, one, given) for one in given]
-    functions += [_common_source(program.shared, one, given, common) for one in common]
+    wanted = {name: [nodes[table] for table in tables] for tables, name in function_names(program, nodes).items()}
+    kept_functions = kept(program.shared, wanted, program.sizes)
+    common = _common(program.shared, wanted, {node for function in kept_functions for node in function.results})
+    functions = [_kept_source(program.shared, function, kept_functions) for function in kept_functions]
+    functions += [_common_source(program.shared, function, kept_functions, common) for function in common]
     for name, results in wanted.items():
-        functions.append(_function(program.shared, name, results, given, common, one=name == program.loss_tokens))
+        functions.append(
+            _function(program.shared, name, results, kept_functions, common, one=name == program.loss_tokens)
+        )
     if program.contexts:
         functions += [_visibility(context) for context in program.contexts]
-        entries = [f"{quoted(one.component)}: {_visibility_name(one)}" for one in program.contexts]
+        entries = [f"{quoted(context.component)}: {_visibility_name(context)}" for context in program.contexts]
         functions.append("\n".join(wrapped("VISIBILITY = {", entries, "}", indent=0)) + "\n")
     return "\n\n".join([DOCSTRING + header(functions), *functions])
 
@@ -461,10 +472,10 @@ def _visibility(context: Context) -> str:
         f'    """(ranges, admits, kinds) of each mask of {comment(context.component)}, over the whole sequence."""',
     ]
     lines += body(context.graph, names)
-    made = iter(names[node] for node in g.outputs(context.graph))
+    results = iter(names[node] for node in g.outputs(context.graph))
     masks = []
     for mask in context.masks:
-        parts = [next(made) if there else "None" for there in (mask.ranges, mask.kinds, mask.kinds)]
+        parts = [next(results) if present else "None" for present in (mask.ranges, mask.kinds, mask.kinds)]
         masks.append(f"({', '.join(parts)})")
     return "\n".join([*lines, *wrapped("return [", masks, "]")]) + "\n"
 
@@ -492,13 +503,13 @@ def _common(graph: fx.Graph, wanted: Mapping[str, Sequence[fx.Node]], given: Col
         if len(names) > 1:
             groups.setdefault(names, []).append(node)
     returned = {node for results in wanted.values() for node in results}
-    found: list[_Common] = []
+    functions: list[_Common] = []
     for names, nodes in sorted(groups.items(), key=lambda item: -len(item[0])):
         inside = set(nodes)
         leaving = [n for n in nodes if n in returned or any(readers.get(u) and u not in inside for u in n.users)]
         if len(nodes) >= LEAST:
-            found.append(_Common(f"_common_{len(found) + 1}", names, tuple(leaving)))
-    return found
+            functions.append(_Common(f"_common_{len(functions) + 1}", names, tuple(leaving)))
+    return functions
 
 
 Called = TypeVar("Called", _Common, KeptTables)
@@ -506,20 +517,20 @@ Called = TypeVar("Called", _Common, KeptTables)
 
 def _given(functions: Sequence[Called], readers: Collection[str]) -> list[Called]:
     """Those that all of these call."""
-    return [one for one in functions if set(readers) <= set(one.readers)]
+    return [function for function in functions if set(readers) <= set(function.readers)]
 
 
 def _tables_start(
     graph: fx.Graph, results: Sequence[fx.Node], called: Sequence[_Common | KeptTables]
 ) -> tuple[fx.Graph, dict, list[str]]:
     """The graph of a function's own calls, the names of its placeholders, and those of them that others make."""
-    part = extract(graph, results, given={node for one in called for node in one.results})
-    names, given = {}, []
+    part = extract(graph, results, given={node for function in called for node in function.results})
+    names, parameters = {}, []
     for node in g.placeholders(part):
         of_others = node.meta["role"][0] == "activation"
         names[node] = node.name if of_others else source(node.meta["role"])
-        given += [node.name] if of_others else []
-    return part, names, given
+        parameters += [node.name] if of_others else []
+    return part, names, parameters
 
 
 def _kept_source(graph: fx.Graph, own: KeptTables, kept: Sequence[KeptTables]) -> str:
@@ -528,8 +539,8 @@ def _kept_source(graph: fx.Graph, own: KeptTables, kept: Sequence[KeptTables]) -
     part, names, _ = _tables_start(graph, own.results, called)
     lines = [f"def {own.name}({', '.join(_arguments(own))}):"]
     lines.append('    """What sizes alone change."""' if own.entries else '    """What no batch changes."""')
-    for one in called:
-        lines += _taken(one, _arguments(one))
+    for function in called:
+        lines += _taken(function, _arguments(function))
     lines += [*body(part, names), *_returned([names[node] for node in g.outputs(part)])]
     return decorator(own) + "\n".join(lines) + "\n"
 
@@ -541,10 +552,10 @@ def _arguments(kept: KeptTables) -> list[str]:
 def _common_source(graph: fx.Graph, own: _Common, kept: Sequence[KeptTables], common: Sequence[_Common]) -> str:
     called: list[_Common | KeptTables] = [
         *_given(kept, own.readers),
-        *(one for one in _given(common, own.readers) if one is not own),
+        *(function for function in _given(common, own.readers) if function is not own),
     ]
-    part, names, given = _tables_start(graph, own.results, called)
-    lines = wrapped(f"def {own.name}(", ["batch", "constants", *given], "):", indent=0)
+    part, names, parameters = _tables_start(graph, own.results, called)
+    lines = wrapped(f"def {own.name}(", ["batch", "constants", *parameters], "):", indent=0)
     lines.append(f'    """What {len(own.readers)} of the functions below need."""')
     lines += body(part, names)
     return "\n".join([*lines, *_returned([names[node] for node in g.outputs(part)])]) + "\n"
@@ -564,10 +575,13 @@ def _function(
     lines = [f"def {name}(batch, constants):"]
     for one_kept in before:
         lines += _taken(one_kept, _arguments(one_kept))
-    for at, function in enumerate(called):
-        others: list[_Common | KeptTables] = [*_given(kept, function.readers), *_given(called[:at], function.readers)]
-        _, _, given = _tables_start(graph, function.results, others)
-        lines += _taken(function, ["batch", "constants", *given])
+    for index, function in enumerate(called):
+        callable_functions: list[_Common | KeptTables] = [
+            *_given(kept, function.readers),
+            *_given(called[:index], function.readers),
+        ]
+        _, _, parameters = _tables_start(graph, function.results, callable_functions)
+        lines += _taken(function, ["batch", "constants", *parameters])
     lines += body(part, names)
     found = [names[node] for node in g.outputs(part)]
     return "\n".join([*lines, *([f"    return {found[0]}"] if one else _returned(found))]) + "\n"
@@ -575,8 +589,8 @@ def _function(
 
 def _taken(function: _Common | KeptTables, arguments: Sequence[str]) -> list[str]:
     """The call of a function, and the names of what it returns."""
-    made = [node.name for node in function.results]
-    return wrapped("(", made, f"{',' if len(made) == 1 else ''}) = {function.name}({', '.join(arguments)})")
+    results = [node.name for node in function.results]
+    return wrapped("(", results, f"{',' if len(results) == 1 else ''}) = {function.name}({', '.join(arguments)})")
 
 
 def _returned(names: Sequence[str]) -> list[str]:

@@ -97,7 +97,12 @@ def _weights(program: Program) -> dict[str, Any]:
         for name in stage.constants:
             constant_holders.setdefault(name, []).append(stage.index)
     computed, repeated = compute_dtypes(program), _repeated(program)
-    reached = {name for one in program.regions for name, found in zip(one.parameters, one.dw, strict=True) if found}
+    reached = {
+        name
+        for region in program.regions
+        for name, gradient in zip(region.parameters, region.dw, strict=True)
+        if gradient
+    }
     return {
         "parameters": [
             {
@@ -118,20 +123,23 @@ def _weights(program: Program) -> dict[str, Any]:
 
 def _features(program: Program) -> dict[str, Any]:
     """What makes the features that come with the batch, and how these lie in memory."""
-    found = program.features
-    if found is None:
+    features = program.features
+    if features is None:
         return {}
-    computed, stored = compute_dtypes(program), {one.name: one.dtype for one in program.parameters}
-    made = {value: one for one in found.regions for value in one.outputs}
-    values = [(v, g.outputs(found.templates[made[v].template].graph)[made[v].outputs.index(v)]) for v in found.values]
+    computed, stored = compute_dtypes(program), {parameter.name: parameter.dtype for parameter in program.parameters}
+    producers = {value: region for region in features.regions for value in region.outputs}
+    values = [
+        (v, g.outputs(features.templates[producers[v].template].graph)[producers[v].outputs.index(v)])
+        for v in features.values
+    ]
     return {
         "features": {
             "values": [
-                {"name": v, "entry": e, **_layout(node.meta["val"])} for e, (v, node) in zip(found.entries, values)
+                {"name": v, "entry": e, **_layout(node.meta["val"])} for e, (v, node) in zip(features.entries, values)
             ],
-            "inputs": list(found.stage.inputs),
-            "constants": list(found.stage.constants),
-            "parameters": {name: _dtype(computed.get(name, stored[name])) for name in found.stage.parameters},
+            "inputs": list(features.stage.inputs),
+            "constants": list(features.stage.constants),
+            "parameters": {name: _dtype(computed.get(name, stored[name])) for name in features.stage.parameters},
         }
     }
 
@@ -139,11 +147,11 @@ def _features(program: Program) -> dict[str, Any]:
 def _repeated(program: Program) -> set[str]:
     """Parameters to which several regions of a stage give a gradient."""
     of_region = {region.name: region for region in program.regions}
-    found = set[str]()
+    repeated = set[str]()
     for stage in program.stages:
         counts = Counter(name for region in stage.regions for name in set(of_region[region].parameters))
-        found |= {name for name, count in counts.items() if count > 1}
-    return found
+        repeated |= {name for name, count in counts.items() if count > 1}
+    return repeated
 
 
 def _messages(program: Program) -> list[dict[str, Any]]:
@@ -170,26 +178,29 @@ def _context(program: Program) -> dict[str, Any]:
     """How tokens are spread, by component; nothing if none are."""
     rows = [
         {
-            "component": one.component, "ranks": one.ranks, "tokens": one.tokens, "block": one.block,
-            "shard": one.shard, "tile_seconds": one.tile_seconds, "block_seconds": one.block_seconds,
-            "inputs": _inputs(one), "masks": [{"layers": mask.layers} for mask in one.masks],
-            **({"axis": one.axis} if one.axis != "cp" else {}),
+            "component": context.component, "ranks": context.ranks, "tokens": context.tokens, "block": context.block,
+            "shard": context.shard, "tile_seconds": context.tile_seconds, "block_seconds": context.block_seconds,
+            "inputs": _inputs(context), "masks": [{"layers": mask.layers} for mask in context.masks],
+            **({"axis": context.axis} if context.axis != "cp" else {}),
         }
-        for one in program.contexts
+        for context in program.contexts
     ]  # fmt: skip
     return {"context": rows} if rows else {}
 
 
 def _draws(program: Program) -> list[dict[str, Any]]:
     """The random numbers that a microbatch draws, in the order of the model's code; p: of dropout, else null."""
-    found = []
-    graphs = [("", program.shared), *((one.name, program.templates[one.template].graph) for one in program.regions)]
+    draws = []
+    graphs = [
+        ("", program.shared),
+        *((region.name, program.templates[region.template].graph) for region in program.regions),
+    ]
     for region, graph in graphs:
         for node in g.calls(graph) if graph is not None else ():
             if g.op_name(node) in g.SEEDED:
-                given = g.bind(node)
-                found.append({"region": region, "index": given["index"], "p": given.get("p")})
-    return found
+                bound = g.bind(node)
+                draws.append({"region": region, "index": bound["index"], "p": bound.get("p")})
+    return draws
 
 
 def _inputs(context: Context) -> list[str]:
@@ -224,14 +235,14 @@ def _flops(program: Program) -> list[list[int]]:
 def _gradients(program: Program) -> dict[tuple[int, str], torch.Tensor]:
     """(stage, value) -> the value's gradient as it leaves that stage: as the value's first reader there makes it."""
     home = {name: stage.index for stage in program.stages for name in stage.regions}
-    found: dict[tuple[int, str], torch.Tensor] = {}
+    gradients: dict[tuple[int, str], torch.Tensor] = {}
     for region in reversed(program.regions):
         template = program.templates[region.template]
         assert template.joint is not None
         for value, gradient in zip(region.activations, g.outputs(template.joint)[len(template.outputs) :]):
             if gradient is not None:
-                found[home[region.name], value] = gradient.meta["val"]
-    return found
+                gradients[home[region.name], value] = gradient.meta["val"]
+    return gradients
 
 
 def _loss_count(program: Program) -> dict[str, Any]:
@@ -263,21 +274,25 @@ def _over_batch(found: BatchLoss | None) -> dict[str, Any]:
 def _divided(program: Program) -> dict[str, Any]:
     """What tells how much a microbatch's loss weighs: the entry whose rows count, and along which dimension, or what is
     added to a count; of a loss of several terms that of each."""
-    found = program.combination
+    combination = program.combination
     if program.loss_weight == "mean":
-        along = next((item.samples for item in program.inputs if item.name == found.rows), 0)
-        return {**({"rows": found.rows} if found.rows else {}), **({"along": along} if along else {})}
+        along = next((item.samples for item in program.inputs if item.name == combination.rows), 0)
+        return {**({"rows": combination.rows} if combination.rows else {}), **({"along": along} if along else {})}
     if program.loss_weight == "terms":
         return {
             "divisors": [
-                {"counts": f"rows of {one.rows}" if one.rows else one.counted, "added": one.added, "least": one.least}
-                | ({"for_zero": one.for_zero} if one.for_zero else {})
-                for one in found.divisors
+                {
+                    "counts": f"rows of {divisor.rows}" if divisor.rows else divisor.counted,
+                    "added": divisor.added,
+                    "least": divisor.least,
+                }
+                | ({"for_zero": divisor.for_zero} if divisor.for_zero else {})
+                for divisor in combination.divisors
             ]
         }
-    if program.loss_weight == "sum" or (found.added, found.least) == (0, 0):
+    if program.loss_weight == "sum" or (combination.added, combination.least) == (0, 0):
         return {}
-    return {"added": found.added, "least": found.least}
+    return {"added": combination.added, "least": combination.least}
 
 
 def _dtype(dtype: torch.dtype) -> str:

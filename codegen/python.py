@@ -44,17 +44,17 @@ def as_users_write(node: fx.Node, target: OpOverload, names: Mapping[fx.Node, st
     values, as Python text.
     """
     operator, called = target.name(), target._schema.name.removeprefix("aten::")
-    first, *others = node.args or (None,)
+    first, *rest = node.args or (None,)
     if operator in FUNCTIONS and not node.kwargs and isinstance(first, (fx.Node, list, tuple)):
-        return Written(f"torch.{called}(", [first, *others], {})
+        return Written(f"torch.{called}(", [first, *rest], {})
     if not isinstance(first, fx.Node):
         return None
-    if operator == "aten::clone" and not others:
+    if operator == "aten::clone" and not rest:
         return Written(f"{names[first]}.clone(", [], dict(node.kwargs))
     if operator == "aten::slice.Tensor" and not node.kwargs:
         return _narrowed(node, first, names)
-    if operator in OF_SIZES and len(others) == 1 and not node.kwargs:
-        [sizes] = others
+    if operator in OF_SIZES and len(rest) == 1 and not node.kwargs:
+        [sizes] = rest
         if isinstance(sizes, (list, tuple)) and sizes:
             return Written(f"{names[first]}.{called}(", list(sizes), {})
     return None
@@ -62,22 +62,22 @@ def as_users_write(node: fx.Node, target: OpOverload, names: Mapping[fx.Node, st
 
 def _narrowed(node: fx.Node, first: fx.Node, names: Mapping[fx.Node, str]) -> Written | None:
     """Consecutive entries of a dimension, where the sizes of both are numbers."""
-    given = g.bind(node)
-    dim, before, after = given["dim"], first.meta["val"].shape, node.meta["val"].shape
-    if given["step"] != 1 or not all(isinstance(size, int) for size in (before[dim], after[dim])):
+    bound = g.bind(node)
+    dim, before, after = bound["dim"], first.meta["val"].shape, node.meta["val"].shape
+    if bound["step"] != 1 or not all(isinstance(size, int) for size in (before[dim], after[dim])):
         return None
-    start, *_ = slice(given["start"], given["end"]).indices(before[dim])
+    start, *_ = slice(bound["start"], bound["end"]).indices(before[dim])
     return Written(f"{names[first]}.narrow(", [dim, start, after[dim]], {})
 
 
 def written_over(node: fx.Node, target: OpOverload, names: Mapping[fx.Node, str]) -> Written:
     """Returns the text of a call that writes its result over its first operand. names: of values, as Python text."""
-    called, way = target._schema.name.removeprefix("aten::"), node.meta["in_place"]
-    first, *others = node.args
+    called, form = target._schema.name.removeprefix("aten::"), node.meta["in_place"]
+    first, *rest = node.args
     assert isinstance(first, fx.Node)
-    if way == g.METHOD:
-        return Written(f"{names[first]}.{called}_(", others, {})
-    return Written(f"aten.{called}.{way}(", [first, *others], {way: first})
+    if form == g.METHOD:
+        return Written(f"{names[first]}.{called}_(", rest, {})
+    return Written(f"aten.{called}.{form}(", [first, *rest], {form: first})
 
 
 # --- Graphs as Python text: one line an op, its type and source at the end, lifetimes ended by `del` -----------------
@@ -180,8 +180,8 @@ def source(role: tuple[str, str]) -> str:
     if kind == "context group":
         return f"batch[{quoted(meeting(Group.CONTEXT if label == 'number' else Group.of(label)))}]"
     if kind == "context":
-        component, _, what = label.rpartition(".")
-        return f"batch[{quoted(CONTEXT)}][{quoted(component)}].{what}"
+        component, _, field = label.rpartition(".")
+        return f"batch[{quoted(CONTEXT)}][{quoted(component)}].{field}"
     return f"{'batch' if kind == 'input' else 'constants'}[{quoted(label)}]"
 
 
@@ -189,9 +189,9 @@ def with_note(code: str, note: str) -> list[str]:
     """A line of a function with a comment at its end, in one column where the code is short enough; where the line
     would be longer than LIMIT, the comment stands above.
     """
-    text, said = f"    {code}", comment(note)
-    line = f"{text:<{NOTES}}  # {said}" if said else text
-    return [line] if len(line) <= LIMIT or not said else [f"    # {said}", text]
+    text, remark = f"    {code}", comment(note)
+    line = f"{text:<{NOTES}}  # {remark}" if remark else text
+    return [line] if len(line) <= LIMIT or not remark else [f"    # {remark}", text]
 
 
 def _statement(name: str, value: tuple[str, list[str], str], ended: list[str], note: str) -> list[str]:
@@ -199,9 +199,9 @@ def _statement(name: str, value: tuple[str, list[str], str], ended: list[str], n
     opening, operands, closing = value
     text = f"{name} = {opening}{', '.join(operands)}{closing}"
     deletion = f"del {', '.join(ended)}"
-    whole = with_note(f"{text}; {deletion}" if ended else text, note)
-    if len(whole) == 1 and len(whole[0]) <= LIMIT:
-        return whole
+    line = with_note(f"{text}; {deletion}" if ended else text, note)
+    if len(line) == 1 and len(line[0]) <= LIMIT:
+        return line
     deleted = [f"    {deletion}"] if len(deletion) <= WIDTH else wrapped("del (", ended, ")")
     alone = with_note(text, note)
     if not operands or (len(alone) == 1 and len(alone[0]) <= LIMIT):
@@ -256,9 +256,9 @@ def one_or_tuple(items: Iterable[str]) -> str:
 def wrapped(opening: str, items: Iterable[str], closing: str, indent: int = 4, across: bool = False) -> list[str]:
     """`opening a, b, c closing` on one line, or on as many as the width asks for; across: on several in any case."""
     listed = list(items)
-    whole = f"{' ' * indent}{opening}{', '.join(listed)}{closing}"
-    if len(whole) <= WIDTH + 10 and not across:
-        return [whole]
+    line = f"{' ' * indent}{opening}{', '.join(listed)}{closing}"
+    if len(line) <= WIDTH + 10 and not across:
+        return [line]
     lines, current = [" " * indent + opening], " " * (indent + 4)
     for item in listed:
         if len(current) + len(item) + 2 > WIDTH + 10:

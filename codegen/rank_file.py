@@ -158,8 +158,8 @@ def _carried(run: Sequence[Region], carried: int, region: Region, readers: Mappi
 
 def _pattern(module: str) -> tuple[str, int]:
     """("model.layers.", 3) for model.layers.3; a path without a number gives itself and -1."""
-    found = re.fullmatch(r"(.*\.)?(\d+)", module)
-    return (found[1] or "", int(found[2])) if found else (module, -1)
+    match = re.fullmatch(r"(.*\.)?(\d+)", module)
+    return (match[1] or "", int(match[2])) if match else (module, -1)
 
 
 def _locals(region: Region) -> tuple[str, ...]:
@@ -266,8 +266,8 @@ class StageNames:
         """The stage's variables of the tables that one part of a segment takes, in the order it takes them."""
         placed = g.placeholders(self.template(segment).graph)
         labels = [node.meta["role"][1] for node in placed if node.meta["role"][0] == "shared"]
-        own = dict(zip(labels, segment.first.shared))
-        return [self.table_variables[own[label]] for label in signature(part).tables]
+        variables = dict(zip(labels, segment.first.shared))
+        return [self.table_variables[variables[label]] for label in signature(part).tables]
 
     def stashed_names(self) -> list[str]:
         """What the stage's B keeps: the tables that W reads, then what each segment stashed."""
@@ -334,14 +334,14 @@ class StageWriter:
     def functions(self) -> dict[str, str]:
         """Name and source of each function that the stage needs."""
         has_b, has_w = self.stage.has_b, self.stage.has_w
-        there = {
+        sources = {
             "forward": self.forward(),
             "backward_input": self.backward_input() if has_b else "",
             "backward_weight": self.backward_weight() if has_w else "",
             "backward": self.backward() if has_b and has_w else "",
             "loss_tokens": self.loss_tokens() if self.program.loss_tokens in self.stage.shared else "",
         }
-        return {f"{name}{self.suffix}": text for name, text in there.items() if text}
+        return {f"{name}{self.suffix}": text for name, text in sources.items() if text}
 
     def forward(self) -> str:
         lines = [
@@ -607,8 +607,8 @@ def rank_sources(index: ProgramNames, mesh: Mesh) -> dict[str, str]:
     for stage in index.program.stages:
         stages[stage.rank].append(stage)
     files: dict[str, str] = {}
-    for position, (own, ranks) in enumerate(zip(stages, mesh.groups(Group.POSITION), strict=True)):
-        written = _position(index, position, own, mesh)
+    for position, (stages_here, ranks) in enumerate(zip(stages, mesh.groups(Group.POSITION), strict=True)):
+        written = _position(index, position, stages_here, mesh)
         shared = len(ranks) > 1
         if shared:
             opening = f'"""Position {position} of {mesh.pp}: {_held(written, index.program)}, for {len(ranks)} ranks.'
@@ -682,13 +682,13 @@ def _held(position: _Position, program: Program) -> str:
 
 def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> list[str]:
     """The first lines of a rank's docstring: what no other rank's says."""
-    at = mesh.coordinates(rank)
+    coordinates = mesh.coordinates(rank)
     first, *more = mesh.replicas_of(rank)
     replicas = f"replicas {first} to {more[-1]}" if more else f"replica {first}"
-    others = f", cp rank {at.cp} of {mesh.cp}" if mesh.cp > 1 else ""
-    others += f", tp rank {at.tp} of {mesh.width(at.pp)}" if mesh.sizes(Group.TENSOR) != (1,) else ""
+    axes = f", cp rank {coordinates.cp} of {mesh.cp}" if mesh.cp > 1 else ""
+    axes += f", tp rank {coordinates.tp} of {mesh.width(coordinates.pp)}" if mesh.sizes(Group.TENSOR) != (1,) else ""
     return [
-        f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, {replicas} of {mesh.dp}{others}, '
+        f'"""Rank {rank} of {mesh.size}: {_held(position, program)}, {replicas} of {mesh.dp}{axes}, '
         f"{comment(program.name)}.",
         "",
         *_copies(mesh, rank),
@@ -698,13 +698,13 @@ def _opening(program: Program, mesh: Mesh, rank: int, position: _Position) -> li
 
 def _copies(mesh: Mesh, rank: int) -> list[str]:
     """Which part the rank has of components whose layers fewer tp ranks divide."""
-    there = mesh.width(mesh.coordinates(rank).pp)
+    tp_ranks = mesh.width(mesh.coordinates(rank).pp)
     lines: list[str] = []
-    for component in [one for one in mesh.held_in_copies if mesh.extent_of(one).width == there]:
+    for component in [component for component in mesh.held_in_copies if mesh.extent_of(component).width == tp_ranks]:
         (part, copy), parts = mesh.part(component, rank), mesh.dividing(component)
         lines.append(
             f"{'' if lines else 'Divided':<9} part {part} of {parts} of {comment(component)}, copy {copy} of "
-            f"{there // parts}"
+            f"{tp_ranks // parts}"
         )
     return lines
 
@@ -712,9 +712,9 @@ def _copies(mesh: Mesh, rank: int) -> list[str]:
 def _token_shards(program: Program, mesh: Mesh, rank: int) -> list[str]:
     """Which part of the tokens of each component the rank has, where they are spread."""
     rows = [
-        f"shard {mesh.place(group_over(one.axis), rank) % one.ranks} of {one.ranks} of {comment(one.component)}: "
-        f"{one.shard} slots for {one.tokens} tokens"
-        for one in program.contexts
+        f"shard {mesh.place(group_over(spec.axis), rank) % spec.ranks} of {spec.ranks} of {comment(spec.component)}: "
+        f"{spec.shard} slots for {spec.tokens} tokens"
+        for spec in program.contexts
     ]
     return [f"{'Tokens' if not i else '':<9} {row}" for i, row in enumerate(rows)]
 
@@ -726,16 +726,16 @@ def _contents(index: ProgramNames, stage: Stage, parts: Sequence[Segment], mesh:
         name = comment(segment.first.name)
         if segment.loops:
             name += f" ... {comment(segment.last.name)} ({len(segment.regions)} layers)"
-        own = [p for region in segment.regions for p in region.parameters]
-        trained = sum(p in index.trainable for p in own)
+        parameters = [p for region in segment.regions for p in region.parameters]
+        trained = sum(p in index.trainable for p in parameters)
         state = (
             "no parameters"
-            if not own
+            if not parameters
             else "frozen"
             if not trained
             else "trained"
-            if trained == len(own)
-            else (f"{trained} of {len(own)} parameters trained")
+            if trained == len(parameters)
+            else (f"{trained} of {len(parameters)} parameters trained")
         )
         lines.append(f"{'Holds' if not number else '':<9} {name}: {state}")
     for title, messages, other in (
@@ -756,13 +756,17 @@ def _contents(index: ProgramNames, stage: Stage, parts: Sequence[Segment], mesh:
 
 def _counterparts(mesh: Mesh, program: Program, message: Message) -> str:
     """Who of the tp ranks sends, and to how many, where one end has fewer of them."""
-    source, destination = (mesh.extent(program.stages[one].rank) for one in (message.source, message.destination))
+    source, destination = (mesh.extent(program.stages[stage].rank) for stage in (message.source, message.destination))
     several = f", {destination[0] // source[0]} replicas for each" if source[0] < destination[0] else ""
     several = f", each from {source[0] // destination[0]} replicas" if source[0] > destination[0] else several
-    here, there = source[1], destination[1]
-    if here < there:
-        return f"{several}, {there // here} ranks for each of {here}"
-    return f"{several}, by tp rank{f's 0 to {there - 1}' if there > 1 else ' 0'} alone" if here > there else several
+    here, destination_ranks = source[1], destination[1]
+    if here < destination_ranks:
+        return f"{several}, {destination_ranks // here} ranks for each of {here}"
+    return (
+        f"{several}, by tp rank{f's 0 to {destination_ranks - 1}' if destination_ranks > 1 else ' 0'} alone"
+        if here > destination_ranks
+        else several
+    )
 
 
 ORDER_LINES = 6

@@ -78,14 +78,16 @@ def install(files: Mapping[str, bytes], directory: Path, example: Mapping[str, t
 
 def contents(directory: Path) -> dict[str, bytes]:
     """The compiled files of a program directory by their paths, in order."""
-    found = sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix in SUFFIXES)
-    named = {path.relative_to(directory).as_posix(): path for path in found}
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix in SUFFIXES)
+    named = {path.relative_to(directory).as_posix(): path for path in paths}
     return {name: path.read_bytes() for name, path in named.items() if name not in (EXAMPLE, WEIGHTS)}
 
 
 def with_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """An example whose features another process has loaded: zeros, of the size that they have there."""
-    return {name: torch.zeros_like(one, device="cpu") if one.is_meta else one for name, one in tensors.items()}
+    return {
+        name: torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor for name, tensor in tensors.items()
+    }
 
 
 def plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -141,21 +143,21 @@ def sources(program: Program, options: Options) -> dict[str, str]:
     """Text by path of every emitted file but program.json."""
     files = {"__init__.py": "", LAYERS: "", "schedule.txt": _schedule(program)}
     used: dict[str, list] = {}
-    found = index(program)
-    for region in found.regions.values():
+    indexed = index(program)
+    for region in indexed.regions.values():
         used.setdefault(region.variant, []).append(region)
     for name, regions in used.items():
-        variant = found.variants[name]
-        files[f"layers/{name}.py"] = layer_source(program, variant, found.templates[variant.template], regions)
-    if found.functions:
+        variant = indexed.variants[name]
+        files[f"layers/{name}.py"] = layer_source(program, variant, indexed.templates[variant.template], regions)
+    if indexed.functions:
         files["layers/tables.py"] = tables_source(program)
     modules = sorted(Path(path).stem for path in files if path.startswith("layers/") and path != LAYERS)
     files[LAYERS] = "\n".join(["from . import (", *(f"    {name}," for name in modules), ")", ""])
     if program.features is not None:
-        files[FEATURES] = features_source(found, program.features)
+        files[FEATURES] = features_source(indexed, program.features)
     if program.batch_loss is not None:
         files[BATCH_LOSS] = batch_loss_source(program.batch_loss)
-    return files | rank_sources(found, options.mesh)
+    return files | rank_sources(indexed, options.mesh)
 
 
 def _schedule(program: Program) -> str:
@@ -182,8 +184,8 @@ def write(
     wanted = None if ranks is None else checked_ranks(options.mesh, ranks)
     without = next((name for name, tensor in (weights or {}).items() if tensor.is_meta), None)
     if without is not None:
-        what = f"{without!r} has no data, the model is on the meta device"
-        raise InputError(what, "weights to write", "write the program without weights, or make the model with them")
+        fault = f"{without!r} has no data, the model is on the meta device"
+        raise InputError(fault, "weights to write", "write the program without weights, or make the model with them")
     directory = Path(directory).resolve()
     with building(directory) as folder:
         files = sources(program, options)
@@ -206,17 +208,17 @@ def write(
 
 def checked_ranks(mesh: Mesh, ranks: Iterable[int]) -> list[int]:
     """The ranks, each once, in order. InputError if there is none, or one that the mesh does not have."""
-    found = sorted(set(ranks))
-    outside = [rank for rank in found if not 0 <= rank < mesh.size]
-    if outside or not found:
-        what = f"there is no rank {outside[0]}" if outside else "no rank is named"
-        raise InputError(what, "ranks to emit", f"the mesh {mesh} has ranks 0 to {mesh.size - 1}")
-    return found
+    chosen = sorted(set(ranks))
+    outside = [rank for rank in chosen if not 0 <= rank < mesh.size]
+    if outside or not chosen:
+        fault = f"there is no rank {outside[0]}" if outside else "no rank is named"
+        raise InputError(fault, "ranks to emit", f"the mesh {mesh} has ranks 0 to {mesh.size - 1}")
+    return chosen
 
 
 def of_ranks(files: Mapping[str, Content], mesh: Mesh, ranks: Iterable[int]) -> dict[str, Content]:
     """What is shared by all ranks, and what these ranks have."""
-    own = {path for rank in ranks for path in (rank_path(rank), position_path(mesh.coordinates(rank).pp))}
-    others = {rank_path(rank) for rank in range(mesh.size)} | {position_path(p) for p in range(mesh.pp)}
-    others -= own
-    return {path: content for path, content in files.items() if path not in others}
+    kept_paths = {path for rank in ranks for path in (rank_path(rank), position_path(mesh.coordinates(rank).pp))}
+    removed_paths = {rank_path(rank) for rank in range(mesh.size)} | {position_path(p) for p in range(mesh.pp)}
+    removed_paths -= kept_paths
+    return {path: content for path, content in files.items() if path not in removed_paths}

@@ -37,9 +37,9 @@ def environment(threads: int = 1) -> dict[str, str]:
 
 def _share() -> float:
     """In cores; infinite where nothing says that there is a limit."""
-    for told in (lambda: QUOTA.read_text().split(), lambda: [QUOTA_1.read_text(), PERIOD_1.read_text()]):
+    for read in (lambda: QUOTA.read_text().split(), lambda: [QUOTA_1.read_text(), PERIOD_1.read_text()]):
         with suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
-            quota, period = map(int, told())
+            quota, period = map(int, read())
             if quota > 0:
                 return quota / period
     return math.inf

@@ -83,25 +83,32 @@ ACCELERATORS = (
     ),
 )
 
-TYPES = ("cpu", *(one.type for one in ACCELERATORS))
+TYPES = ("cpu", *(accelerator.type for accelerator in ACCELERATORS))
 SWITCHES = {
     "attention": lambda: [getattr(_backends.cuda, name)() for name in _ATTENTION],  # CPUs ask these, too
-    **{name: read for one in ACCELERATORS for name, read in one.switches.items()},
+    **{name: read for accelerator in ACCELERATORS for name, read in accelerator.switches.items()},
 }
 _ONEDNN = _backends.mkldnn
-LIBRARIES = (_ONEDNN.matmul, _ONEDNN.conv, _ONEDNN.rnn, *(library for one in ACCELERATORS for library in one.libraries))
-ASKED = {f"torch.{one.type}": one.asked for one in ACCELERATORS}
+LIBRARIES = (
+    _ONEDNN.matmul,
+    _ONEDNN.conv,
+    _ONEDNN.rnn,
+    *(library for accelerator in ACCELERATORS for library in accelerator.libraries),
+)
+ASKED = {f"torch.{accelerator.type}": accelerator.asked for accelerator in ACCELERATORS}
 
 
 @cache
 def absent_switches() -> frozenset[str]:
     """Switches of devices that this machine does not have: nothing is computed by them."""
-    return frozenset(name for one in ACCELERATORS if not one.module.is_available() for name in one.switches)
+    return frozenset(
+        name for accelerator in ACCELERATORS if not accelerator.module.is_available() for name in accelerator.switches
+    )
 
 
 def _accelerator(device: torch.device | str) -> Accelerator | None:
     kind = torch.device(device).type
-    return next((one for one in ACCELERATORS if one.type == kind), None)
+    return next((accelerator for accelerator in ACCELERATORS if accelerator.type == kind), None)
 
 
 # which device
@@ -109,29 +116,31 @@ def _accelerator(device: torch.device | str) -> Accelerator | None:
 
 def default() -> torch.device:
     """The device to train on where nothing says which."""
-    return torch.device(next((one.type for one in ACCELERATORS if one.module.is_available()), "cpu"))
+    return torch.device(
+        next((accelerator.type for accelerator in ACCELERATORS if accelerator.module.is_available()), "cpu")
+    )
 
 
 def current() -> torch.device | None:
     """The accelerator that this thread works on; None if the process has not touched one. Each thread has its own."""
-    one = next((one for one in ACCELERATORS if one.module.is_initialized()), None)
-    return None if one is None else torch.device(one.type, one.module.current_device())
+    accelerator = next((accelerator for accelerator in ACCELERATORS if accelerator.module.is_initialized()), None)
+    return None if accelerator is None else torch.device(accelerator.type, accelerator.module.current_device())
 
 
 def present(device: torch.device, where: str) -> torch.device:
     """The device, with its index. InputError if this machine has none of its kind."""
-    one = _accelerator(device)
-    if one is None:
+    accelerator = _accelerator(device)
+    if accelerator is None:
         return device
-    if not one.module.is_available():
-        raise _absent(one, where, "run it on a machine with a GPU")
-    return device if device.index is not None else torch.device(one.type, one.module.current_device())
+    if not accelerator.module.is_available():
+        raise _absent(accelerator, where, "run it on a machine with a GPU")
+    return device if device.index is not None else torch.device(accelerator.type, accelerator.module.current_device())
 
 
 def count(device: torch.device) -> int:
     """How many of its kind this machine has; of a device that is no accelerator 1."""
-    one = _accelerator(device)
-    return 1 if one is None else int(one.module.device_count())
+    accelerator = _accelerator(device)
+    return 1 if accelerator is None else int(accelerator.module.device_count())
 
 
 def placed(device: torch.device | str, local: int, neighbours: int) -> tuple[torch.device, str]:
@@ -141,20 +150,22 @@ def placed(device: torch.device | str, local: int, neighbours: int) -> tuple[tor
     The accelerator's own backend if each has one of its own; else gloo, where processes share what there are.
     InputError if there is none.
     """
-    one = _accelerator(device)
-    if one is None:
+    accelerator = _accelerator(device)
+    if accelerator is None:
         return torch.device("cpu"), "gloo"
-    count = one.module.device_count()
+    count = accelerator.module.device_count()
     if count == 0:
-        raise _absent(one, "setup_distributed", "run it on machines with GPUs")
-    place = torch.device(one.type, local % count)
-    one.module.set_device(place)
-    return place, one.backend if count >= neighbours and dist.is_backend_available(one.backend) else "gloo"
+        raise _absent(accelerator, "setup_distributed", "run it on machines with GPUs")
+    place = torch.device(accelerator.type, local % count)
+    accelerator.module.set_device(place)
+    return place, accelerator.backend if count >= neighbours and dist.is_backend_available(
+        accelerator.backend
+    ) else "gloo"
 
 
-def _absent(one: Accelerator, where: str, instead: str) -> InputError:
-    what = f"the program is for {one.name}, and there is no {one.name} device here"
-    return InputError(what, where, f"Compile it with device='cpu', or {instead}")
+def _absent(accelerator: Accelerator, where: str, instead: str) -> InputError:
+    fault = f"the program is for {accelerator.name}, and there is no {accelerator.name} device here"
+    return InputError(fault, where, f"Compile it with device='cpu', or {instead}")
 
 
 # working on it
@@ -162,22 +173,22 @@ def _absent(one: Accelerator, where: str, instead: str) -> InputError:
 
 def at(device: torch.device) -> AbstractContextManager[Any]:
     """What is computed inside runs on this device."""
-    one = _accelerator(device)
-    return nullcontext() if one is None else one.module.device(device)
+    accelerator = _accelerator(device)
+    return nullcontext() if accelerator is None else accelerator.module.device(device)
 
 
 def use(device: torch.device | None) -> None:
     """This thread works on the device from now on; None: as it did."""
-    one = None if device is None else _accelerator(device)
-    if one is not None:
-        one.module.set_device(device)
+    accelerator = None if device is None else _accelerator(device)
+    if accelerator is not None:
+        accelerator.module.set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until all that was started there is done."""
-    one = _accelerator(device)
-    if one is not None:
-        one.module.synchronize(device)
+    accelerator = _accelerator(device)
+    if accelerator is not None:
+        accelerator.module.synchronize(device)
 
 
 # its random numbers
@@ -185,32 +196,36 @@ def synchronize(device: torch.device) -> None:
 
 def generator(device: torch.device) -> torch.Tensor:
     """The state of the device's generator: uint8 on the CPU."""
-    one = _accelerator(device)
-    return torch.get_rng_state() if one is None else one.module.get_rng_state(device)
+    accelerator = _accelerator(device)
+    return torch.get_rng_state() if accelerator is None else accelerator.module.get_rng_state(device)
 
 
 def set_generator(device: torch.device, state: torch.Tensor) -> None:
     """Set what `generator` gave."""
-    one = _accelerator(device)
-    if one is None:
+    accelerator = _accelerator(device)
+    if accelerator is None:
         torch.set_rng_state(state)
     else:
-        one.module.set_rng_state(state.cpu(), device)
+        accelerator.module.set_rng_state(state.cpu(), device)
 
 
 def seed(device: torch.device, number: int) -> None:
     """Let the generators of the CPU and of the device begin anew."""
     torch.default_generator.manual_seed(number)  # that of `torch` writes down who has asked, for other devices
-    one = _accelerator(device)
-    if one is not None:
+    accelerator = _accelerator(device)
+    if accelerator is not None:
         with at(device):
-            one.module.manual_seed(number)
+            accelerator.module.manual_seed(number)
 
 
 def forked(device: torch.device) -> AbstractContextManager[None]:
     """The generators of the CPU and of the device are as they were afterwards."""
-    one = _accelerator(device)
-    return torch.random.fork_rng([]) if one is None else torch.random.fork_rng([device], device_type=one.type)
+    accelerator = _accelerator(device)
+    return (
+        torch.random.fork_rng([])
+        if accelerator is None
+        else torch.random.fork_rng([device], device_type=accelerator.type)
+    )
 
 
 # what it is
@@ -218,8 +233,8 @@ def forked(device: torch.device) -> AbstractContextManager[None]:
 
 def title(device: torch.device) -> str:
     """What the maker calls it; of a device that is no accelerator its type."""
-    one = _accelerator(device)
-    return device.type if one is None else str(one.module.get_device_name(device))
+    accelerator = _accelerator(device)
+    return device.type if accelerator is None else str(accelerator.module.get_device_name(device))
 
 
 def uuid(device: torch.device) -> str | None:
@@ -229,46 +244,48 @@ def uuid(device: torch.device) -> str | None:
 
 def memory(device: torch.device) -> int:
     """Bytes in all; of a device that is no accelerator those of the machine."""
-    one = _accelerator(device)
-    if one is None:
+    accelerator = _accelerator(device)
+    if accelerator is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(one.module.get_device_properties(device).total_memory)
+    return int(accelerator.module.get_device_properties(device).total_memory)
 
 
 def peak_memory(device: torch.device) -> int:
     """The most bytes that tensors took since `watch_memory`; of a device that is no accelerator the most that this
     process ever took.
     """
-    one = _accelerator(device)
-    if one is None:
+    accelerator = _accelerator(device)
+    if accelerator is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
-    found = one.module.memory_stats_as_nested_dict(device)  # max_memory_allocated sorts all that is counted
-    return int(found["allocated_bytes"]["all"]["peak"]) if found else 0
+    statistics = accelerator.module.memory_stats_as_nested_dict(
+        device
+    )  # max_memory_allocated sorts all that is counted
+    return int(statistics["allocated_bytes"]["all"]["peak"]) if statistics else 0
 
 
 def held_memory(device: torch.device) -> int:
     """Bytes that tensors take now; of a device that is no accelerator nothing is known: 0."""
-    one = _accelerator(device)
-    return 0 if one is None else int(one.module.memory_allocated(device))
+    accelerator = _accelerator(device)
+    return 0 if accelerator is None else int(accelerator.module.memory_allocated(device))
 
 
 def watch_memory(device: torch.device) -> None:
     """`peak_memory` starts anew."""
-    one = _accelerator(device)
-    if one is not None:
-        one.module.reset_peak_memory_stats(device)
+    accelerator = _accelerator(device)
+    if accelerator is not None:
+        accelerator.module.reset_peak_memory_stats(device)
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
     """The version of an accelerator's instructions, (major, minor); None of others."""
-    one = _accelerator(device)
-    return None if one is None else one.module.get_device_capability(device)
+    accelerator = _accelerator(device)
+    return None if accelerator is None else accelerator.module.get_device_capability(device)
 
 
 def profile(device: str) -> str:
     """The hardware profile that a program for the device is planned for by default."""
-    one = _accelerator(device)
-    return "cpu" if one is None else one.profile
+    accelerator = _accelerator(device)
+    return "cpu" if accelerator is None else accelerator.profile
 
 
 # its graphs
@@ -299,13 +316,13 @@ class DeviceGraphs:
         """Run it on the stream that `record` uses: what kernels and libraries make for themselves at a first call is no
         part of a recording.
         """
-        own = self._of.module.current_stream(self._device)
-        self._beside.wait_stream(own)
+        stream = self._of.module.current_stream(self._device)
+        self._beside.wait_stream(stream)
         try:
             with self._of.module.stream(self._beside):
                 run()
         finally:
-            own.wait_stream(self._beside)
+            stream.wait_stream(self._beside)
 
     def record(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
         """What launches it again, on the stream that is current then; and what it returned, whose values come with the
@@ -314,21 +331,21 @@ class DeviceGraphs:
         torch.cuda.graph would wait for the whole device first. A receive may be under way there, for what another rank
         sends once it has what is computed here.
         """
-        graph, made = self._recorded(run, pool[0])
-        return graph.replay, made
+        graph, results = self._recorded(run, pool[0])
+        return graph.replay, results
 
     def _recorded(self, run: Callable[[], Any], handle: Any) -> tuple[Any, Any]:
         graph = self._graph()
         with self._of.module.stream(self._beside):
             graph.capture_begin(pool=handle, capture_error_mode="thread_local")
             try:
-                made = run()
+                results = run()
             except BaseException:
                 with suppress(RuntimeError):  # that the capture is no longer good
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return graph, made
+        return graph, results
 
     def finish(self) -> None:
         """Wait for what was launched on the current stream, and for nothing else."""
@@ -337,20 +354,20 @@ class DeviceGraphs:
 
 def records(device: torch.device | str) -> bool:
     """Whether a device of this type has graphs."""
-    one = _accelerator(device)
-    return one is not None and one.graph != ""
+    accelerator = _accelerator(device)
+    return accelerator is not None and accelerator.graph != ""
 
 
 def is_recording(device: torch.device) -> bool:
     """Whether what is launched on it now is recorded, so that the host cannot ask for values."""
-    one = _accelerator(device)
-    return one is not None and bool(one.module.is_current_stream_capturing())
+    accelerator = _accelerator(device)
+    return accelerator is not None and bool(accelerator.module.is_current_stream_capturing())
 
 
 def graphs(device: torch.device) -> DeviceGraphs | None:
     """None of a device that has none."""
-    one = _accelerator(device)
-    return DeviceGraphs(one, device) if one is not None and records(device) else None
+    accelerator = _accelerator(device)
+    return DeviceGraphs(accelerator, device) if accelerator is not None and records(device) else None
 
 
 # process groups
@@ -358,16 +375,23 @@ def graphs(device: torch.device) -> DeviceGraphs | None:
 
 def wire(device: torch.device, backends: str) -> torch.device:
     """Where tensors of a device lie when groups with these backends (as torch lists them) move them."""
-    one = _accelerator(device)
-    return device if one is not None and one.backend in backends else torch.device("cpu")
+    accelerator = _accelerator(device)
+    return device if accelerator is not None and accelerator.backend in backends else torch.device("cpu")
 
 
 def meeting_place(backends: str) -> torch.device:
     """Where a tensor has to lie for groups with these backends to move it: the CPU if one of them can."""
-    one = next((one for one in ACCELERATORS if one.backend in backends and "gloo" not in backends), None)
-    return torch.device("cpu") if one is None else torch.device(one.type, one.module.current_device())
+    accelerator = next(
+        (accelerator for accelerator in ACCELERATORS if accelerator.backend in backends and "gloo" not in backends),
+        None,
+    )
+    return (
+        torch.device("cpu")
+        if accelerator is None
+        else torch.device(accelerator.type, accelerator.module.current_device())
+    )
 
 
 def aborts(backend: str) -> bool:
     """Whether a group of this backend has to be aborted, as what it has started on the device would be waited for."""
-    return backend in {one.backend for one in ACCELERATORS}
+    return backend in {accelerator.backend for accelerator in ACCELERATORS}

@@ -125,7 +125,7 @@ def raised_in_csc(error: BaseException) -> str:
     if not frames or not is_of_csc(frames[-1].filename):
         return ""
     last = frames[-1]
-    folder = next(one for one in _csc_folders() if last.filename.startswith(one))
+    folder = next(candidate for candidate in _csc_folders() if last.filename.startswith(candidate))
     return f"{os.path.relpath(last.filename, Path(folder).parent)}:{last.lineno}, in {last.name}"
 
 

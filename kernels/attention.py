@@ -146,8 +146,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, tor
 
 def _gradients(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, mask = ctx.saved_tensors
-    found = torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, mask, *ctx.rest)
-    return (*found, None, *(None for _ in ctx.rest))
+    gradients = torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, mask, *ctx.rest)
+    return (*gradients, None, *(None for _ in ctx.rest))
 
 
 @light_operator("attention", _gradients, _remember)

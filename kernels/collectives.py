@@ -61,16 +61,16 @@ def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def arriving(size: int, ranks: int) -> tuple[int, float]:
     """Of an all-reduce of `size` bytes. The same on all ranks, whatever wires are between them."""
-    whole, pieces = size * (ranks - 1), 2 * size * (ranks - 1) / ranks
-    return (2, pieces) if whole - pieces >= WORTH_A_LATENCY else (1, whole)
+    all_at_once, pieces = size * (ranks - 1), 2 * size * (ranks - 1) / ranks
+    return (2, pieces) if all_at_once - pieces >= WORTH_A_LATENCY else (1, all_at_once)
 
 
 def sent(x: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """What the first exchange of an all-reduce brings to each rank: all of x, or a piece of it, in one dimension."""
     if arriving(x.nbytes, ranks)[0] == 1:
         return [x.contiguous()] * ranks
-    each = -(-x.numel() // ranks)
-    return list(torch.nn.functional.pad(x.flatten(), (0, each * ranks - x.numel())).chunk(ranks))
+    piece_size = -(-x.numel() // ranks)
+    return list(torch.nn.functional.pad(x.flatten(), (0, piece_size * ranks - x.numel())).chunk(ranks))
 
 
 def reduced(arrived: Sequence[torch.Tensor], x: torch.Tensor, meeting: GroupExchange) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _(x: Any, group: Any, dim: int, each: int) -> Any:
 
 @torch.library.custom_op("csc::scatter_pieces", mutates_args=())
 def _scatter_pieces(d: torch.Tensor, group: torch.Tensor, dim: int, each: int) -> torch.Tensor:
-    pieces = [one.contiguous() for one in d.chunk(each, dim)]
+    pieces = [part.contiguous() for part in d.chunk(each, dim)]
     return summed(_MEETINGS.find(group).among(each).exchange(pieces))
 
 
@@ -131,13 +131,13 @@ def _own_part(x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool,
 
 def piece(x: torch.Tensor, dim: int, samples: int, ranks: int, repeat: bool, index: int) -> torch.Tensor:
     """What the rank of this index has in its slots."""
-    size, each = slots(samples, ranks), x.shape[dim] // samples
+    size, rows = slots(samples, ranks), x.shape[dim] // samples
     start = min(index * size, samples)
-    own = x.narrow(dim, start * each, min(size, samples - start) * each)
-    missing = size - own.shape[dim] // each
-    last = x.narrow(dim, (samples - 1) * each, each)
+    own_rows = x.narrow(dim, start * rows, min(size, samples - start) * rows)
+    missing = size - own_rows.shape[dim] // rows
+    last = x.narrow(dim, (samples - 1) * rows, rows)
     padding = [last if repeat else torch.zeros_like(last)] * missing
-    return torch.cat([own, *padding], dim).contiguous()
+    return torch.cat([own_rows, *padding], dim).contiguous()
 
 
 @torch.library.custom_op("csc::reduce_scatter", mutates_args=())
@@ -150,8 +150,8 @@ def _reduce_scatter(
 
 @torch.library.custom_op("csc::all_gather", mutates_args=())
 def _all_gather(x: torch.Tensor, dim: int, samples: int, ranks: int, group: torch.Tensor) -> torch.Tensor:
-    whole = torch.cat(list(_MEETINGS.find(group).exchange([x.contiguous()] * ranks)), dim)
-    return whole.narrow(dim, 0, x.shape[dim] // slots(samples, ranks) * samples).contiguous()
+    gathered = torch.cat(list(_MEETINGS.find(group).exchange([x.contiguous()] * ranks)), dim)
+    return gathered.narrow(dim, 0, x.shape[dim] // slots(samples, ranks) * samples).contiguous()
 
 
 @torch.library.custom_op("csc::gather_shared", mutates_args=())
@@ -288,8 +288,8 @@ def _start_all_gather(x: torch.Tensor, dim: int, samples: int, ranks: int, group
 def _finish_all_gather(
     x: torch.Tensor, ticket: torch.Tensor, dim: int, samples: int, ranks: int, group: torch.Tensor
 ) -> torch.Tensor:
-    whole = torch.cat(list(_arrived(group, ticket)), dim)
-    return whole.narrow(dim, 0, x.shape[dim] // slots(samples, ranks) * samples).contiguous()
+    gathered = torch.cat(list(_arrived(group, ticket)), dim)
+    return gathered.narrow(dim, 0, x.shape[dim] // slots(samples, ranks) * samples).contiguous()
 
 
 def _among(group: torch.Tensor, each: int) -> GroupExchange:
@@ -298,7 +298,7 @@ def _among(group: torch.Tensor, each: int) -> GroupExchange:
 
 @torch.library.custom_op("csc::start_scatter_pieces", mutates_args=())
 def _start_scatter_pieces(d: torch.Tensor, group: torch.Tensor, dim: int, each: int) -> torch.Tensor:
-    return _ticket(_among(group, each).start([one.contiguous() for one in d.chunk(each, dim)]))
+    return _ticket(_among(group, each).start([part.contiguous() for part in d.chunk(each, dim)]))
 
 
 @torch.library.custom_op("csc::finish_scatter_pieces", mutates_args=())
@@ -321,12 +321,14 @@ def _registered() -> dict[Any, tuple[Any, Any]]:
     def sized_by(whole: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, ticket, *rest: whole(x, *rest)
 
-    found = {}
+    operators = {}
     for name, (start, finish) in pairs.items():
         start.register_fake(_no_ticket_yet)
         finish.register_fake(sized_by(getattr(ops, name)))
-        found[getattr(ops, name).default] = tuple(getattr(ops, f"{end}_{name}").default for end in ("start", "finish"))
-    return found
+        operators[getattr(ops, name).default] = tuple(
+            getattr(ops, f"{end}_{name}").default for end in ("start", "finish")
+        )
+    return operators
 
 
 APART = _registered()

@@ -107,8 +107,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, tor
 
 
 def _gradients(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    found = torch.ops.csc.context_attention_backward(d_out, *ctx.saved_tensors, *ctx.rest)
-    return (*found, None, *(None for _ in ctx.rest))
+    gradients = torch.ops.csc.context_attention_backward(d_out, *ctx.saved_tensors, *ctx.rest)
+    return (*gradients, None, *(None for _ in ctx.rest))
 
 
 _attention.register_autograd(_gradients, setup_context=_remember)

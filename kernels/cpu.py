@@ -109,9 +109,13 @@ def blocks(
     key = (batch, q.dtype, bool(softcap), few, reordered and not few)
     known = mask.known.get(key)
     if known is None:
-        found = list(_of_mask(mask, tiles, *key))
-        known = [replace(found[0], whole=True)] if len(found) == 1 and _is_all(found[0], mask, batch) else found
-        if sum(block.bias.nbytes for block in found if block.bias is not None) <= KEPT:
+        found_blocks = list(_of_mask(mask, tiles, *key))
+        known = (
+            [replace(found_blocks[0], whole=True)]
+            if len(found_blocks) == 1 and _is_all(found_blocks[0], mask, batch)
+            else found_blocks
+        )
+        if sum(block.bias.nbytes for block in found_blocks if block.bias is not None) <= KEPT:
             mask.known[key] = known
     return known
 
@@ -134,16 +138,16 @@ def _of_mask(
     for of_block in [every] if few else [range(i, i + 1) for i in every]:
         rows = slice(of_block.start * tiles.block_q, min(of_block.stop * tiles.block_q, mask.queries))
         looked_at = [
-            {tile for i in of_block for tile in index[one, i, : counts[one][i][1]].tolist()}
-            for one in range(mask.batch)
+            {tile for i in of_block for tile in index[sample, i, : counts[sample][i][1]].tolist()}
+            for sample in range(mask.batch)
         ]
         for run, listed in _together(
-            [sorted(one) for one in looked_at], slots, rows.stop - rows.start, ONE_CALL if few else FEW
+            [sorted(tiles_seen) for tiles_seen in looked_at], slots, rows.stop - rows.start, ONE_CALL if few else FEW
         ):
             samples = slice(run[0], run[-1] + 1) if mask.batch > 1 else slice(0, 1)
             keys = _slots(listed, tiles.block_k, mask.keys)
             bias = blind = None
-            if any(counts[one][i][0] < len(listed) for one in run for i in of_block):
+            if any(counts[sample][i][0] < len(listed) for sample in run for i in of_block):
                 seen = _seen(mask, samples, rows, keys)
                 bias = torch.where(seen, torch.tensor(0.0, dtype=dtype), torch.tensor(-float("inf"), dtype=dtype))
                 sees = seen.numpy().any(-1)
@@ -159,13 +163,13 @@ def _together(
     are looked at for nothing, of a run.
     """
     run, listed, looked = list[int](), list[int](), 0  # looked: slots that the run's samples look at, each its own
-    for sample, own in enumerate(visits):
-        both, width = sorted({*listed, *own}), sum(slots[tile] for tile in own)
+    for sample, seen in enumerate(visits):
+        both, width = sorted({*listed, *seen}), sum(slots[tile] for tile in seen)
         unseen = (len(run) + 1) * sum(slots[tile] for tile in both) - looked - width
-        if run and (not own or rows * unseen > most):
+        if run and (not seen or rows * unseen > most):
             yield run, listed
-            run, both, looked = [], own, 0
-        run, listed, looked = ([*run, sample], both, looked + width) if own else ([], [], 0)
+            run, both, looked = [], seen, 0
+        run, listed, looked = ([*run, sample], both, looked + width) if seen else ([], [], 0)
     if run:
         yield run, listed
 
@@ -253,8 +257,8 @@ def forward(
     """
     walk = blocks(q, k.shape[2], mask, tiles, softcap, reordered and q.dtype in WIDE)
     if walk and walk[0].whole:
-        found, found_lse = _forward(walk[0], q, k, v, scale, softcap)
-        return as_heads_last(found), found_lse.contiguous()
+        block_out, found_lse = _forward(walk[0], q, k, v, scale, softcap)
+        return as_heads_last(block_out), found_lse.contiguous()
     along = _along(walk, q)
     if along is not None:
         parts = [_forward(block, q, k, v, scale, softcap) for block in walk]
@@ -263,8 +267,8 @@ def forward(
     out = heads_last(q).zero_()
     lse = statistics(q).fill_(-float("inf"))
     for block in walk:
-        found, found_lse = _forward(block, q, k, v, scale, softcap)
-        out[block.samples, :, block.rows] = found
+        block_out, found_lse = _forward(block, q, k, v, scale, softcap)
+        out[block.samples, :, block.rows] = block_out
         lse[block.samples, :, block.rows] = found_lse
     return out, lse
 
@@ -275,11 +279,11 @@ def _along(walk: Sequence[Block], q: torch.Tensor) -> int | None:
     """
     samples = [block.samples.indices(q.shape[0]) for block in walk]
     rows = [block.rows.indices(q.shape[2]) for block in walk]
-    for along, these, others in ((2, rows, samples), (0, samples, rows)):
+    for along, these, extents in ((2, rows, samples), (0, samples, rows)):
         ends = [0, *(stop for _, stop, _ in these)]
-        whole = (0, q.shape[2 - along], 1)
-        if walk and ends[-1] == q.shape[along] and all(one[0] == end for one, end in zip(these, ends)):
-            return along if all(other == whole for other in others) else None
+        full = (0, q.shape[2 - along], 1)
+        if walk and ends[-1] == q.shape[along] and all(part[0] == end for part, end in zip(these, ends)):
+            return along if all(other == full for other in extents) else None
     return None
 
 
@@ -295,13 +299,13 @@ def _forward(
     q_block, k_block, v_block = _cut(block, q, k, v)
     if softcap:
         k_block, v_block = _by_head(q_block, k_block, v_block)
-        found, lse = capped_forward(q_block, k_block, v_block, block.bias, scale, softcap)
+        out, lse = capped_forward(q_block, k_block, v_block, block.bias, scale, softcap)
     else:
-        found, lse = _flash(q_block, k_block, v_block, 0.0, block.causal, attn_mask=block.bias, scale=scale)
+        out, lse = _flash(q_block, k_block, v_block, 0.0, block.causal, attn_mask=block.bias, scale=scale)
     if block.blind is not None:  # the kernel says 0.0 for a row without keys
         lse = lse.masked_fill(block.blind, -float("inf"))
-        found = found.masked_fill(block.blind[..., None], 0.0)
-    return found, lse
+        out = out.masked_fill(block.blind[..., None], 0.0)
+    return out, lse
 
 
 def backward(

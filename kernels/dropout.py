@@ -63,13 +63,13 @@ def _dropout(
     total: int = 0,
 ) -> torch.Tensor:
     sizes = list(x.shape)
-    for place, size, own in ((dim, whole, tokens), (along, total, entries)):
-        if own is not None:
+    for place, size, indices in ((dim, whole, tokens), (along, total, entries)):
+        if indices is not None:
             sizes[place] = size
     keep = kept(sizes, p, seed, index, x.device)
-    for place, own in ((dim, tokens), (along, entries)):
-        if own is not None:
-            keep = keep.index_select(place, own)
+    for place, indices in ((dim, tokens), (along, entries)):
+        if indices is not None:
+            keep = keep.index_select(place, indices)
     return torch.mul(x, keep).mul_(1 / (1 - p) if p < 1 else 0.0)
 
 

@@ -81,16 +81,16 @@ def swept(head: Head, labels: torch.Tensor, losses: Losses) -> Results:
     places = _labelled(counts)
     if places is not None:
         flat, labels, counts = flat[places], labels[places], counts[places]
-    each = counts.to(wide(x.dtype))
-    share = each / each.sum().clamp(min=1) if head.mean else each  # of each token's loss in the result
+    counted = counts.to(wide(x.dtype))
+    share = counted / counted.sum().clamp(min=1) if head.mean else counted  # of each token's loss in the result
     sweep = _Sweep(head._replace(x=flat), losses)
-    found = torch.zeros_like(each)
+    found = torch.zeros_like(counted)
     classes = labels.masked_fill(~counts, 0)
     for start in range(0, len(flat), head.rows):
         part = slice(start, min(start + head.rows, len(flat)))
         found[part] = sweep.chunk(part, classes[part, None], share[part, None])
     total = found.masked_fill(~counts, 0).sum()
-    loss = total / each.sum() if head.mean else total
+    loss = total / counted.sum() if head.mean else total
     d_x, d_weight, d_bias = sweep.gradients()
     if places is not None and sweep.to_x:
         d_x = x.new_zeros(x.shape).view(-1, x.shape[-1]).index_copy_(0, places, d_x)
@@ -110,8 +110,8 @@ def like_results(head: Head, labels: torch.Tensor) -> Results:
     _check(head, labels)
     loss = head.x.new_empty((), dtype=wide(head.x.dtype))
     like = zip((head.x, head.weight, head.bias), head.output_mask[1:], strict=True)
-    made = [t.new_empty(t.shape) if wanted and t is not None else head.x.new_empty(0) for t, wanted in like]
-    return loss, made[0], made[1], made[2]
+    gradients = [t.new_empty(t.shape) if wanted and t is not None else head.x.new_empty(0) for t, wanted in like]
+    return loss, gradients[0], gradients[1], gradients[2]
 
 
 def remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -123,10 +123,10 @@ def remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
 
 def multiplied(ctx: Any, d_loss: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     """The gradients of all inputs: of x, weight and bias."""
-    made: tuple[torch.Tensor, ...] = ctx.saved_tensors
-    there = [*ctx.needs_input_grad[:2], ctx.biased and ctx.needs_input_grad[2]]
-    found = [one * d_loss if wanted else None for one, wanted in zip(made, there, strict=True)]
-    return (*found, *[None] * (len(ctx.needs_input_grad) - len(found)))
+    stored: tuple[torch.Tensor, ...] = ctx.saved_tensors
+    needed = [*ctx.needs_input_grad[:2], ctx.biased and ctx.needs_input_grad[2]]
+    gradients = [gradient * d_loss if wanted else None for gradient, wanted in zip(stored, needed, strict=True)]
+    return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
 
 
 def _check(head: Head, labels: torch.Tensor) -> None:
@@ -153,8 +153,8 @@ class _Sweep:
         _, self.to_x, self.to_weight, self.to_bias = head.output_mask
         rows = min(head.rows, len(x))
         self.by_onednn = x.device.type == "cpu" and x.dtype is torch.float32 and is_worth(rows, *weight.t().shape)
-        own = 0 if self.by_onednn else rows
-        self.logits = x.new_empty((own, len(weight)), dtype=self.wide)  # of every chunk in turn
+        buffer_rows = 0 if self.by_onednn else rows
+        self.logits = x.new_empty((buffer_rows, len(weight)), dtype=self.wide)  # of every chunk in turn
         row = len(weight) * self.wide.itemsize
         self.at_once = max(1, IN_CACHE // row if x.device.type == "cpu" else head.rows)
         self.d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if self.to_x else x.new_empty(0)
@@ -247,12 +247,12 @@ def linear_cross_entropy(
     """The mean over labels, or the sum; a number in the wide dtype. rows: tokens of a chunk. ValueError if sizes do not
     fit; what PyTorch raises for labels that are no classes.
     """
-    wanted = [True, *(one is not None and one.requires_grad for one in (x, weight, bias))]
+    wanted = [True, *(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))]
     if not torch.is_grad_enabled():
         wanted = [True, False, False, False]
     chunk = rows or rows_of(weight)
-    given = (x, weight, bias, labels.reshape(-1), scale, softcap, ignored, mean, chunk, wanted)
-    return torch.ops.csc.linear_cross_entropy(*given)[0]
+    arguments = (x, weight, bias, labels.reshape(-1), scale, softcap, ignored, mean, chunk, wanted)
+    return torch.ops.csc.linear_cross_entropy(*arguments)[0]
 
 
 @torch.library.custom_op("csc::linear_cross_entropy", mutates_args=())
@@ -283,15 +283,17 @@ def _in_cache(
     logits: torch.Tensor, classes: torch.Tensor, share: torch.Tensor, at_once: int, wanted: bool
 ) -> torch.Tensor:
     several = zip(*(t.split(at_once) for t in (logits, classes, share)), strict=True)
-    return torch.cat([_losses(some, own, shares, wanted) for some, own, shares in several])[:, 0]
+    return torch.cat([_losses(some, own_logits, shares, wanted) for some, own_logits, shares in several])[:, 0]
 
 
 def _losses(logits: torch.Tensor, classes: torch.Tensor, share: torch.Tensor, wanted: bool) -> torch.Tensor:
     """Of some tokens [tokens, 1]. The gradients of the logits are written over these if they are wanted."""
-    own = logits.gather(1, classes)
+    label_logits = logits.gather(1, classes)
     most = logits.amax(1, keepdim=True)
     chances = torch.softmax(logits, 1, out=logits)
-    losses = (most - own) - chances.amax(1, keepdim=True).log()  # a label's own chance may be too small for a number
+    losses = (most - label_logits) - chances.amax(
+        1, keepdim=True
+    ).log()  # a label's own chance may be too small for a number
     if wanted:
         chances.mul_(share)[torch.arange(len(classes), device=classes.device), classes[:, 0]] -= share[:, 0]
     return losses
@@ -324,9 +326,9 @@ def _here(numbers: torch.Tensor, meeting: GroupExchange, rows: int) -> tuple[tor
 
 @torch.library.custom_op("csc::rows", mutates_args=())
 def _rows(table: torch.Tensor, ids: torch.Tensor, group: torch.Tensor, padding: int) -> torch.Tensor:
-    places, mine, there = _here(ids, meeting_of(group), table.shape[0])
-    found = torch.nn.functional.embedding(places, table)
-    return found.mul_(mine.unsqueeze(-1)).masked_fill_(~there.unsqueeze(-1), float("nan"))
+    places, mine, present = _here(ids, meeting_of(group), table.shape[0])
+    rows_found = torch.nn.functional.embedding(places, table)
+    return rows_found.mul_(mine.unsqueeze(-1)).masked_fill_(~present.unsqueeze(-1), float("nan"))
 
 
 @_rows.register_fake
@@ -368,10 +370,10 @@ def _divided_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     meeting = meeting_of(group)
-    places, mine, there = _here(labels, meeting, logits.shape[1])
-    lse, own = _met(meeting, _told(wide, places, mine))
-    each = (lse - own).masked_fill(~there, float("nan")).masked_fill(labels == ignored, 0.0)
-    total = each.sum() / (labels != ignored).sum() if mean else each.sum()
+    places, mine, present = _here(labels, meeting, logits.shape[1])
+    lse, label_logits = _met(meeting, _told(wide, places, mine))
+    token_losses = (lse - label_logits).masked_fill(~present, float("nan")).masked_fill(labels == ignored, 0.0)
+    total = token_losses.sum() / (labels != ignored).sum() if mean else token_losses.sum()
     return total.to(logits.dtype), lse
 
 
@@ -389,10 +391,10 @@ def _less(logits: torch.Tensor, places: torch.Tensor, by: torch.Tensor) -> None:
 
 def _met(meeting: GroupExchange, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of what each rank tells: the logarithm of the sum of all exponentials, and the label's logit."""
-    told = torch.stack(list(meeting.exchange([own] * meeting.ranks)))
-    largest = told[:, 0].amax(0)
-    lse = ((told[:, 0] - largest).exp_() * told[:, 1]).sum(0).log_().add_(largest)
-    return lse, told[:, 2].sum(0)
+    parts = torch.stack(list(meeting.exchange([own] * meeting.ranks)))
+    largest = parts[:, 0].amax(0)
+    lse = ((parts[:, 0] - largest).exp_() * parts[:, 1]).sum(0).log_().add_(largest)
+    return lse, parts[:, 2].sum(0)
 
 
 @_divided_loss.register_fake
@@ -408,11 +410,11 @@ def _divided_loss_backward(
 ) -> torch.Tensor:  # fmt: skip
     places, mine, _ = _here(labels, meeting_of(group), logits.shape[1])
     counted = labels != ignored
-    found = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
-    _less(found, places, (mine & counted).to(lse.dtype))
-    each = d.to(lse.dtype) / counted.sum() if mean else d.to(lse.dtype)
-    weight = torch.where(counted, each, 0.0)  # where no label counts the mean is NaN, and has no gradient
-    return found.mul_(weight.unsqueeze(1)).to(logits.dtype)
+    d_logits = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
+    _less(d_logits, places, (mine & counted).to(lse.dtype))
+    token_gradients = d.to(lse.dtype) / counted.sum() if mean else d.to(lse.dtype)
+    weight = torch.where(counted, token_gradients, 0.0)  # where no label counts the mean is NaN, and has no gradient
+    return d_logits.mul_(weight.unsqueeze(1)).to(logits.dtype)
 
 
 @_divided_loss_backward.register_fake
@@ -427,8 +429,8 @@ def _remember_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tens
 
 
 def _of_logits(ctx: Any, d: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    found = csc.divided_loss_backward(d, *ctx.saved_tensors, ctx.ignored, ctx.mean)
-    return found, None, None, None, None
+    d_logits = csc.divided_loss_backward(d, *ctx.saved_tensors, ctx.ignored, ctx.mean)
+    return d_logits, None, None, None, None
 
 
 _divided_loss.register_autograd(_of_logits, setup_context=_remember_logits)
@@ -456,14 +458,16 @@ def _divided_losses(
     meeting: GroupExchange, logits: torch.Tensor, labels: torch.Tensor, share: torch.Tensor, at_once: int, wanted: bool
 ) -> torch.Tensor:
     """See csc.kernels.linear_cross_entropy.Losses: of logits of which each rank has those of its words."""
-    places, mine, there = _here(labels[:, 0], meeting, logits.shape[1])
+    places, mine, present = _here(labels[:, 0], meeting, logits.shape[1])
     several = [*zip(logits.split(at_once), places.split(at_once), mine.split(at_once), strict=True)]
-    lse, own = _met(meeting, torch.cat([_told(*some) for some in several], 1))
+    lse, label_logits = _met(meeting, torch.cat([_told(*some) for some in several], 1))
     if wanted:
-        for (some, at, here), behind, shares in zip(several, lse.split(at_once), share.split(at_once), strict=True):
+        for (some, places_here, here), behind, shares in zip(
+            several, lse.split(at_once), share.split(at_once), strict=True
+        ):
             some.sub_(behind.unsqueeze(1)).exp_().mul_(shares)
-            _less(some, at, shares[:, 0] * here)
-    return (lse - own).masked_fill(~there, float("nan"))
+            _less(some, places_here, shares[:, 0] * here)
+    return (lse - label_logits).masked_fill(~present, float("nan"))
 
 
 @_divided_head.register_fake

@@ -99,14 +99,14 @@ class Mask:
         if (self.queries, self.keys) != (other.queries, other.keys):
             raise ValueError(f"masks of {self.queries} x {self.keys} and {other.queries} x {other.keys} have no union")
         batch = max(self.batch, other.batch)
-        ranges = torch.cat([one.ranges.expand(batch, -1, -1, -1) for one in (self, other)], dim=1)
+        ranges = torch.cat([mask.ranges.expand(batch, -1, -1, -1) for mask in (self, other)], dim=1)
         if self.kinds is None and other.kinds is None:
             return Mask(ranges, None, None, self.keys)
-        kinds = [one.kinds for one in (self, other) if one.kinds is not None]
+        kinds = [mask.kinds for mask in (self, other) if mask.kinds is not None]
         if len(kinds) == 2 and not torch.equal(*torch.broadcast_tensors(*kinds)):
             raise ValueError("the kinds of keys differ between the two masks")
-        admits = torch.cat([one.all_admits().expand(batch, -1, -1) for one in (self, other)], dim=1)
-        if any(one.kinds is None for one in (self, other)) and bool((kinds[0] == 0).any()):
+        admits = torch.cat([mask.all_admits().expand(batch, -1, -1) for mask in (self, other)], dim=1)
+        if any(mask.kinds is None for mask in (self, other)) and bool((kinds[0] == 0).any()):
             raise ValueError("a mask without kinds sees keys that are padding in the other one")
         return Mask(ranges, admits, kinds[0].expand(batch, -1).contiguous(), self.keys)
 
@@ -194,8 +194,8 @@ def _terms(mask: Mask) -> Iterator[_Term]:
         for rules in map(list, combinations(range(mask.rules), size)):
             first = reduce(torch.maximum, [lo[rule] for rule in rules])  # amax over so few is many times slower
             last = reduce(torch.minimum, [hi[rule] for rule in rules])
-            there = first < last
-            if not bool(there.any()):
+            nonempty = first < last
+            if not bool(nonempty.any()):
                 continue
             sign = 1 if size % 2 else -1
             if kinds is None or admits is None:
@@ -205,9 +205,9 @@ def _terms(mask: Mask) -> Iterator[_Term]:
                 yield _Term(sign, first, torch.maximum(first, last), before)
                 continue
             chosen = admits[:, rules]
-            for value in _distinct(chosen.transpose(1, 2)[there]):
-                applies = reduce(torch.logical_and, [chosen[:, i] == one for i, one in enumerate(value)], there)
-                fits = reduce(torch.logical_and, [(kinds & one) != 0 for one in value])
+            for value in _distinct(chosen.transpose(1, 2)[nonempty]):
+                applies = reduce(torch.logical_and, [chosen[:, i] == kind for i, kind in enumerate(value)], nonempty)
+                fits = reduce(torch.logical_and, [(kinds & value) != 0 for value in value])
                 before = torch.nn.functional.pad(fits.cumsum(-1, dtype=torch.int32), (1, 0))
                 yield _Term(sign, first, torch.where(applies, last, first), before)
 
@@ -238,9 +238,9 @@ def counts(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
     row = torch.arange(mask.queries, device=device) // block_q
     edges = (torch.arange(columns + 1, device=device) * block_k).clamp(max=mask.keys)
     for term in _terms(mask):
-        there = term.lo < term.hi
+        nonempty = term.lo < term.hi
         first = (term.lo // block_k).clamp(max=columns - 1)
-        last = torch.where(there, (term.hi - 1) // block_k, first)
+        last = torch.where(nonempty, (term.hi - 1) // block_k, first)
         at_hi, at_lo = term.seen_before.gather(1, term.hi), term.seen_before.gather(1, term.lo)
         alone = first == last
         head = torch.where(alone, at_hi, term.seen_before.gather(1, edges[first + 1])) - at_lo
@@ -248,13 +248,13 @@ def counts(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
         total.scatter_add_(1, row * columns + first, term.sign * head)
         total.scatter_add_(1, row * columns + last, term.sign * tail)
         # Runs of whole tiles: +1 where they begin, -1 behind them, on a row that is one longer.
-        inside = (there & ~alone).int() * term.sign
+        inside = (nonempty & ~alone).int() * term.sign
         steps.zero_()
         steps.scatter_add_(1, row * (columns + 1) + first + 1, inside)
         steps.scatter_add_(1, row * (columns + 1) + last, -inside)
         runs = steps.view(batch, rows, columns + 1).cumsum(-1, dtype=torch.int32)[..., :-1]
-        whole = term.seen_before[:, edges[1:]] - term.seen_before[:, edges[:-1]]
-        total.view(batch, rows, columns).addcmul_(runs, whole[:, None, :])
+        whole_rows = term.seen_before[:, edges[1:]] - term.seen_before[:, edges[:-1]]
+        total.view(batch, rows, columns).addcmul_(runs, whole_rows[:, None, :])
     return total.view(batch, rows, columns)
 
 
@@ -280,20 +280,20 @@ def _counted(seen: torch.Tensor, rows: int, columns: int, block_q: int, block_k:
     batch = seen.shape[0]
     if batch * rows * columns <= FEW:  # of so few numpy makes less ado
         known = seen.numpy()
-        found = [
+        pair_counts = [
             [
                 [
-                    np.count_nonzero(one[i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k])
+                    np.count_nonzero(sample[i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k])
                     for j in range(columns)
                 ]
                 for i in range(rows)
             ]
-            for one in known
+            for sample in known
         ]
-        return torch.tensor(found, dtype=torch.int32).view(batch, rows, columns)
+        return torch.tensor(pair_counts, dtype=torch.int32).view(batch, rows, columns)
     rest = (0, columns * block_k - seen.shape[2], 0, rows * block_q - seen.shape[1])
-    whole = torch.nn.functional.pad(seen, rest).view(batch, rows, block_q, columns, block_k)
-    return whole.sum((2, 4), dtype=torch.int32)
+    padded = torch.nn.functional.pad(seen, rest).view(batch, rows, block_q, columns, block_k)
+    return padded.sum((2, 4), dtype=torch.int32)
 
 
 def tiles(mask: Mask, block_q: int, block_k: int) -> Tiles:
@@ -328,11 +328,11 @@ def _lists(full: torch.Tensor, partial: torch.Tensor) -> TileLists:
 def _few_tiles(mask: Mask, pairs: torch.Tensor, block_q: int, block_k: int) -> Tiles:
     """As `tiles`, in Python."""
     batch, rows, columns = pairs.shape
-    whole = [min(block_q, mask.queries - row * block_q) * block_k for row in range(rows)]
+    full = [min(block_q, mask.queries - row * block_q) * block_k for row in range(rows)]
     # Of each tile 2 if it is full, 1 if some of its pairs are visible.
-    kinds = [[[(n > 0) + (n == most) for n in row] for row, most in zip(one, whole)] for one in pairs.tolist()]
-    of_queries = [row for one in kinds for row in one]
-    of_keys = [[row[column] for row in one] for one in kinds for column in range(columns)]
+    kinds = [[[(n > 0) + (n == most) for n in row] for row, most in zip(sample, full)] for sample in pairs.tolist()]
+    of_queries = [row for sample in kinds for row in sample]
+    of_keys = [[row[column] for row in sample] for sample in kinds for column in range(columns)]
     sides = (*_few_lists(of_queries), *_few_lists(of_keys))
     shapes = ((batch, rows, columns), (batch, rows, 2), (batch, columns, rows), (batch, columns, 2))
     flat = torch.tensor(list(chain(*sides)), dtype=torch.int32)  # one tensor: each takes a while to make
@@ -368,12 +368,12 @@ def ranges(
     do not count may lie anywhere (the mask hides them in another way). InputError if the keys that count of some group
     do not stand together, since then no range says who sees whom.
     """
-    sides = (one.detach().cpu().numpy() for one in torch.broadcast_tensors(queries, counting_queries))
-    of_keys = (one.detach().cpu().numpy() for one in torch.broadcast_tensors(keys, counting_keys))
-    found = np.zeros((*queries.shape, 2), dtype=np.int64)
-    for sample, (asked, asks, held, counts) in enumerate(zip(*sides, *of_keys, strict=True)):
-        found[sample] = _of_sample(sample, asked, asks, held, counts)
-    return torch.from_numpy(found).to(queries.device)
+    sides = (side.detach().cpu().numpy() for side in torch.broadcast_tensors(queries, counting_queries))
+    of_keys = (side.detach().cpu().numpy() for side in torch.broadcast_tensors(keys, counting_keys))
+    found_ranges = np.zeros((*queries.shape, 2), dtype=np.int64)
+    for sample, (queries_of, asks, held, counts) in enumerate(zip(*sides, *of_keys, strict=True)):
+        found_ranges[sample] = _of_sample(sample, queries_of, asks, held, counts)
+    return torch.from_numpy(found_ranges).to(queries.device)
 
 
 def _of_sample(sample: int, asked: np.ndarray, asks: np.ndarray, held: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -388,13 +388,13 @@ def _of_sample(sample: int, asked: np.ndarray, asks: np.ndarray, held: np.ndarra
     ends = np.concatenate([starts[1:], [len(numbers)]])
     groups, first, last = numbers[starts], order[starts], order[ends - 1]
     of_query = np.minimum(np.searchsorted(groups, asked), len(groups) - 1)
-    there = asks & (groups[of_query] == asked)
+    sees = asks & (groups[of_query] == asked)
     torn = np.flatnonzero(last - first + 1 != ends - starts)
-    met = torn[np.isin(torn, of_query[there])] if len(torn) else torn
+    met = torn[np.isin(torn, of_query[sees])] if len(torn) else torn
     if len(met):
         raise _torn(sample, int(groups[met[0]]), int(places[first[met[0]]]), int(places[last[met[0]]]) + 1)
     low, high = places[first][of_query], places[last][of_query] + 1
-    return np.stack([low, high], -1) * there[:, None]
+    return np.stack([low, high], -1) * sees[:, None]
 
 
 def _torn(sample: int, group: int, start: int, stop: int) -> InputError:

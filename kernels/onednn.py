@@ -75,8 +75,8 @@ def _processors() -> frozenset[tuple[str, str]]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    told = {name: [_value(line) for line in lines if line.startswith(name)] for name in ("vendor_id", "cpu family")}
-    return frozenset(zip(told["vendor_id"], told["cpu family"], strict=False))
+    fields = {name: [_value(line) for line in lines if line.startswith(name)] for name in ("vendor_id", "cpu family")}
+    return frozenset(zip(fields["vendor_id"], fields["cpu family"], strict=False))
 
 
 def _value(line: str) -> str:

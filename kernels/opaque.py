@@ -180,10 +180,10 @@ def _run(
     """buffers: instead of the module's own, which stay as they are; none: its own, which it may change."""
     call, module = _called(key)
     args, kwargs = call.arguments(inputs)
-    own = dict(zip([name for name, _ in module.named_parameters()], parameters, strict=True))
+    named = dict(zip([name for name, _ in module.named_parameters()], parameters, strict=True))
     replaced, module.forward = module.forward, call.forward
     try:
-        result = torch.func.functional_call(module, {**own, **buffers}, args, kwargs)
+        result = torch.func.functional_call(module, {**named, **buffers}, args, kwargs)
     finally:
         module.forward = replaced
     if not isinstance(result, torch.Tensor):
@@ -222,12 +222,12 @@ def _backward(
     call: str,
 ) -> list[torch.Tensor]:
     floating = [x.is_floating_point() for x in inputs]
-    own = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, floating)]
+    leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, floating)]
     weights = [p.detach().requires_grad_(p.is_floating_point()) for p in parameters]
     device = inputs[0].device
     with devices.forked(device), under_autograd():
         buffers = restored(state, _called(call)[1], device)
-        result = _run(call, own, weights, buffers)
+        result = _run(call, leaves, weights, buffers)
         if not is_same(state, result):
             raise CscError(
                 f"the opaque module {call!r} gives something else when it is run again for its backward: it computes "
@@ -235,11 +235,11 @@ def _backward(
                 type(_called(call)[1]).__name__,
                 "keep what forward changes in buffers (register_buffer), and draw from torch's default generator",
             )
-        wanted = [x for x in (*own, *weights) if x.requires_grad]
-        found = torch.autograd.grad(result, wanted, d_result, allow_unused=True)
+        wanted = [x for x in (*leaves, *weights) if x.requires_grad]
+        gradients = torch.autograd.grad(result, wanted, d_result, allow_unused=True)
     return [
         torch.zeros_like(x) if gradient is None else gradient.clone(memory_format=torch.contiguous_format)
-        for x, gradient in zip(wanted, found)
+        for x, gradient in zip(wanted, gradients)
     ]
 
 
@@ -253,17 +253,17 @@ def _(d_result: Any, inputs: Any, parameters: Any, state: Any, call: str) -> Any
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    given, parameters, ctx.call = inputs
-    ctx.count = len(given)
-    ctx.save_for_backward(*given, *parameters, output[1])
+    tensors, parameters, ctx.call = inputs
+    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, *parameters, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, d_result: torch.Tensor, _: Any) -> tuple[Any, ...]:
     *saved, state = ctx.saved_tensors
-    given, parameters = saved[: ctx.count], saved[ctx.count :]
-    found = iter(torch.ops.csc.opaque_backward(d_result, given, parameters, state, ctx.call))
-    by_place = [next(found) if x.is_floating_point() else None for x in saved]
+    tensors, parameters = saved[: ctx.count], saved[ctx.count :]
+    gradients = iter(torch.ops.csc.opaque_backward(d_result, tensors, parameters, state, ctx.call))
+    by_place = [next(gradients) if x.is_floating_point() else None for x in saved]
     return by_place[: ctx.count], by_place[ctx.count :], None
 
 

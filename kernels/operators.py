@@ -90,13 +90,13 @@ class Numbered(Generic[T]):
 
     def number(self, what: T) -> torch.Tensor:
         """A number on the CPU that stands for it as long as it lives."""
-        found = next(self._numbers)
-        self._known[found] = what
-        return torch.tensor(found)
+        number = next(self._numbers)
+        self._known[number] = what
+        return torch.tensor(number)
 
     def find(self, number: torch.Tensor) -> T:
         """What the number stands for. RuntimeError if it is none of this table, or what it stood for is gone."""
-        found = None if number.dim() else self._known.get(int(number))
-        if found is None:
+        operation = None if number.dim() else self._known.get(int(number))
+        if operation is None:
             raise RuntimeError(self._absent)
-        return found
+        return operation

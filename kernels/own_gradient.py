@@ -34,7 +34,7 @@ def _(like: torch.Tensor, place: int) -> torch.Tensor:
 def _own_gradient(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], gradients: list[torch.Tensor], everywhere: bool
 ) -> list[torch.Tensor]:
-    return [one.clone() for one in outputs]
+    return [output.clone() for output in outputs]
 
 
 @_own_gradient.register_fake

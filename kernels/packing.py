@@ -60,13 +60,13 @@ counted_words = cache(words)
 def pack(mask: Mask, block_q: int, block_k: int) -> torch.Tensor:
     """int32 [B, words]: the mask and its lists for tiles of block_q queries x block_k keys."""
     mask = written_out(mask)
-    found = _listed(mask, block_q, block_k)
-    parts = [mask.ranges, found.of_queries.index, found.of_queries.counts, found.of_keys.index, found.of_keys.counts]
-    wide = [one.reshape(-1).view(torch.int32) for one in (mask.kinds, mask.admits) if one is not None]
+    tiles = _listed(mask, block_q, block_k)
+    parts = [mask.ranges, tiles.of_queries.index, tiles.of_queries.counts, tiles.of_keys.index, tiles.of_keys.counts]
+    wide = [tensor.reshape(-1).view(torch.int32) for tensor in (mask.kinds, mask.admits) if tensor is not None]
     packed = torch.cat([*wide, *(part.reshape(-1) for part in parts)]).view(mask.batch, -1)
     if SEEN in mask.known:  # who attends in this process need not take it apart, nor write it out again
         form = Form(mask.rules, mask.kinds is not None, mask.queries, mask.keys, block_q, block_k)
-        setattr(packed, UNPACKED, ((form, packed._version), (mask.copied(), found)))
+        setattr(packed, UNPACKED, ((form, packed._version), (mask.copied(), tiles)))
     return packed
 
 
@@ -107,13 +107,13 @@ class _KeptMask(NamedTuple):
 
     def holds(self, mask: Mask, block_q: int, block_k: int) -> bool:
         """Whether it is of the same ranges, as they were, and of equal admits and kinds."""
-        own = self.own
+        key = self.own
         return (
             self.versions == (mask.ranges._version, self.packed._version)
-            and (self.block_q, self.block_k, own.keys) == (block_q, block_k, mask.keys)
-            and (own.kinds is None) == (mask.kinds is None)
-            and (own.kinds is None or torch.equal(own.kinds, mask.kinds))
-            and (own.admits is None or torch.equal(own.admits, mask.admits))
+            and (self.block_q, self.block_k, key.keys) == (block_q, block_k, mask.keys)
+            and (key.kinds is None) == (mask.kinds is None)
+            and (key.kinds is None or torch.equal(key.kinds, mask.kinds))
+            and (key.admits is None or torch.equal(key.admits, mask.admits))
         )
 
 

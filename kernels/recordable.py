@@ -44,14 +44,14 @@ def unfit(operator: Any, tensors: Iterable[torch.Tensor], device: torch.device |
         return f"{name}: it is an operator of neither torch nor csc, which may do more than launch kernels"
     if torch.Tag.nondeterministic_seeded in operator.tags:
         return f"{name}: {DRAWS}"
-    given = list(tensors)
+    inputs = list(tensors)
     if any(argument.name == "indices" for argument in operator._schema.arguments):  # how many a mask selects, it counts
-        asks = any(one.dtype in (torch.bool, torch.uint8) for one in given[1:])
+        asks = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
     else:
         asks = any(tag in operator.tags for tag in ASKING)
     if asks:
         return f"{name}: {WAITS}"
-    if device is not None and any(one.device != device for one in given):
+    if device is not None and any(tensor.device != device for tensor in inputs):
         return f"{name}: it has tensors of another device than {device}"
     return ""
 

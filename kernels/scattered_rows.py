@@ -47,5 +47,5 @@ def taken_rows(d: torch.Tensor, mask: torch.Tensor, sizes: list[int]) -> torch.T
     slot = torch.where(chosen & (number < wanted), number, wanted)  # the last one takes what is not asked for
     here = torch.arange(rows, device=d.device)
     origin = here.new_full((wanted + 1,), rows).scatter_(0, slot, here)[:wanted]
-    found = d.reshape(rows, width).index_select(0, origin.clamp(max=rows - 1))
-    return found.masked_fill_((origin == rows)[:, None], 0).reshape(-1)[:count].view(sizes)
+    rows_taken = d.reshape(rows, width).index_select(0, origin.clamp(max=rows - 1))
+    return rows_taken.masked_fill_((origin == rows)[:, None], 0).reshape(-1)[:count].view(sizes)

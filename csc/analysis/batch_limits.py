@@ -27,7 +27,7 @@ from csc.torch_private.traces import FakeTensorMode
 
 def table_limits(graph: fx.Graph) -> dict[str, tuple[str, int]]:
     """Of a graph in plain sizes or in symbols; tables whose number of rows is a symbol are left out."""
-    found: dict[str, tuple[str, int]] = {}
+    limits: dict[str, tuple[str, int]] = {}
     for node in g.calls(graph):
         if g.op_name(node) != EMBEDDING:
             continue
@@ -35,13 +35,13 @@ def table_limits(graph: fx.Graph) -> dict[str, tuple[str, int]]:
         table, ids = _origin(bound["weight"], COPIES | CASTS), _origin(bound["indices"], SAME_NUMBERS)
         rows: Any = bound["weight"].meta["val"].shape[0]
         if table[0] == "parameter" and ids[0] == "input" and isinstance(rows, int):
-            found[ids[1]] = min(found.get(ids[1], (table[1], rows)), (table[1], rows), key=lambda one: one[1])
-    return found
+            limits[ids[1]] = min(limits.get(ids[1], (table[1], rows)), (table[1], rows), key=lambda limit: limit[1])
+    return limits
 
 
 def class_limits(graph: fx.Graph) -> dict[str, tuple[int, int, int]]:
     """Of a graph in plain sizes or in symbols; entries that calls read in two ways are left out."""
-    found: dict[str, set[tuple[int, int, int]]] = {}
+    limits: dict[str, set[tuple[int, int, int]]] = {}
     for node in g.calls(graph):
         if g.op_name(node) not in LABELS:
             continue
@@ -50,8 +50,8 @@ def class_limits(graph: fx.Graph) -> dict[str, tuple[int, int, int]]:
         classes: Any = scores.shape[1 if scores.dim() > 1 else 0]
         labels, first = _labels(target, ignored)
         if isinstance(classes, int) and labels and not target.meta["val"].is_floating_point():
-            found.setdefault(labels, set()).add((classes, ignored, first))
-    return {name: limits.pop() for name, limits in found.items() if len(limits) == 1}
+            limits.setdefault(labels, set()).add((classes, ignored, first))
+    return {name: limits.pop() for name, limits in limits.items() if len(limits) == 1}
 
 
 def _labels(node: fx.Node, ignored: int) -> tuple[str, int]:
@@ -145,8 +145,8 @@ class MaskGroups:
             return
         with torch.no_grad():
             self.run(*given)
-        small = all(one.is_cpu and one.numel() <= SMALL for one in given)
-        self.stood[:] = [[one.clone() for one in given]] if small else []
+        small = all(tensor.is_cpu and tensor.numel() <= SMALL for tensor in given)
+        self.stood[:] = [[tensor.clone() for tensor in given]] if small else []
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Places:
                 mask, *selected = scatter.run(*_given(scatter, self, microbatch))
             places = set_in_samples(mask.expand(scatter.shape))
             # some of the rows that were put together, each as long as all are
-            numbers = [scatter.numbers // one.numel() * int(one.sum()) for one in selected] or [scatter.numbers]
+            numbers = [scatter.numbers // mask.numel() * int(mask.sum()) for mask in selected] or [scatter.numbers]
             if sum(places) not in numbers:
                 expected = numbers[0]
                 by_sample = ", ".join(f"sample {i}: {count // scatter.width}" for i, count in enumerate(places))
@@ -194,12 +194,12 @@ def places_for_features(program: Program, masked: Program) -> Places:
     for node in g.calls(program.graph):
         if g.op_name(node) != "aten::masked_scatter":
             continue
-        whole, places, rows = node.args
-        assert isinstance(whole, fx.Node) and isinstance(places, fx.Node) and isinstance(rows, fx.Node)
+        tensor, places, rows = node.args
+        assert isinstance(tensor, fx.Node) and isinstance(places, fx.Node) and isinstance(rows, fx.Node)
         selected = _selected(rows)
         if g.reads_parameters([places, *selected]):
             continue
-        shape = tuple(whole.meta["val"].shape)
+        shape = tuple(tensor.meta["val"].shape)
         found.append(
             Scatter(
                 graph=extract(program.graph, [places, *selected]),
@@ -212,7 +212,7 @@ def places_for_features(program: Program, masked: Program) -> Places:
     groups = tuple(_groups(masked))
     constants = {
         name: program.constants[name]
-        for part in [*(one.graph for one in found), *(one.graph for one in groups)]
+        for part in [*(scatter.graph for scatter in found), *(group.graph for group in groups)]
         for kind, name in (node.meta["role"] for node in g.placeholders(part))
         if kind == "constant"
     }
@@ -225,9 +225,9 @@ def _groups(program: Program) -> Iterator[MaskGroups]:
     for node in g.calls(program.graph):
         if g.op_name(node) == "csc::group_ranges" and not g.reads_parameters([node]):
             graph = extract(program.graph, [node, None])
-            told = g.canonical(graph, lambda one: one.meta["role"])
-            if told not in seen:
-                seen.add(told)
+            form = g.canonical(graph, lambda node: node.meta["role"])
+            if form not in seen:
+                seen.add(form)
                 yield MaskGroups(graph, g.line(node))
 
 
@@ -235,10 +235,10 @@ def _selected(rows: fx.Node) -> list[fx.Node]:
     """The mask of a selection that was put together (see csc.capture.lower.masked_index): the others stand behind."""
     if g.op_name(rows) != "aten::index_select" or g.op_name(order := rows.args[2]) != "aten::argsort":  # type: ignore[arg-type]
         return []
-    others = order.args[0]  # type: ignore[union-attr]
-    if g.op_name(others) != "aten::logical_not":  # type: ignore[arg-type]
+    negated = order.args[0]  # type: ignore[union-attr]
+    if g.op_name(negated) != "aten::logical_not":  # type: ignore[arg-type]
         return []
-    mask: Any = others.args[0]  # type: ignore[union-attr]
+    mask: Any = negated.args[0]  # type: ignore[union-attr]
     kept = without_spare(mask)
     return [mask] if kept is mask else [kept, mask]
 
@@ -250,12 +250,12 @@ def _runner(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
 
 def _given(one: Scatter | MaskGroups, known: Places, microbatch: Mapping[str, Any]) -> list[torch.Tensor]:
     """What its graph reads."""
-    given = []
+    tensors = []
     for node in g.placeholders(one.graph):
         kind, name = node.meta["role"]
         tensor = known.constants[name] if kind == "constant" else microbatch[name]
-        given.append(tensor.to(known.device))
-    return given
+        tensors.append(tensor.to(known.device))
+    return tensors
 
 
 def set_in_samples(mask: torch.Tensor) -> list[int]:
@@ -271,7 +271,7 @@ def set_in_samples(mask: torch.Tensor) -> list[int]:
 def to_tree(places: Places) -> tuple[Any, dict[str, torch.Tensor]]:
     """Plain JSON, and the constants. Unstorable as of csc.ir.stored."""
     rows = [[graph_to_tree(s.graph), list(s.shape), s.numbers, s.width, s.source] for s in places.scatters]
-    groups = [[graph_to_tree(one.graph), one.source] for one in places.groups]
+    groups = [[graph_to_tree(group.graph), group.source] for group in places.groups]
     return {"device": places.device, "scatters": rows, "groups": groups}, dict(places.constants)
 
 

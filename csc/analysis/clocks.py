@@ -55,7 +55,7 @@ class ClockCurve:
     @cached_property
     def fastest(self) -> Setting:
         """The setting of the fewest seconds; of several the one of the fewest joules."""
-        return min(self.settings, key=lambda each: (each.seconds, each.joules))
+        return min(self.settings, key=lambda setting: (setting.seconds, setting.joules))
 
     def at(self, clock: int) -> Setting:
         """The setting of a clock. InputError if it was not measured."""
@@ -75,7 +75,7 @@ def measured(settings: Iterable[Setting], where: str = "clocks") -> ClockCurve:
     Raises InputError, which names `where`, for fewer than two clocks, a clock that is there twice, figures that are no
     numbers above 0, a hole between two clocks, and power that falls as the clock rises.
     """
-    curve = ClockCurve(tuple(sorted(settings, key=lambda each: -each.clock)), where)
+    curve = ClockCurve(tuple(sorted(settings, key=lambda setting: -setting.clock)), where)
     if len(curve.settings) < 2:
         count = f"{len(curve.settings)} clock{'s' * (len(curve.settings) != 1)}"
         raise InputError(f"the curve has {count}, so there is nothing to choose from", where, REMEDY)
@@ -101,7 +101,7 @@ def measured(settings: Iterable[Setting], where: str = "clocks") -> ClockCurve:
                 f"it draws {setting.watts:.0f} W at {setting.clock} MHz and {least.watts:.0f} W at {least.clock} MHz: "
                 "power rises with the clock, so one of the two was measured wrong", where, REMEDY,
             )  # fmt: skip
-        least = min(least, setting, key=lambda each: each.watts)
+        least = min(least, setting, key=lambda candidate: candidate.watts)
     return curve
 
 

@@ -78,16 +78,16 @@ def exchange(node: fx.Node) -> Exchange | None:
         bound = g.bind(node)
         return Exchange("tp", _bytes_sent(bound["x"]), bound.get("ranks", 0), name == TO_SHARDS, False, name == SUM)
     if name in TOLD:
-        told, narrow = g.bind(node)["labels"].meta["val"].numel(), node.args[0].meta["val"].itemsize  # type: ignore[union-attr]
-        return Exchange("tp", 3 * told * max(4, narrow), 0, False, False)
+        elements, narrow = g.bind(node)["labels"].meta["val"].numel(), node.args[0].meta["val"].itemsize  # type: ignore[union-attr]
+        return Exchange("tp", 3 * elements * max(4, narrow), 0, False, False)
     if name in PIECES:
         bound = g.bind(node)
-        given = next(iter(bound.values()))
-        return Exchange("tp", _bytes_sent(given), bound["each"], name == SCATTERED, False)
+        operand = next(iter(bound.values()))
+        return Exchange("tp", _bytes_sent(operand), bound["each"], name == SCATTERED, False)
     if name in WHOLES:
-        given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-        whole, shard = max(given.numel(), made.numel()), min(given.numel(), made.numel())
-        return Exchange("cp", given.numel() * given.itemsize, -(-whole // max(1, shard)), name == DIVIDED, False)
+        operand, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        whole, shard = max(operand.numel(), result.numel()), min(operand.numel(), result.numel())
+        return Exchange("cp", operand.numel() * operand.itemsize, -(-whole // max(1, shard)), name == DIVIDED, False)
     if name.startswith(ATTENTION):
         bound = g.bind(node)
         payload = _bytes_sent(bound["k"]) + _bytes_sent(bound["v"])
@@ -99,7 +99,7 @@ def exchange(node: fx.Node) -> Exchange | None:
 
 def wires_between(mesh: Mesh, hardware: Hardware, component: str = "") -> dict[str, tuple[int, Wire]]:
     """Devices fill nodes in the order of their global ranks. component: with as many tp ranks as it has."""
-    found = {}
+    wires = {}
     positions = [place for place in range(mesh.pp) if mesh.width(place) == mesh.extent_of(component).width]
     met = {"cp": Group.CONTEXT, "tp": Group.TENSOR}
     if component in mesh.held_in_copies:
@@ -110,12 +110,12 @@ def wires_between(mesh: Mesh, hardware: Hardware, component: str = "") -> dict[s
         if most == 1:
             continue
         apart = any(len({rank // hardware.ranks_per_node for rank in ranks}) > 1 for ranks in listed)
-        found[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
-    if (mesh.own("tp") or mesh.in_front) and "cp" not in found and "tp" in found:
-        found["cp"] = found["tp"]  # which alone share tokens then
-    if mesh.own("cp") and "tp" not in found:
-        found["tp"] = found["cp"]  # which alone share out samples then
-    return found
+        wires[axis] = (most, hardware.between if apart else hardware.collective or hardware.within)
+    if (mesh.own("tp") or mesh.in_front) and "cp" not in wires and "tp" in wires:
+        wires["cp"] = wires["tp"]  # which alone share tokens then
+    if mesh.own("cp") and "tp" not in wires:
+        wires["tp"] = wires["cp"]  # which alone share out samples then
+    return wires
 
 
 def within_division(known: Wires) -> Wires:
@@ -331,7 +331,7 @@ def fused(graph: fx.Graph, calls: Sequence[tuple[fx.Node, KernelCall]]) -> Kerne
 def within_kernels(graph: fx.Graph) -> Set[fx.Node]:
     """Calls of which nothing is in memory, as every reader is in the same kernel."""
     group = _groups(graph)
-    return {node for node, own in group.items() if all(group.get(one) is own for one in _readers(node))}
+    return {node for node, kernel in group.items() if all(group.get(reader) is kernel for reader in _readers(node))}
 
 
 def _groups(graph: fx.Graph) -> Groups:
@@ -339,41 +339,46 @@ def _groups(graph: fx.Graph) -> Groups:
     calls = [node for node in g.calls(graph) if node.target is not operator.getitem and not is_view(node)]
     level: dict[fx.Node, int] = {}
     for node in calls:
-        makers = [made for used in node.all_input_nodes if (made := maker(used)) in level]
-        level[node] = max((level[made] + (not fusible(made)) for made in makers), default=0)
+        makers = [producer for used in node.all_input_nodes if (producer := maker(used)) in level]
+        level[node] = max((level[producer] + (not fusible(producer)) for producer in makers), default=0)
     for node in reversed(calls):
         if fusible(node):
-            waits = min((level.get(one, 0) for one in _readers(node)), default=0)
+            waits = min((level.get(reader, 0) for reader in _readers(node)), default=0)
             level[node] = max(level[node], waits)
     joined = [node for node in calls if fusible(node)]
     groups = UnionFind(joined)
     for node in joined:
-        makers = [made for used in node.all_input_nodes if level.get(made := maker(used)) == level[node]]
+        makers = [producer for used in node.all_input_nodes if level.get(producer := maker(used)) == level[node]]
         groups.union(node, *filter(fusible, makers))
     return {node: groups[node] for node in joined}
 
 
 def _together(members: Sequence[fx.Node], kernel: Mapping[fx.Node, KernelCall]) -> KernelCall:
     inside = set(members)
-    read = {made: None for one in members for used in one.all_input_nodes if (made := maker(used)) not in inside}
-    written = [one for one in members if any(user not in inside for user in _readers(one))]
-    moved = sum(_bytes_of_results(one) for one in (*read, *written))
-    return KernelCall("fused", kernel[members[0]].dtype, sum(kernel[one].flops for one in members), moved)
+    read = {
+        producer: None
+        for member in members
+        for used in member.all_input_nodes
+        if (producer := maker(used)) not in inside
+    }
+    written = [member for member in members if any(user not in inside for user in _readers(member))]
+    moved = sum(_bytes_of_results(value) for value in (*read, *written))
+    return KernelCall("fused", kernel[members[0]].dtype, sum(kernel[member].flops for member in members), moved)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Who reads a value, through views."""
-    found = []
+    readers = []
     for user in node.users:
         view = user.op == "call_function" and (user.target is operator.getitem or is_view(user))
-        found += _readers(user) if view else [user]
-    return found
+        readers += _readers(user) if view else [user]
+    return readers
 
 
 def _bytes_of_results(node: fx.Node) -> int:
     value = node.meta.get("val")
     items = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(math.prod(one.shape) * one.itemsize for one in items if isinstance(one, torch.Tensor))
+    return sum(math.prod(item.shape) * item.itemsize for item in items if isinstance(item, torch.Tensor))
 
 
 # --- How much of what attention could compute its mask lets it skip --------------------------------------------------
@@ -395,18 +400,18 @@ def shares(program: Program) -> dict[str, float]:
     if program.shared is None:
         return {}
     output = program.shared.output_node()
-    found = {}
+    fractions = {}
     for name, node in zip(output.meta["names"], g.outputs(program.shared)):
         if isinstance(node, fx.Node) and node.op == "call_function" and g.op_name(node) == "csc::pack_mask":
             ranges = _known(node.args[0])  # type: ignore[arg-type]
             if ranges is not None:
-                found[name] = _share(ranges, int(node.kwargs.get("keys") or node.args[3]))  # type: ignore[arg-type]
-    return found
+                fractions[name] = _share(ranges, int(node.kwargs.get("keys") or node.args[3]))  # type: ignore[arg-type]
+    return fractions
 
 
 def named(region: Region, template_shared: tuple[str, ...], found: Mapping[str, float]) -> dict[str, float]:
     """The shares by the names that the region's own graphs have for its tables."""
-    return {own: found[table] for own, table in zip(template_shared, region.shared) if table in found}
+    return {name: found[table] for name, table in zip(template_shared, region.shared) if table in found}
 
 
 def mask_of(node: fx.Node) -> str:
@@ -422,15 +427,15 @@ def mask_of(node: fx.Node) -> str:
 def _known(node: fx.Node) -> torch.Tensor | None:
     """The value of a node that depends on no input; None for others."""
     needed = g.ancestors([node])
-    if any(one.op != "call_function" for one in needed):
+    if any(argument.op != "call_function" for argument in needed):
         return None
     values: dict[fx.Node, Any] = {}
-    for one in node.graph.nodes:
-        if one in needed:
-            arguments = fx.map_arg((one.args, one.kwargs), lambda used: values[used])
-            values[one] = one.target(*arguments[0], **arguments[1])
-    found = values[node]
-    return found.cpu() if isinstance(found, torch.Tensor) else None
+    for call in node.graph.nodes:
+        if call in needed:
+            arguments = fx.map_arg((call.args, call.kwargs), lambda used: values[used])
+            values[call] = call.target(*arguments[0], **arguments[1])
+    value = values[node]
+    return value.cpu() if isinstance(value, torch.Tensor) else None
 
 
 def _share(ranges: torch.Tensor, keys: int) -> float:
@@ -564,23 +569,25 @@ def region_costs(
     of_variant = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
     seen = shares(program)
     wires = {} if mesh is None else wires_between(mesh, hardware)
-    others: dict[str, Wires] = {}
+    component_wires: dict[str, Wires] = {}
     if mesh is not None:
-        others |= {one: wires_between(mesh, hardware, one) for one in mesh.in_front}
-        others |= {one: within_division(wires_between(mesh, hardware, one)) for one in mesh.held_in_copies}
+        component_wires |= {one: wires_between(mesh, hardware, one) for one in mesh.in_front}
+        component_wires |= {
+            component: within_division(wires_between(mesh, hardware, component)) for component in mesh.held_in_copies
+        }
     sharers = {} if mesh is None else {one: mesh.dp // extent.replicas for one, extent in mesh.in_front.items()}
     timed: dict[tuple[str, tuple[str, ...], str], Seconds] = {}
-    found = []
+    costs = []
     for region in program.regions:
         variant, cost = program.variants[region.variant], of_variant[region.variant]
-        key = (region.variant, tuple(region.shared), region.component if region.component in others else "")
+        key = (region.variant, tuple(region.shared), region.component if region.component in component_wires else "")
         if key not in timed:
             visible = named(region, program.templates[variant.template].shared, seen)
             works = works_of(variant, fuse)
             measured = hardware.measured.get(variant_key(variant, fuse)) if hardware.measured else None
-            timed[key] = measured or _seconds(works, hardware, visible, others.get(region.component, wires))
+            timed[key] = measured or _seconds(works, hardware, visible, component_wires.get(region.component, wires))
         several, (forward, backward_input, backward_weight) = sharers.get(region.component, 1), timed[key]
-        found.append(
+        costs.append(
             RegionTimes(
                 name=region.name,
                 component=region.component,
@@ -596,17 +603,17 @@ def region_costs(
                 gathered=cost.computed if zero >= 3 and ranks > several else 0,
             )
         )
-    return found
+    return costs
 
 
 def basis(program: Program, hardware: Hardware, fuse: bool = False) -> str:
     """Where the seconds of `region_costs` come from: "measured on ..." or "model of a100"."""
     keys = {variant_key(variant, fuse) for variant in program.variants.values()}
-    model, found = f"model of {hardware.name}", len(keys & hardware.measured.keys())
-    if not found:
+    model, measured = f"model of {hardware.name}", len(keys & hardware.measured.keys())
+    if not measured:
         return model
     text = f"measured on {hardware.measured_on or hardware.name}"
-    return text if found == len(keys) else f"{text}, {model} for {len(keys) - found} of {len(keys)} variants"
+    return text if measured == len(keys) else f"{text}, {model} for {len(keys) - measured} of {len(keys)} variants"
 
 
 def value_bytes(program: Program) -> dict[str, tuple[int, int]]:
@@ -841,8 +848,8 @@ def working(variant: Variant, saved: int | None = None, fuse: bool = False) -> i
     if backward is not None:
         over.append(peak(backward, fuse) - max(saved, stashed))
     if variant.backward_weight is not None:
-        made = [_size(maker(one)) for one in variant.backward_weight.output_node().all_input_nodes]
-        added = sum(made) + max(made, default=0)  # the first sum of two is a third tensor; what was stashed is gone
+        sizes = [_size(maker(gradient)) for gradient in variant.backward_weight.output_node().all_input_nodes]
+        added = sum(sizes) + max(sizes, default=0)  # the first sum of two is a third tensor; what was stashed is gone
         over += [peak(variant.backward_weight, fuse) - stashed, added - stashed]
         if variant.backward is not None:
             over.append(peak(variant.backward, fuse) - max(saved, stashed))

@@ -38,8 +38,8 @@ def explain(program: Program) -> tuple[list[ExplainRow], list[ExplainRow]]:
     trainable = {p.name: p.trainable for p in program.parameters}
     numel = {p.name: p.numel for p in program.parameters}
     stage = {name: s.index for s in program.stages for name in s.regions}
-    whole = {name: (count(t.joint).flops, len(g.calls(t.joint))) for name, t in program.templates.items() if t.joint}
-    regions = [_region_row(program, region, stage[region.name], trainable, numel, whole) for region in program.regions]
+    totals = {name: (count(t.joint).flops, len(g.calls(t.joint))) for name, t in program.templates.items() if t.joint}
+    regions = [_region_row(program, region, stage[region.name], trainable, numel, totals) for region in program.regions]
     by_component: dict[str, list[ExplainRow]] = {}
     for row in regions:
         by_component.setdefault(row.component, []).append(row)
@@ -88,15 +88,15 @@ def _again(variant: Variant) -> str:
 
 def _component_row(program: Program, name: str, rows: Sequence[ExplainRow], trainable: dict, numel: dict) -> ExplainRow:
     regions = {r.name: r for r in program.regions}
-    own = {p for row in rows for p in regions[row.name].parameters}
+    parameters = {p for row in rows for p in regions[row.name].parameters}
     stages = sorted({row.stage for row in rows})
     return ExplainRow(
         name=name,
         component=name,
         template=f"{len(rows)} regions",
         stage=stages[0],
-        parameters=sum(numel[p] for p in own),
-        trainable=sum(numel[p] for p in own if trainable[p]),
+        parameters=sum(numel[p] for p in parameters),
+        trainable=sum(numel[p] for p in parameters if trainable[p]),
         needs_dx=any(row.needs_dx for row in rows),
         needs_dw=any(row.needs_dw for row in rows),
         matmuls=_sum3([row.matmuls for row in rows]),

@@ -24,36 +24,36 @@ from csc.ir.program import Checkpoint
 
 def carrying_calls(graph: fx.Graph, others: Collection[fx.Node] = ()) -> set[fx.Node]:
     """Nodes whose gradient reaches a parameter of floating-point or complex numbers, or one of other placeholders."""
-    found: set[fx.Node] = set()
+    carrying: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             if node in others or (node.meta["role"][0] == "parameter" and g.is_inexact(node)):
-                found.add(node)
-        elif _carries(node, found):
-            found.add(node)
-    return found
+                carrying.add(node)
+        elif _carries(node, carrying):
+            carrying.add(node)
+    return carrying
 
 
 def live(nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that one of the results depends on differentiably, by way of `nodes` (in order of execution)."""
-    found = set(results)
+    alive = set(results)
     for node in reversed(list(nodes)):
-        if node in found and node.op == "call_function" and g.op_name(node) not in STOPS:
-            found.update(used for used in _differentiated(node) if _can_carry(used))
-    return found
+        if node in alive and node.op == "call_function" and g.op_name(node) not in STOPS:
+            alive.update(used for used in _differentiated(node) if _can_carry(used))
+    return alive
 
 
 def sources(nodes: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
     """What nodes depend on differentiably, themselves included; nothing that is behind `until` alone."""
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     stack = [node for node in nodes if node not in until]
     while stack:
         node = stack.pop()
-        if node not in found and _can_carry(node):
-            found.add(node)
+        if node not in reached and _can_carry(node):
+            reached.add(node)
             if node.op == "call_function" and g.op_name(node) not in STOPS:
                 stack += [used for used in _differentiated(node) if used not in until]
-    return found
+    return reached
 
 
 def _carries(node: fx.Node, found: set[fx.Node]) -> bool:
@@ -82,12 +82,12 @@ def _can_carry(node: fx.Node) -> bool:
 def outputs_reached(graph: fx.Graph, dx: Sequence[bool], dw: Sequence[bool], activations: int, shared: int) -> set[int]:
     """Positions of the outputs that depend differentiably on an activation marked in dx or a parameter marked in dw."""
     inputs = g.placeholders(graph)
-    found = {inputs[i] for i, needed in enumerate(dx) if needed}
-    found |= {inputs[activations + shared + j] for j, needed in enumerate(dw) if needed}
+    reached = {inputs[i] for i, needed in enumerate(dx) if needed}
+    reached |= {inputs[activations + shared + j] for j, needed in enumerate(dw) if needed}
     for node in g.calls(graph):
-        if _carries(node, found):
-            found.add(node)
-    return {i for i, result in enumerate(g.outputs(graph)) if result in found}
+        if _carries(node, reached):
+            reached.add(node)
+    return {i for i, result in enumerate(g.outputs(graph)) if result in reached}
 
 
 # --- Functions with a backward of their own in a forward graph (see csc.kernels.own_gradient) ------------------------
@@ -105,20 +105,20 @@ def backwards(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Of each function the calls that depend on the gradients which come in, and its gradients on them."""
     position = {node: place for place, node in enumerate(graph.nodes)}
     after: set[fx.Node] = set()  # what comes in, and all that is made of it
-    found: dict[fx.Node, list[fx.Node]] = {}
+    groups: dict[fx.Node, list[fx.Node]] = {}
     for node in g.calls(graph):
         if is_own(node):
-            own: set[fx.Node] = set()
-            stack = [one for one in _nodes(node, 2) if one in after]
+            group: set[fx.Node] = set()
+            stack = [reader for reader in _nodes(node, 2) if reader in after]
             while stack:
-                one = stack.pop()
-                if one not in own:
-                    own.add(one)
-                    stack += [used for used in one.all_input_nodes if used in after]
-            found[node] = sorted(own, key=position.__getitem__)
+                call = stack.pop()
+                if call not in group:
+                    group.add(call)
+                    stack += [used for used in call.all_input_nodes if used in after]
+            groups[node] = sorted(group, key=position.__getitem__)
         elif g.op_name(node) == INCOMING or any(used in after for used in node.all_input_nodes):
             after.add(node)
-    return found
+    return groups
 
 
 def settle(graph: fx.Graph) -> tuple[Checkpoint, ...]:
@@ -127,12 +127,12 @@ def settle(graph: fx.Graph) -> tuple[Checkpoint, ...]:
     """
     carrying = carrying_calls(graph)
     for node in list(graph.nodes):
-        if is_own(node) and not any(one in carrying for one in _nodes(node, 1)):
+        if is_own(node) and not any(reader in carrying for reader in _nodes(node, 1)):
             _replace(graph, node, node.args[0])
     hooks: dict[fx.Node, fx.Node] = {}  # by the value that they are on, the last
     for node, part in backwards(graph).items():
-        for one in part:
-            one.meta["module"] = node.meta["module"]
+        for member in part:
+            member.meta["module"] = node.meta["module"]
         if node.args[3]:
             _compose(hooks, node, part)
     for value, node in hooks.items():
@@ -147,16 +147,16 @@ def settle(graph: fx.Graph) -> tuple[Checkpoint, ...]:
 
 def _checkpoints(graph: fx.Graph) -> tuple[Checkpoint, ...]:
     marks = [node for node in g.calls(graph) if g.op_name(node) == CHECKPOINTED]
-    asking = {one for mark in marks if not mark.args[1] for one in _nodes(mark, 0)}
-    found = []
+    asking = {value for mark in marks if not mark.args[1] for value in _nodes(mark, 0)}
+    checkpoints = []
     for mark in marks:
         if mark.args[1]:
             inputs = _nodes(mark, 0)
             around = sources(inputs)
             inside = sources(_nodes(mark, 1), until=inputs)
-            before, own = (_parameters(nodes) for nodes in (around, inside))
-            found.append(Checkpoint(before, own, not asking.isdisjoint(around), str(mark.args[2])))
-    return tuple(found)
+            before, inside_parameters = (_parameters(nodes) for nodes in (around, inside))
+            checkpoints.append(Checkpoint(before, inside_parameters, not asking.isdisjoint(around), str(mark.args[2])))
+    return tuple(checkpoints)
 
 
 def _parameters(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
@@ -176,22 +176,22 @@ def _compose(hooks: dict[fx.Node, fx.Node], node: fx.Node, part: list[fx.Node]) 
     (value,) = _nodes(node, 1)
     if value in hooks:
         (before,) = _nodes(hooks[value], 2)
-        for one in part:
-            if g.op_name(one) == INCOMING:
-                one.replace_all_uses_with(before)
+        for call in part:
+            if g.op_name(call) == INCOMING:
+                call.replace_all_uses_with(before)
     hooks[value] = node
 
 
 def _nodes(node: fx.Node, place: int) -> list[fx.Node]:
     """The nodes in a list that a call is given."""
-    return [one for one in node.args[place] if isinstance(one, fx.Node)]  # type: ignore[union-attr]
+    return [value for value in node.args[place] if isinstance(value, fx.Node)]  # type: ignore[union-attr]
 
 
 def _everywhere(graph: fx.Graph, value: fx.Node, node: fx.Node) -> None:
     """Let all that reads a value read what its hook gives."""
-    position = {one: place for place, one in enumerate(graph.nodes)}
-    readers = [one for one in value.users if not is_own(one) and g.op_name(one) != INCOMING]
-    if any(position[one] < position[node] for one in readers):
+    position = {call: place for place, call in enumerate(graph.nodes)}
+    readers = [reader for reader in value.users if not is_own(reader) and g.op_name(reader) != INCOMING]
+    if any(position[reader] < position[node] for reader in readers):
         raise InputError(
             "a hook is put on a tensor that was read before",
             g.line(node),
@@ -199,5 +199,5 @@ def _everywhere(graph: fx.Graph, value: fx.Node, node: fx.Node) -> None:
         )
     with graph.inserting_after(node):
         hooked = rewrite.add_call(graph, operator.getitem, (node, 0), val=value.meta["val"], like=node)
-    for one in readers:
-        one.replace_input_with(value, hooked)
+    for reader in readers:
+        reader.replace_input_with(value, hooked)

@@ -106,8 +106,8 @@ class Hardware:
         before = self.matmul[0]
         for size, share in self.matmul:
             if flops < size:
-                way = math.log(flops / before[0]) / math.log(size / before[0]) if flops > before[0] else 0.0
-                return before[1] + way * (share - before[1])
+                fraction = math.log(flops / before[0]) / math.log(size / before[0]) if flops > before[0] else 0.0
+                return before[1] + fraction * (share - before[1])
             before = (size, share)
         return before[1]
 
@@ -164,7 +164,7 @@ def _hardware(top: _Table, stem: str) -> Hardware:
     wires = {name: network.table(name, optional=name == "collective") for name in ("within", "between", "collective")}
     matmul, compiled = top.table("matmul", optional=True), top.table("compiled", optional=True)
     clocks = top.table("clocks", optional=True)
-    found = Hardware(
+    hardware = Hardware(
         name=top.text("name", stem),
         description=top.text("description", ""),
         peak={dtype: peak.number(dtype, 0.0, LARGEST_RATE) for dtype in DTYPES},
@@ -192,7 +192,7 @@ def _hardware(top: _Table, stem: str) -> Hardware:
     )
     for table in (top, peak, network, measured, attention, matmul, compiled, clocks, *wires.values()):
         table.done()
-    return found
+    return hardware
 
 
 def _wire(table: _Table) -> Wire:

@@ -89,10 +89,10 @@ class Followed:
 
 def _followed(graph: fx.Graph, given: Mapping[fx.Node, Placement]) -> Types:
     types: Held = {}
-    found: list[str] = []
+    problems: list[str] = []
 
     def tell(node: fx.Node, said: str) -> None:
-        found.append(f"%{node.name} ({g.op_name(node)} at {g.place(node)}) {said}")
+        problems.append(f"%{node.name} ({g.op_name(node)} at {g.place(node)}) {said}")
 
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -100,7 +100,7 @@ def _followed(graph: fx.Graph, given: Mapping[fx.Node, Placement]) -> Types:
         elif node.op == "call_function":
             met = _collective(node, types, tell)
             types[node] = _call(node, types, tell) if met is None else met
-    return Types(types, found)
+    return Types(types, problems)
 
 
 def _collective(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> Placement | None:
@@ -143,13 +143,13 @@ def said(held: Placement) -> str:
 
 def _call(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> Placement:
     used = node.all_input_nodes
-    if any(types[one] == ELSEWHERE for one in used):  # a plan of other ranks
-        types = types | {one: EQUAL for one in used if types[one] == ELSEWHERE}
-    held = [types[one] for one in used]
+    if any(types[operand] == ELSEWHERE for operand in used):  # a plan of other ranks
+        types = types | {operand: EQUAL for operand in used if types[operand] == ELSEWHERE}
+    held = [types[operand] for operand in used]
     name = g.op_name(node)
     if node.target is operator.getitem:
         return _item(node, types)
-    if all(one == EQUAL for one in held):
+    if all(placement == EQUAL for placement in held):
         return EQUAL
     if UNKNOWN in held:
         return UNKNOWN
@@ -165,11 +165,13 @@ def _call(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> P
         return held[0] if g.bind(node)["dim"] != held[0] else UNKNOWN
     known = relation_of_features(node)
     related = {use.node for use in known.uses} if known is not None else set()
-    if name == CONTEXT_ATTENTION and {types[g.bind(node)[one]] for one in ("q", "k", "v")} in ({0}, {1}, {2}):
+    if name == CONTEXT_ATTENTION and {types[g.bind(node)[argument]] for argument in ("q", "k", "v")} in ({0}, {1}, {2}):
         return held[0]  # of samples, heads, or tokens: keys and values of others come to a rank's own queries
     if name in (ATTENTION, CONTEXT_ATTENTION) and related != set(used):
         return held[0]
-    if known is None or any(types[one] != EQUAL for one in set(used) - related):  # a kernel of weights has no rows
+    if known is None or any(
+        types[operand] != EQUAL for operand in set(used) - related
+    ):  # a kernel of weights has no rows
         return UNKNOWN
     if name in RESHAPES:
         return _reshaped(used[0].meta["val"].shape, node.meta["val"].shape, held[0])
@@ -179,13 +181,13 @@ def _call(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> P
 def _dropped(node: fx.Node, types: Held, tell: Callable[[fx.Node, str], None]) -> Placement:
     """A shard takes its own entries of the whole's mask."""
     bound = g.bind(node)
-    own = [
+    dims = [
         dim for which, dim in ((bound["tokens"], bound["dim"]), (bound["entries"], bound["along"]))
         if which is not None and types[which] != EQUAL
     ]  # fmt: skip
     x = types[bound["x"]]
-    if own != ([x] if isinstance(x, int) else []):
-        tell(node, f"takes entries of a mask along dimensions {own} for %{bound['x'].name}, which is {said(x)}")
+    if dims != ([x] if isinstance(x, int) else []):
+        tell(node, f"takes entries of a mask along dimensions {dims} for %{bound['x'].name}, which is {said(x)}")
     return x
 
 
@@ -216,7 +218,7 @@ def _rows(node: fx.Node, types: Held) -> Placement:
     dim = types[gradient]
     apart = 1 if g.op_name(node) == "aten::convolution_backward" else x.meta["val"].dim() - len(node.args[2])  # type: ignore[arg-type]
     rows = isinstance(dim, int) and dim < apart and types[x] == dim
-    return dim if rows and all(types[one] in (EQUAL, dim) for one in rest) else UNKNOWN
+    return dim if rows and all(types[operand] in (EQUAL, dim) for operand in rest) else UNKNOWN
 
 
 def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callable[[fx.Node, str], None]) -> Placement:
@@ -224,7 +226,9 @@ def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callabl
     if name in TERMS and len(node.all_input_nodes) > 1:
         if set(held) == {PART}:
             return PART
-        tell(node, f"adds a part of a sum to what is {said(next(one for one in held if one != PART))}")
+        tell(
+            node, f"adds a part of a sum to what is {said(next(placement for placement in held if placement != PART))}"
+        )
         return UNKNOWN
     backward = "_backward" in name and set(held[1:]) <= {EQUAL}  # linear in the gradient, the first that it reads
     if (backward or name.endswith("norm_backward") or name in SCATTERS or name in LOOK_UPS) and held[0] == PART:
@@ -237,7 +241,7 @@ def _of_parts(node: fx.Node, name: str, held: Sequence[Placement], tell: Callabl
         return PART if plain and node.all_input_nodes[held.index(PART)] is values else UNKNOWN
     linear = is_linear(node) or name in CASTS or name in SIZED_VIEWS or RULES.get(name) is reduction
     if linear or name in PRODUCTS or (name in FACTORS and (held[0] == PART or name == FACTORS[0])):
-        return PART if held.count(PART) == 1 and not any(isinstance(one, int) for one in held) else UNKNOWN
+        return PART if held.count(PART) == 1 and not any(isinstance(placement, int) for placement in held) else UNKNOWN
     if is_pointwise(node) and name not in (*TERMS, *FACTORS, "aten::where", "aten::neg") and len(held) == 1:
         tell(node, f"reads %{node.all_input_nodes[0].name}, a part of a sum that nothing has added up")
     return UNKNOWN
@@ -254,7 +258,7 @@ def _grouped_backward(node: fx.Node, types: Held) -> tuple[Placement, Placement]
 
 def _linked(uses: Sequence[Use], types: Held) -> Placement:
     """Of a result: a shard along the dimension that shards of operands walk along, a part where they are added up."""
-    found: set[Placement] = set()
+    placements: set[Placement] = set()
     walks: list[int | None] = []
     for use in uses:
         dim = types[use.node]
@@ -262,18 +266,18 @@ def _linked(uses: Sequence[Use], types: Held) -> Placement:
             continue
         end = use.end(dim)
         if end is None:
-            found |= {place for place, along in enumerate(use.link) if along == dim}
+            placements |= {place for place, along in enumerate(use.link) if along == dim}
         elif end.how in ("contracted", "summed"):
-            found.add(PART)
+            placements.add(PART)
             walks.append(end.walk)
         elif end.how in ("grouped", "cut", "joined") and end.dim is not None:
-            found.add(end.dim)
+            placements.add(end.dim)
         elif end.how != "unread":
             return UNKNOWN
     contracted = [use for use in uses if any(end.how == "contracted" for end in use.ends.values())]
-    if PART in found and (len(set(walks)) > 1 or (contracted and len(walks) != 2)):
+    if PART in placements and (len(set(walks)) > 1 or (contracted and len(walks) != 2)):
         return UNKNOWN
-    return found.pop() if len(found) == 1 else UNKNOWN
+    return placements.pop() if len(placements) == 1 else UNKNOWN
 
 
 def _reshaped(before: Sequence[int], after: Sequence[int], held: Placement) -> Placement:
@@ -344,8 +348,8 @@ class Over:
         if self.axis == "tp":
             return over_cp
         groups = {role for role in roles if role[0] == "tensor" and role[1] not in ("number", self.axis)}
-        others = {one.component for one in program.contexts if one.axis not in ("cp", "tp", self.axis)}
-        plans = {("context", f"{component}.plan") for component in others}
+        elsewhere = {context.component for context in program.contexts if context.axis not in ("cp", "tp", self.axis)}
+        plans = {("context", f"{component}.plan") for component in elsewhere}
         return {*over_cp, *groups, *plans, *[("tensor", "number")] * self.within}
 
 
@@ -366,14 +370,14 @@ def _asked(mesh: Mesh, components: Collection[str]) -> Mapping[Over, Collection[
     if not mesh.divisions:
         return {ALL: apart}
     own = mesh.narrow | {component: mesh.dividing(component) for component in mesh.held_in_copies}
-    found = dict[Over, Collection[str]]()
+    checks = dict[Over, Collection[str]]()
     for size in mesh.divisions:
         alone = size == mesh.tp  # groups of which there are several at positions with more ranks alone
         single = frozenset(set(components) - set(mesh.held_in_copies) if alone else fewer)
-        others = frozenset(component for component, ranks in own.items() if ranks != size)
-        found[Over(Group.copies(size), single, alone, others)] = apart
-        found[Over(Group.division(size), others=others)] = whole
-    return found
+        others_here = frozenset(component for component, ranks in own.items() if ranks != size)
+        checks[Over(Group.copies(size), single, alone, others_here)] = apart
+        checks[Over(Group.division(size), others=others_here)] = whole
+    return checks
 
 
 def verify_placements(
@@ -386,8 +390,8 @@ def verify_placements(
     """
     if not any(parameter.boxes or parameter.parts or parameter.copied for parameter in program.parameters):
         return
-    parameters = {one.name: one for one in program.parameters}
-    made: dict[str, Placement] = {}
+    parameters = {parameter.name: parameter for parameter in program.parameters}
+    activations: dict[str, Placement] = {}
     loose = {
         value for region in program.regions
         for value, node in zip(region.outputs, g.outputs(program.templates[region.template].graph))
@@ -396,19 +400,21 @@ def verify_placements(
     tables = _tables(program, over, checked.followed)
     left: dict[object, list[Placement]] = {}  # what equal regions hand on
     entering: dict[str, dict[tuple[str, str], Placement]] = {}
-    asked = [region for region in program.regions if region.component not in over.others]
-    made.update({v: EQUAL for region in program.regions if region.component in over.others for v in region.outputs})
-    for region in asked:
+    regions = [region for region in program.regions if region.component not in over.others]
+    activations.update(
+        {v: EQUAL for region in program.regions if region.component in over.others for v in region.outputs}
+    )
+    for region in regions:
         template = program.templates[region.template]
-        held = _held(region, template, made, tables, [_of(parameters[name], over) for name in region.parameters])
+        held = _held(region, template, activations, tables, [_of(parameters[name], over) for name in region.parameters])
         like = (region.template, tuple(held.items()))
         if like not in left:
             left[like] = _outputs(checked.followed, template.graph, held)
-        made.update(zip(region.outputs, left[like]))
+        activations.update(zip(region.outputs, left[like]))
         entering[region.name] = held
-    _gradients_enter(program, asked, made, loose, entering, checked.followed)
+    _gradients_enter(program, regions, activations, loose, entering, checked.followed)
     seen: set[object] = set()
-    for region in asked:  # in this order: what is amiss in one makes those behind it unknown
+    for region in regions:  # in this order: what is amiss in one makes those behind it unknown
         held, free = entering[region.name], tuple(value in loose for value in region.activations)
         parts = tuple(over.parts(parameters[name], region.component) for name in region.parameters)
         key = (region.template, region.variant, free, tuple(held.items()), parts)
@@ -444,7 +450,11 @@ def _parts_back(followed: Followed, template: Template, held: HeldByRole, free: 
     if template.joint is None or not any(free):
         return {}
     types = _outputs(followed, template.joint, held)[len(template.outputs) :]
-    return {name: one for name, one, may in zip(template.activations, types, free) if may and one in (PART, UNKNOWN)}
+    return {
+        name: placement
+        for name, placement, may in zip(template.activations, types, free)
+        if may and placement in (PART, UNKNOWN)
+    }
 
 
 def _tables(program: Program, over: Over, followed: Followed) -> dict[str, Placement]:
@@ -452,10 +462,14 @@ def _tables(program: Program, over: Over, followed: Followed) -> dict[str, Place
     if program.shared is None:
         return {}
     names = program.shared.output_node().meta["names"]
-    given: dict[tuple[str, str], Placement] = {n.meta["role"]: EQUAL for n in g.placeholders(program.shared)}
-    given |= {("context", f"{one.component}.tokens"): 0 for one in program.contexts if one.axis in ("tp", over.axis)}
-    given |= dict.fromkeys(over.elsewhere(program) & given.keys(), ELSEWHERE)
-    return dict(zip(names, _outputs(followed, program.shared, given)))
+    placements: dict[tuple[str, str], Placement] = {n.meta["role"]: EQUAL for n in g.placeholders(program.shared)}
+    placements |= {
+        ("context", f"{context.component}.tokens"): 0
+        for context in program.contexts
+        if context.axis in ("tp", over.axis)
+    }
+    placements |= dict.fromkeys(over.elsewhere(program) & placements.keys(), ELSEWHERE)
+    return dict(zip(names, _outputs(followed, program.shared, placements)))
 
 
 def _held(
@@ -466,7 +480,7 @@ def _held(
     own: Sequence[Placement],
 ) -> dict[tuple[str, str], Placement]:
     types = [*(made[name] for name in region.activations), *(tables[name] for name in region.shared), *own]
-    return {node.meta["role"]: one for node, one in zip(g.placeholders(template.graph), types, strict=True)}
+    return {node.meta["role"]: placement for node, placement in zip(g.placeholders(template.graph), types, strict=True)}
 
 
 def _of(parameter: Parameter, over: Over) -> Placement:
@@ -497,8 +511,8 @@ def _problems(
             continue
         yield from checked.followed.of(graph, _given(graph, held)).problems
         types = _outputs(checked.followed, graph, held)
-        for name, one in zip(template.outputs, types):
-            if one == PART:
+        for name, placement in zip(template.outputs, types):
+            if placement == PART:
                 yield f"{name} leaves as a part of a sum that nothing has added up"
         yield from _gradients(template, types[len(template.outputs) :], free, parts, g.outputs(graph))
         checked.sound.add((graph, mark))
@@ -510,8 +524,8 @@ def _problems(
 def _of_functions(followed: Followed, variant: Variant, template: Template, held: HeldByRole) -> Iterator[str]:
     """What is wrong with F, B, W and BW: each value has to be what it is in the graph that they were divided from."""
     pruned = followed.of(variant.pruned, _given(variant.pruned, held))
-    whole = {node.name: one for node, one in pruned.held.items()}
-    results = [whole[one.name] for one in g.outputs(variant.pruned) if one is not None]
+    joint = {node.name: placement for node, placement in pruned.held.items()}
+    results = [joint[node.name] for node in g.outputs(variant.pruned) if node is not None]
     ahead = len(template.outputs)
     back = ahead + sum(variant.dx)
     parts = {
@@ -521,20 +535,20 @@ def _of_functions(followed: Followed, variant: Variant, template: Template, held
     for letter, (graph, wanted) in parts.items():
         if graph is None:
             continue
-        given = {
-            node: whole.get(node.name, UNKNOWN) if node.meta["role"][0] == "saved"
+        inputs = {
+            node: joint.get(node.name, UNKNOWN) if node.meta["role"][0] == "saved"
             else held.get(node.meta["role"], UNKNOWN) for node in g.placeholders(graph)
         }  # fmt: skip
-        found = followed.of(graph, given)
-        types = found.held
-        yield from (f"{letter}: {problem}" for problem in found.problems)
-        leaving = _leaving(graph) if letter != "BW" else [one for some in g.outputs(graph) for one in some]
-        for node, one in zip(leaving, wanted) if len(leaving) == len(wanted) else ():
-            if UNKNOWN not in (types[node], one) and types[node] != one:
-                yield f"{letter} gives %{node.name}, which is {said(types[node])}, where {said(one)} is to come"
-        for node, one in types.items():
-            if UNKNOWN not in (one, whole.get(node.name, UNKNOWN)) and one != whole[node.name]:
-                yield f"{letter}: %{node.name} is {said(one)}, and was {said(whole[node.name])} before pass split"
+        followed_types = followed.of(graph, inputs)
+        types = followed_types.held
+        yield from (f"{letter}: {problem}" for problem in followed_types.problems)
+        leaving = _leaving(graph) if letter != "BW" else [result for some in g.outputs(graph) for result in some]
+        for node, expected in zip(leaving, wanted) if len(leaving) == len(wanted) else ():
+            if UNKNOWN not in (types[node], expected) and types[node] != expected:
+                yield f"{letter} gives %{node.name}, which is {said(types[node])}, where {said(expected)} is to come"
+        for node, placement in types.items():
+            if UNKNOWN not in (placement, joint.get(node.name, UNKNOWN)) and placement != joint[node.name]:
+                yield f"{letter}: %{node.name} is {said(placement)}, and was {said(joint[node.name])} before pass split"
 
 
 def _gradients(
@@ -545,15 +559,15 @@ def _gradients(
     outputs: Sequence[object],
 ) -> Iterator[str]:
     """What is wrong with those of activations and of parameters, in their order."""
-    made = outputs[len(template.outputs) :]
-    for name, one, may in zip(template.activations, types, free):
-        if one == PART and not may:
+    gradients = outputs[len(template.outputs) :]
+    for name, placement, may in zip(template.activations, types, free):
+        if placement == PART and not may:
             yield f"the gradient of {name} is a part of a sum that nothing has added up"
     first = len(template.activations)
-    for name, summed, one, node in zip(template.parameters, parts, types[first:], made[first:]):
-        if one == PART and not summed:
+    for name, summed, placement, node in zip(template.parameters, parts, types[first:], gradients[first:]):
+        if placement == PART and not summed:
             yield f"the gradient of {name} is a part of a sum that nothing adds up"
-        if one == EQUAL and summed and node is not None:
+        if placement == EQUAL and summed and node is not None:
             yield f"the gradient of {name} is whole on each rank, and REDUCE would add it up over tp"
 
 
@@ -561,4 +575,4 @@ def _leaving(graph: fx.Graph) -> list[fx.Node]:
     """What a function gives, without what it keeps for the next."""
     results = g.outputs(graph)
     first = results[0] if len(results) == 2 and isinstance(results[0], (tuple, list)) else results
-    return [one for one in first if isinstance(one, fx.Node)]
+    return [value for value in first if isinstance(value, fx.Node)]

@@ -80,7 +80,7 @@ def _call(node: fx.Node, result: fx.Graph, copies: Mapping[fx.Node, fx.Node], ev
 def _has_tensor(node: fx.Node) -> bool:
     val = node.meta["val"]
     return isinstance(val, torch.Tensor) or (
-        isinstance(val, (tuple, list)) and any(isinstance(one, torch.Tensor) for one in val)
+        isinstance(val, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in val)
     )
 
 

@@ -110,14 +110,14 @@ def factors(dim: Dim, sizes: Sequence[int]) -> list[Dim]:
     result = []
     for size in sizes:
         taken: list[Dim] = []
-        while left and prod(one.size for one in taken) < size:
-            missing = size // prod(one.size for one in taken)
+        while left and prod(dim.size for dim in taken) < size:
+            missing = size // prod(dim.size for dim in taken)
             one = left.pop(0)
             if one.size > missing and one.size % missing == 0 and found(one).kind != "sum":
                 one, rest = factors(one, [missing, one.size // missing])
                 left.insert(0, rest)
             taken.append(one)
-        if prod(one.size for one in taken) != size:
+        if prod(dim.size for dim in taken) != size:
             return _misfit(dim, sizes)
         result.append(product(taken))
     return result
@@ -139,14 +139,14 @@ def stretches(dim: Dim, sizes: Sequence[int]) -> list[Dim]:
     result, left = [], flat(dim, "sum")
     for size in sizes:
         taken: list[Dim] = []
-        while left and sum(one.size for one in taken) < size:
-            missing = size - sum(one.size for one in taken)
+        while left and sum(dim.size for dim in taken) < size:
+            missing = size - sum(dim.size for dim in taken)
             one = left.pop(0)
             if one.size > missing and found(one).kind == "leaf":
                 one, rest = _refine(found(one), "sum", [missing, one.size - missing])
                 left.insert(0, rest)
             taken.append(one)
-        if sum(one.size for one in taken) != size:
+        if sum(dim.size for dim in taken) != size:
             return _misfit(dim, sizes)
         result.append(taken[0] if len(taken) == 1 else Dim(size, "sum", taken))
     return result
@@ -207,7 +207,7 @@ def leaves(dim: Dim) -> Iterator[Dim]:
 
 
 def contains(dim: Dim, axis: Dim) -> bool:
-    return any(one is found(axis) for one in leaves(dim))
+    return any(leaf is found(axis) for leaf in leaves(dim))
 
 
 def ranges(dim: Dim, axis: Dim, rank: int, ranks: int) -> list[tuple[int, int]]:
@@ -328,7 +328,7 @@ class Division:
         """Why ranks cannot each have a stretch of a parameter's dimension, as a phrase behind its name; "" if not."""
         for stretch in flat(dim, "sum") if self.groups is not None and self.takes(dim) else []:
             outer = flat(stretch, "product")[: 1 if self._is_piece(stretch) else 2]
-            if [id(one) for one in outer] != [id(found(leaf)) for leaf in self.parts][: len(outer)]:
+            if [id(axis) for axis in outer] != [id(found(leaf)) for leaf in self.parts][: len(outer)]:
                 return "does not have key heads, and in these its query heads, as outermost entries"
             if stretch.size % self.ranks:
                 return f"has {stretch.size} entries of key heads for {self.ranks} ranks"
@@ -337,7 +337,7 @@ class Division:
     def size(self, dim: Dim, pieces: bool = False) -> int:
         if not pieces:
             return shard_size(dim, self.parts)
-        return sum(self._stretch(one, pieces) for one in flat(dim, "sum"))
+        return sum(self._stretch(stretch, pieces) for stretch in flat(dim, "sum"))
 
     def _stretch(self, stretch: Dim, pieces: bool) -> int:
         return stretch.size // self.ranks if pieces and self._is_piece(stretch) else shard_size(stretch, self.parts)
@@ -360,8 +360,8 @@ class Division:
         if self.groups is None or not self.takes(dim):
             return ranges(dim, self.axis, rank, self.ranks)
         stretches = flat(dim, "sum")
-        starts = accumulate((one.size for one in stretches), initial=0)
-        owned = [(start, one.size // self.ranks) for one, start in zip(stretches, starts)]
+        starts = accumulate((stretch.size for stretch in stretches), initial=0)
+        owned = [(start, stretch.size // self.ranks) for stretch, start in zip(stretches, starts)]
         return [(start + rank * size, start + (rank + 1) * size) for start, size in owned]
 
 
@@ -411,10 +411,10 @@ class Trees:
         """By name, in the order of the graph; those of one name that are different leaves are numbered."""
         result: dict[str, Dim] = {}
         seen: set[int] = set()
-        others = [(f"{name}.{place}", one) for name, dims in self.parameters.items()
-                  for place, dim in enumerate(dims) for one in leaves(dim)]  # fmt: skip
+        in_parameters = [(f"{name}.{place}", axis) for name, dims in self.parameters.items()
+                  for place, dim in enumerate(dims) for axis in leaves(dim)]  # fmt: skip
         roots = [(name, next(leaves(part))) for name, dim in self.named for part in flat(dim, "sum")]
-        for name, axis in (*roots, *others):
+        for name, axis in (*roots, *in_parameters):
             if id(axis) not in seen and axis.size > 1:
                 seen.add(id(axis))
                 again = sum(key.split("#")[0] == name for key in result)
@@ -425,7 +425,7 @@ class Trees:
         """The leaf of the query heads that read one of these key heads; None if each reads its own."""
         for dim in self.queries:
             outer, *inner = flat(dim, "product")
-            if inner and outer is found(heads) and all(one.kind == "leaf" for one in inner):
+            if inner and outer is found(heads) and all(dim.kind == "leaf" for dim in inner):
                 return inner[0] if len(inner) == 1 else None
         repeated = (found(times) for dim, times in self.expanded if found(dim) is found(heads))
         return next((times for times in repeated if times.kind == "leaf"), None)
@@ -460,8 +460,8 @@ class Trees:
         out = [leaf(size) for size in getattr(values[0], "shape", ())]
         known, reason = self._relation(node), f"{g.op_name(node)} at {g.place(node)}"
         uses = () if known is None else known.uses
-        own = g.op_name(node) in self._replicated or g.op_name(node).split("::")[0] == "csc"
-        unknown = reason if known is None and not own else ""
+        is_known = g.op_name(node) in self._replicated or g.op_name(node).split("::")[0] == "csc"
+        unknown = reason if known is None and not is_known else ""
         for used in {*node.all_input_nodes} - {use.node for use in uses}:
             self._block(self.of[used][0], "" if unknown else reason, unknown)
         if known is None:
@@ -481,11 +481,14 @@ class Trees:
                 if len(before) == len(out) and before[place].size < out[place].size
             ]
             self.expanded += [(out[place - 1], out[place]) for place in new]
-        self.of[node] = [out, *(self._other(one, out, "" if unknown else reason, unknown) for one in values[1:])]
+        self.of[node] = [
+            out,
+            *(self._other(operand, out, "" if unknown else reason, unknown) for operand in values[1:]),
+        ]
         for use in uses:
             for dim, end in use.ends.items():
                 if len(values) > 1 and end.how == "cut" and end.dim is not None and use.end(dim) is not None:
-                    sizes = [one.shape[end.dim] for one in values]
+                    sizes = [value.shape[end.dim] for value in values]
                     for dims, part in zip(self.of[node], stretches(self.of[use.node][0][dim], sizes)):
                         dims[end.dim] = part
 
@@ -525,11 +528,11 @@ class Trees:
             return  # nothing is taken
         if end.how == "cut" and end.dim is not None:
             size, rest = out[end.dim].size, dim.size - end.start - out[end.dim].size
-            sizes = [one for one in (end.start, size, rest) if one]
+            sizes = [size for size in (end.start, size, rest) if size]
             unify(stretches(dim, sizes)[1 if end.start else 0], out[end.dim])
         elif end.how == "joined" and end.dim is not None:
             rest = out[end.dim].size - end.start - dim.size
-            sizes = [one for one in (end.start, dim.size, rest) if one]
+            sizes = [size for size in (end.start, dim.size, rest) if size]
             unify(stretches(out[end.dim], sizes)[1 if end.start else 0], dim)
         elif end.how == "grouped" and end.dim is not None:
             times = out[end.dim].size // dim.size

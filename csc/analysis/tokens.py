@@ -88,12 +88,12 @@ def _chooses(node: fx.Node, computed: set[fx.Node], width: int) -> bool:
     }
     if not any(tokens.values()):
         return False
-    name, found = g.op_name(node), relation(node)
+    name, operator_relation = g.op_name(node), relation(node)
     if name in _ADDS:
         return any(dims and not used.meta["val"].is_floating_point() for used, dims in tokens.items())
-    if found is None or not tokens.keys() <= {use.node for use in found.uses}:
+    if operator_relation is None or not tokens.keys() <= {use.node for use in operator_relation.uses}:
         return True
-    ends = [use.end(dim) for use in found.uses for dim in tokens.get(use.node, ())]
+    ends = [use.end(dim) for use in operator_relation.uses for dim in tokens.get(use.node, ())]
     return any(end is not None and end.how not in _MOVES for end in ends)
 
 
@@ -103,19 +103,23 @@ def mixes(node: fx.Node, dims: Dims) -> str | None:
     dims: the token dimensions of a value. Calls that name the sizes of their result (reshapes) are not for here:
     whether they tear tokens apart depends on sizes.
     """
-    given = {used for used in node.all_input_nodes if dims(used)}
-    if not given or node.target is operator.getitem:
+    with_tokens = {used for used in node.all_input_nodes if dims(used)}
+    if not with_tokens or node.target is operator.getitem:
         return None
-    found = relation(node)
-    if found is None or found.sizes or not given <= {use.node for use in found.uses}:
+    operator_relation = relation(node)
+    if (
+        operator_relation is None
+        or operator_relation.sizes
+        or not with_tokens <= {use.node for use in operator_relation.uses}
+    ):
         return _UNKNOWN
     if draws(node) and g.op_name(node) not in DROPOUTS:
         return "draws a random number for every token"
-    own = dims(node) if isinstance(node.meta["val"], torch.Tensor) else None
-    if own is not None and len(own) > 1:
-        factors = any(use.ends[d].how == "contracted" for use in found.uses for d in use.ends)
+    token_dims = dims(node) if isinstance(node.meta["val"], torch.Tensor) else None
+    if token_dims is not None and len(token_dims) > 1:
+        factors = any(use.ends[d].how == "contracted" for use in operator_relation.uses for d in use.ends)
         return "multiplies tokens with tokens" if factors else _CROSSES
-    whys = (_of_operand(use, dims(use.node), own) for use in found.uses)
+    whys = (_of_operand(use, dims(use.node), token_dims) for use in operator_relation.uses)
     return next((why for why in whys if why is not None), None)
 
 
@@ -182,31 +186,36 @@ def follow(node: fx.Node, known: Known, dims: Dims) -> SortedRows | str | None:
     if name in ("aten::sort", "aten::argsort"):
         return _sorted(node, known, dims)
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    given = known.get(first) if first is not None else None
-    if name == "aten::histc" and first is not None and given is None and dims(first) == (0,):
+    first_rows = known.get(first) if first is not None else None
+    if name == "aten::histc" and first is not None and first_rows is None and dims(first) == (0,):
         return SortedRows("counts", None, _uncast(first))
     if not any(used in known for used in node.all_input_nodes):
         return None
     if node.target is operator.getitem:
         return _part(node, known)
-    if given is not None and name in COPIES:
-        return given
-    found: SortedRows | str | None = None
-    if name == "aten::floor_divide" and given is not None and given.kind == "order" and isinstance(node.args[1], int):
-        found = replace(given, kind="tokens_of", each=node.args[1])
+    if first_rows is not None and name in COPIES:
+        return first_rows
+    rows: SortedRows | str | None = None
+    if (
+        name == "aten::floor_divide"
+        and first_rows is not None
+        and first_rows.kind == "order"
+        and isinstance(node.args[1], int)
+    ):
+        rows = replace(first_rows, kind="tokens_of", each=node.args[1])
     elif name in ("aten::index", "aten::index_select"):
-        found = _picked(node, known, dims)
-    elif name in UNWRITTEN and given is not None and given.kind == "order":
-        found = replace(given, kind="rows")
+        rows = _picked(node, known, dims)
+    elif name in UNWRITTEN and first_rows is not None and first_rows.kind == "order":
+        rows = replace(first_rows, kind="rows")
     elif name in ("aten::index_put", "aten::index_put_"):
-        found = _inverse(node, known)
-    elif name == "aten::histc" and given is not None and given.kind == "keys":
-        found = replace(given, kind="counts", order=None)
-    elif name == "aten::cumsum" and given is not None and given.kind == "counts":
-        found = replace(given, kind="ends")
+        rows = _inverse(node, known)
+    elif name == "aten::histc" and first_rows is not None and first_rows.kind == "keys":
+        rows = replace(first_rows, kind="counts", order=None)
+    elif name == "aten::cumsum" and first_rows is not None and first_rows.kind == "counts":
+        rows = replace(first_rows, kind="ends")
     elif name in GROUPED:
-        found = _grouped(node, known, dims)
-    return found or _along(node, known, dims)
+        rows = _grouped(node, known, dims)
+    return rows or _along(node, known, dims)
 
 
 def positions(node: fx.Node) -> fx.Node | None:
@@ -220,25 +229,25 @@ def _sorted(node: fx.Node, known: Known, dims: Dims) -> SortedRows | str | None:
     operand = node.args[0]
     if not isinstance(operand, fx.Node) or not dims(operand):
         return None
-    given, bound = known.get(operand), g.bind(node)
+    operand_rows, bound = known.get(operand), g.bind(node)
     if operand.meta["val"].dim() != 1:
-        return None if given is None else _along(node, known, dims)
-    if bound["descending"] or (given is not None and given.kind != "order"):
+        return None if operand_rows is None else _along(node, known, dims)
+    if bound["descending"] or (operand_rows is not None and operand_rows.kind != "order"):
         return "sorts tokens"
     only = g.op_name(node) == "aten::argsort"
-    if given is not None:
-        return replace(given, kind="back" if only else "sorted_order")
+    if operand_rows is not None:
+        return replace(operand_rows, kind="back" if only else "sorted_order")
     return SortedRows("order" if only else "sorted", node, _uncast(operand))
 
 
 def _part(node: fx.Node, known: Known) -> SortedRows | str:
     """What a sort returns, or one of several results that are all moved."""
-    given = known[node.args[0]]  # type: ignore[index]
-    if given.kind == "sorted_order":
-        return replace(given, kind="back") if node.args[1] == 1 else "sorts places"
-    if given.kind == "sorted":
-        return replace(given, kind="order" if node.args[1] == 1 else "keys")
-    return given
+    rows = known[node.args[0]]  # type: ignore[index]
+    if rows.kind == "sorted_order":
+        return replace(rows, kind="back") if node.args[1] == 1 else "sorts places"
+    if rows.kind == "sorted":
+        return replace(rows, kind="order" if node.args[1] == 1 else "keys")
+    return rows
 
 
 def _picked(node: fx.Node, known: Known, dims: Dims) -> SortedRows | str | None:
@@ -269,9 +278,9 @@ def _picked(node: fx.Node, known: Known, dims: Dims) -> SortedRows | str | None:
 def _inverse(node: fx.Node, known: Known) -> SortedRows | None:
     """`back[order] = arange(rows)`: every place is written, since an order has each once."""
     bound = g.bind(node)
-    (index, *others), numbers = bound["indices"], positions(node)
+    (index, *more), numbers = bound["indices"], positions(node)
     by = known.get(index)
-    if by is None or by.kind != "order" or others or bound["accumulate"] or numbers is None:
+    if by is None or by.kind != "order" or more or bound["accumulate"] or numbers is None:
         return None
     if _counts_up(numbers) != _rows(index) or bound["self"].meta["val"].shape != index.meta["val"].shape:
         return None
@@ -288,28 +297,28 @@ def _grouped(node: fx.Node, known: Known, dims: Dims) -> SortedRows | None:
     """Rows times the weights of their groups, where groups are counted from the keys that the rows are sorted by."""
     bound = g.bind(node)
     rows, weights, ends = (bound[name] for name in GROUPED[g.op_name(node)])
-    given, until = known.get(rows), known.get(ends)
-    if given is None or until is None or given.kind != "rows" or until.kind != "ends" or dims(rows) != (0,):
+    row_order, until = known.get(rows), known.get(ends)
+    if row_order is None or until is None or row_order.kind != "rows" or until.kind != "ends" or dims(rows) != (0,):
         return None
-    if until.keys is not given.keys or weights in known or dims(weights) or weights.meta["val"].dim() != 3:
+    if until.keys is not row_order.keys or weights in known or dims(weights) or weights.meta["val"].dim() != 3:
         return None
-    return given if weights.meta["val"].shape[0] == _rows(ends) else None
+    return row_order if weights.meta["val"].shape[0] == _rows(ends) else None
 
 
 def _along(node: fx.Node, known: Known, dims: Dims) -> SortedRows | str:
     """A call that makes each row's result from that row alone."""
     with_rows = [used for used in node.all_input_nodes if dims(used) or used in known]
-    found = [known[used] for used in with_rows if used in known]
-    if len(found) < len(with_rows) or len({(one.order, one.keys) for one in found}) > 1:
+    rows = [known[used] for used in with_rows if used in known]
+    if len(rows) < len(with_rows) or len({(state.order, state.keys) for state in rows}) > 1:
         return "combines rows sorted by expert with rows that are not"
-    if any(one.kind not in ("rows", "keys") for one in found):
+    if any(state.kind not in ("rows", "keys") for state in rows):
         return "counts rows of all tokens, or makes something of their places"
     if g.op_name(node) in SIZED_VIEWS:
         same = dims(node) == dims(with_rows[0]) == (0,) and _rows(node) == _rows(with_rows[0])
         why = None if same else "joins or cuts rows that are sorted by expert"
     else:
         why = mixes(node, dims)
-    return why or replace(found[0], kind="rows", each=1)
+    return why or replace(rows[0], kind="rows", each=1)
 
 
 def _rows(node: fx.Node) -> int:
@@ -319,7 +328,7 @@ def _rows(node: fx.Node) -> int:
 def _uncast(node: fx.Node) -> fx.Node:
     """The value that this one is a copy of, or whole numbers in another type that has room for them."""
     while g.op_name(node) in COPIES and isinstance(node.args[0], fx.Node):
-        before, after = (one.meta["val"].dtype for one in (node.args[0], node))
+        before, after = (value.meta["val"].dtype for value in (node.args[0], node))
         whole = not before.is_floating_point and not before.is_complex
         if before != after and not (whole and after in ROOMY):
             break
@@ -362,14 +371,14 @@ class TokenOrder:
         if isinstance(found, SortedRows):
             self._moved[node] = found
         known = [self._moved[used] for used in node.all_input_nodes if used in self._moved]
-        sort = next((one.order for one in known if one.order is not None), None)
+        sort = next((state.order for state in known if state.order is not None), None)
         step = None if sort is None else self.step(sort.args[0], place)
         if found == TOKENS:
             self._steps[node] = step
             return True
-        each = next((one.each for one in known if one.kind == "tokens_of"), 1)
+        step_size = next((state.each for state in known if state.kind == "tokens_of"), 1)
         steps = [own for used in node.all_input_nodes if (own := self.step(used, place)) is not None]
-        return not known or all(own * each == step for own in steps)
+        return not known or all(own * step_size == step for own in steps)
 
     def step(self, node: Any, place: Place) -> int | None:
         """Returns how many neighbours belong to one token; None where no single dimension counts tokens, or not in
@@ -385,8 +394,8 @@ class TokenOrder:
 
     def _step_of(self, node: fx.Node, place: Place) -> int | None:
         (dim,), shape, length = self._dims(node), node.meta["val"].shape, place[1] - place[0]
-        made: Any = node.args[0] if node.target is operator.getitem else node
-        operands = [used for used in made.all_input_nodes if self._dims(used)]
+        producer: Any = node.args[0] if node.target is operator.getitem else node
+        operands = [used for used in producer.all_input_nodes if self._dims(used)]
         if g.op_name(node) in RESHAPES and len(operands) == 1 and len(self._dims(operands[0])) == 1:
             before = self.step(operands[0], place)
             if before is None:
@@ -395,8 +404,8 @@ class TokenOrder:
             return axis[1] if axis is not None and axis[0] == dim else None
         if shape[dim] == length:
             return 1
-        found = {step for used in operands if (step := self.step(used, place)) is not None}
-        return found.pop() if len(found) == 1 else None
+        steps = {step for used in operands if (step := self.step(used, place)) is not None}
+        return steps.pop() if len(steps) == 1 else None
 
 
 # --- Which dimensions of each value count the tokens of a sequence: one propagation over the table of operators ------
@@ -418,15 +427,17 @@ _Counted = tuple[int, int, int]  # an axis, and how many tokens it counts
 
 def counting(calls: Iterable[fx.Node], seeds: Iterable[tuple[fx.Node, int]]) -> dict[fx.Node, tuple[int, ...]]:
     """The dimensions that count the tokens which these dimensions of these values count."""
-    found = _followed(calls, [(node, (dim, 1, shape_of(node)[dim])) for node, dim in seeds], _mixed)
-    return {node: tuple(sorted({axis[0] for axis in own})) for node, own in found.items()}
+    counted = _followed(calls, [(node, (dim, 1, shape_of(node)[dim])) for node, dim in seeds], _mixed)
+    return {node: tuple(sorted({axis[0] for axis in node_axes})) for node, node_axes in counted.items()}
 
 
 def axes(calls: Iterable[fx.Node], attentions: Iterable[fx.Node], tokens: int) -> dict[fx.Node, Axis]:
     """The axis of every value that attentions along `tokens` lead to; of none that has several."""
     ends = (value for node in attentions for value in (node, *node.args[:3]) if isinstance(value, fx.Node))
     seeds = [(value, (*OF_ATTENTION, tokens)) for value in ends if shape_of(value)[2] == tokens]
-    return {node: own[0][:2] for node, own in _followed(calls, seeds, _walked).items() if len(own) == 1}
+    return {
+        node: node_axes[0][:2] for node, node_axes in _followed(calls, seeds, _walked).items() if len(node_axes) == 1
+    }
 
 
 def _followed(
@@ -438,17 +449,17 @@ def _followed(
     one of its operands, is in the others.
     """
     known = {node: relation(node) or _unknown(node) for node in calls}
-    found: dict[fx.Node, list[_Counted]] = {}
+    axes_of: dict[fx.Node, list[_Counted]] = {}
     todo = list(seeds)
     while todo:
         value, axis = todo.pop()
-        if axis in found.setdefault(value, []):
+        if axis in axes_of.setdefault(value, []):
             continue
-        found[value].append(axis)
+        axes_of[value].append(axis)
         for call in (value, *value.users):
             if call in known:
                 todo += near(call, known[call], value, axis)
-    return found
+    return axes_of
 
 
 def _unknown(node: fx.Node) -> Relation:
@@ -457,8 +468,8 @@ def _unknown(node: fx.Node) -> Relation:
     """
     out = shape_of(node)
     return Relation(tuple(
-        Use(used, tuple(d if d < len(given) and alike(given[d], size) else None for d, size in enumerate(out)))
-        for used in node.all_input_nodes if (given := shape_of(used))
+        Use(used, tuple(d if d < len(shape) and alike(shape[d], size) else None for d, size in enumerate(out)))
+        for used in node.all_input_nodes if (shape := shape_of(used))
     ))  # fmt: skip
 
 
@@ -490,9 +501,9 @@ def _mixed(call: fx.Node, found: Relation, value: fx.Node, axis: _Counted) -> It
             pairs = [(use.node, dim) for dim in range(len(shape_of(use.node)))
                      if (end := use.end(dim)) is not None and end.dim == axis[0]]  # fmt: skip
         else:
-            own = [end for one in found.uses if one.node is value and (end := one.end(axis[0])) is not None]
-            pairs = [(call, end.dim) for end in own if end.dim is not None]
-            walks = {end.walk for end in own} - {None}
+            ends = [end for use in found.uses if use.node is value and (end := use.end(axis[0])) is not None]
+            pairs = [(call, end.dim) for end in ends if end.dim is not None]
+            walks = {end.walk for end in ends} - {None}
             pairs += [(use.node, dim) for dim in range(len(shape_of(use.node)))
                       if (end := use.end(dim)) is not None and end.walk in walks]  # fmt: skip
         for other, dim in pairs:
@@ -508,9 +519,9 @@ def _grouped_axis(call: fx.Node, axis: _Counted) -> Iterator[tuple[fx.Node, _Cou
     (operand,), shape = call.all_input_nodes, shape_of(call)
     given = shape_of(operand)
     if axis[1] == 1 and reshaped(shape, given, axis[:2], axis[2]) is None:
-        whole = prod(shape[axis[0] + 1 :]) * axis[2]
+        size_behind = prod(shape[axis[0] + 1 :]) * axis[2]
         yield from (
-            (operand, (d, 1, size)) for d, size in enumerate(given) if several(size) and prod(given[d:]) == whole
+            (operand, (d, 1, size)) for d, size in enumerate(given) if several(size) and prod(given[d:]) == size_behind
         )
 
 
@@ -518,17 +529,17 @@ def apart(node: fx.Node, found: Mapping[fx.Node, Axis], tokens: int) -> bool:
     """True if each token's result comes from the same token of the operands that have tokens, at least one of which
     has. False says nothing against the call: it may have to see all tokens, or csc does not know.
     """
-    own, linked = found.get(node), links(node)
+    axis, linked = found.get(node), links(node)
     with_tokens = [used for used in node.all_input_nodes if used in found]
-    if own is None or not with_tokens or not {used for used, _ in linked}.issuperset(with_tokens):
+    if axis is None or not with_tokens or not {used for used, _ in linked}.issuperset(with_tokens):
         return False
     if g.op_name(node) == ATTENTION:
         return _attention_apart(node, found)
     if g.op_name(node) in RESHAPES or node.target is operator.getitem:
-        return all(_carried(node, used, link, found[used], tokens) == own for used, link in linked)
+        return all(_carried(node, used, link, found[used], tokens) == axis for used, link in linked)
     for used, link in linked:
-        along = link[own[0]]
-        if found.get(used) != (None if along is None else (along, own[1])):
+        along = link[axis[0]]
+        if found.get(used) != (None if along is None else (along, axis[1])):
             return False
     return is_view(node) or mixes(node, lambda value: (found[value][0],) if value in found else ()) is None
 

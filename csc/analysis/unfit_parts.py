@@ -33,8 +33,8 @@ def unfit_in(graph: fx.Graph) -> str:
             continue
         if torch.Tag.nondeterministic_seeded in operator.tags and not is_random(node):
             continue
-        given = (g.tensor_value(one) for one in node.all_input_nodes)
-        why = unfit(operator, [one for one in given if one is not None])
+        tensors = (g.tensor_value(operand) for operand in node.all_input_nodes)
+        why = unfit(operator, [tensor for tensor in tensors if tensor is not None])
         if why:
             return why
     return ""
@@ -42,13 +42,13 @@ def unfit_in(graph: fx.Graph) -> str:
 
 def unfit_parts(program: Program, mesh: Mesh) -> list[UnfitPart]:
     """Returns the parts that cannot be recorded, in the order of stages, and of F, B and W."""
-    found = []
+    parts = []
     for stage in program.stages:
         if stage.divided:
-            found.append(UnfitPart(stage.index, "F", GATHERED))
+            parts.append(UnfitPart(stage.index, "F", GATHERED))
             continue
         if stage.contexts or mesh.width(stage.rank) > 1 or mesh.own("cp"):
-            found.append(UnfitPart(stage.index, "F", MEETS))
+            parts.append(UnfitPart(stage.index, "F", MEETS))
             continue
         for part in PARTS:
             whys = (
@@ -58,5 +58,5 @@ def unfit_parts(program: Program, mesh: Mesh) -> list[UnfitPart]:
             )
             why = next(whys, "")
             if why:
-                found.append(UnfitPart(stage.index, PARTS[part], why))
-    return found
+                parts.append(UnfitPart(stage.index, PARTS[part], why))
+    return parts

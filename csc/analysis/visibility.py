@@ -51,12 +51,12 @@ def table(node: fx.Node) -> fx.Node | None:
 
 def _counts_through(node: fx.Node) -> bool:
     """`x[samples, places]` with both counting from 0 to the end: all of x, in order."""
-    source, given = node.args[0], node.args[1]
+    source, sizes = node.args[0], node.args[1]
     shape = source.meta["val"].shape  # type: ignore[union-attr]
-    if not isinstance(given, (list, tuple)) or len(given) != len(shape):
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != len(shape):
         return False
-    for one, size in zip(given, shape):
-        value = folded(one) if isinstance(one, fx.Node) else None
+    for given_size, size in zip(sizes, shape):
+        value = folded(given_size) if isinstance(given_size, fx.Node) else None
         if value is None or not torch.equal(value.flatten(), torch.arange(size)):
             return False
     return True
@@ -195,12 +195,12 @@ def clauses(node: fx.Node, asked: bool = False) -> tuple[tuple[Clause, ...], boo
     if val.dim() < 2:
         raise Unrecognised(f"a mask of {val.dim()} dimensions")
     if val.dtype.is_floating_point:
-        found, low = _of_bias(node)
-        if low == -inf or _each_sees(found, *_sizes(node)):
-            return found, False
-        if not asked or not found:
+        found_clauses, low = _of_bias(node)
+        if low == -inf or _each_sees(found_clauses, *_sizes(node)):
+            return found_clauses, False
+        if not asked or not found_clauses:
             raise Unrecognised(f"{low:.4g} in place of -inf, with which a query that sees no key attends to all")
-        return found, True
+        return found_clauses, True
     return _simplified(_union(node, negated=False)), False
 
 
@@ -315,8 +315,8 @@ def _within_documents(clause: Clause) -> Clause:
         (restarting(table(c.queries)), restarting(table(c.keys))) for c in clause if isinstance(c, SameGroup)
     }  # fmt: skip
     for order in orders:
-        own, other = table(order.queries), table(order.keys)
-        if own is None or own is not other or (own, other) not in runs:
+        query_table, other = table(order.queries), table(order.keys)
+        if query_table is None or query_table is not other or (query_table, other) not in runs:
             raise Unrecognised("a comparison of something other than the places of keys")
     return frozenset(c.bound if isinstance(c, OrderBound) else c for c in clause)
 

@@ -70,10 +70,12 @@ def balanced(
     def make() -> dict[str, bytes]:
         return {"measured": json.dumps(_measured(compiled, table, collation, multiple, batch_size).to_json()).encode()}
 
-    found = _Measured.from_json(json.loads(compiled.inspected.of_first(make)["measured"]))
-    decider = _decider(compiled, table, found, multiple)
+    measured = _Measured.from_json(json.loads(compiled.inspected.of_first(make)["measured"]))
+    decider = _decider(compiled, table, measured, multiple)
     replicas = [compiled.dp_rank] if compiled.dp_size > 1 else list(range(decider.replicas))
-    return BalancedLoader(Delivery(collation, decider, replicas, found.counted), order, batch_size, drop_last, options)
+    return BalancedLoader(
+        Delivery(collation, decider, replicas, measured.counted), order, batch_size, drop_last, options
+    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class _Measured:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> _Measured:
-        counted = tuple(Counted(**one) for one in data["counted"])
+        counted = tuple(Counted(**entry) for entry in data["counted"])
         examples = {tuple(size): tuple(group) for size, group in data["examples"]}
         shapes = tuple(map(tuple, data["shapes"]))
         return cls(sample_costs.from_json(data["costs"]), data["packed"], counted, examples, shapes)
@@ -108,25 +110,32 @@ def _measured(
     first = [0, 1] if len(table) > 1 else [0]
     packed = collation.is_packed(first, int(table.tokens[first].sum()))
     layout = BatchLayout(table.tokens, table.units, packed, multiple)
-    made: list[tuple[list[int], dict[str, Any]]] = []
+    batches: list[tuple[list[int], dict[str, Any]]] = []
 
     def collated(group: Any) -> dict[str, Any]:
         batch = collation.checked(group, table, packed, layout.size(group)[-1], ())
-        made.append((list(group), batch))
+        batches.append((list(group), batch))
         return batch
 
     typical = batch_size / (compiled.options.mesh.dp * compiled.options.microbatches)
-    found = sample_costs.measured(compiled, layout, table.names, collated, typical)
-    counted = counted_entries([batch for _, batch in made], [group for group, _ in made], table)
-    measured = _Measured(found, packed, counted, {}, ())
+    costs = sample_costs.measured(compiled, layout, table.names, collated, typical)
+    counted = counted_entries([batch for _, batch in batches], [group for group, _ in batches], table)
+    measured = _Measured(costs, packed, counted, {}, ())
     decider = _decider(compiled, table, measured, multiple).with_shapes(batch_size).with_sizes(batch_size)
     return replace(measured, examples=decider.examples, shapes=decider.shapes)
 
 
-def _decider(compiled: CompiledModel, table: Lengths, found: _Measured, multiple: int) -> Decider:
+def _decider(compiled: CompiledModel, table: Lengths, measured: _Measured, multiple: int) -> Decider:
     options = compiled.options
     return Decider(
-        table, found.costs, found.packed, options.mesh.dp, options.microbatches, multiple, found.examples, found.shapes
+        table,
+        measured.costs,
+        measured.packed,
+        options.mesh.dp,
+        options.microbatches,
+        multiple,
+        measured.examples,
+        measured.shapes,
     )
 
 

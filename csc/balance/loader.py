@@ -66,13 +66,13 @@ class Collation:
         return self._made(indices, self.samples(indices), width)
 
     def _made(self, indices: Sequence[int], samples: list[Any], width: int | None) -> dict[str, Any]:
-        made = self._collate(samples, width) if self.takes_width else self._collate(samples)
-        if not isinstance(made, Mapping) and not hasattr(made, "items"):
+        batch = self._collate(samples, width) if self.takes_width else self._collate(samples)
+        if not isinstance(batch, Mapping) and not hasattr(batch, "items"):
             raise InputError(
-                f"collate gave a {type(made).__name__} for samples {_listed(indices)}", "collate",
+                f"collate gave a {type(batch).__name__} for samples {_listed(indices)}", "collate",
                 "return a mapping with the model's entries",
             )  # fmt: skip
-        return dict(made.items())
+        return dict(batch.items())
 
     def is_packed(self, indices: Sequence[int], width: int) -> bool:
         """Whether these two samples share a row."""
@@ -92,41 +92,43 @@ class Collation:
         """
         samples = self.samples(indices)
         self._refuse_longer(indices, samples, lengths)
-        made = self._made(indices, samples, width)
-        if shape_of(made) != (1 if packed else len(indices), width):
-            raise self._wrong(indices, lengths, packed, width, shape_of(made))
-        for one in counted:
-            expected = one.factor * int(lengths.units[list(indices), one.kind].sum())
-            rows = len(made[one.entry]) if one.entry in made else expected  # a rank may leave out what it does not read
+        batch = self._made(indices, samples, width)
+        if shape_of(batch) != (1 if packed else len(indices), width):
+            raise self._wrong(indices, lengths, packed, width, shape_of(batch))
+        for entry in counted:
+            expected = entry.factor * int(lengths.units[list(indices), entry.kind].sum())
+            rows = (
+                len(batch[entry.entry]) if entry.entry in batch else expected
+            )  # a rank may leave out what it does not read
             if rows != expected:
                 raise InputError(
-                    f"samples {_listed(indices)} make {rows} rows of {one.entry!r}, and {expected} by their "
-                    f"{lengths.names[one.kind]}{self._whose(indices, lengths, one)}", "lengths",
+                    f"samples {_listed(indices)} make {rows} rows of {entry.entry!r}, and {expected} by their "
+                    f"{lengths.names[entry.kind]}{self._whose(indices, lengths, entry)}", "lengths",
                     "let lengths say what the dataset has; an order or a preprocessing may have changed since",
                 )  # fmt: skip
-        return made
+        return batch
 
-    def _whose(self, indices: Sequence[int], lengths: Lengths, one: Counted) -> str:
+    def _whose(self, indices: Sequence[int], lengths: Lengths, entry: Counted) -> str:
         """The sample that has other units than it should."""
         for index in indices:
             alone = self.batch([index], int(lengths.tokens[index]))
-            rows = len(alone[one.entry]) if one.entry in alone else 0
-            if rows != one.factor * int(lengths.units[index, one.kind]):
-                return f" (sample {index} has {rows} rows for {lengths.units[index, one.kind]:g})"
+            rows = len(alone[entry.entry]) if entry.entry in alone else 0
+            if rows != entry.factor * int(lengths.units[index, entry.kind]):
+                return f" (sample {index} has {rows} rows for {lengths.units[index, entry.kind]:g})"
         return ""
 
     def _wrong(
-        self, indices: Sequence[int], lengths: Lengths, packed: bool, width: int, found: tuple[int, int]
+        self, indices: Sequence[int], lengths: Lengths, packed: bool, width: int, shape: tuple[int, int]
     ) -> InputError:
         """What to say of a microbatch of another size: which of its samples is to blame."""
         for index in indices:
-            own = int(lengths.tokens[index])
-            _, alone = shape_of(self.batch([index], own))
-            if alone < own or (self.takes_width and alone != own):
-                return _other_length(index, alone, own)
+            tokens = int(lengths.tokens[index])
+            _, alone = shape_of(self.batch([index], tokens))
+            if alone < tokens or (self.takes_width and alone != tokens):
+                return _other_length(index, alone, tokens)
         rows = 1 if packed else len(indices)
         return InputError(
-            f"collate made {found[0]} x {found[1]} tokens of samples {_listed(indices)}, and {rows} x {width} were "
+            f"collate made {shape[0]} x {shape[1]} tokens of samples {_listed(indices)}, and {rows} x {width} were "
             "expected from their lengths", "collate",
             "let collate take the width as its second argument and pad to that, or pad to `multiple` itself, or pass "
             "multiple=1",
@@ -140,9 +142,9 @@ class Collation:
                 raise _other_length(index, len(ids), int(lengths.tokens[index]))
 
 
-def _other_length(index: int, found: int, told: int) -> InputError:
+def _other_length(index: int, tokens: int, declared: int) -> InputError:
     return InputError(
-        f"sample {index} has {found} tokens, and {told} by its lengths", "lengths",
+        f"sample {index} has {tokens} tokens, and {declared} by its lengths", "lengths",
         "let lengths say how many positions a sample takes in the language model, its images' among them",
     )  # fmt: skip
 
@@ -150,10 +152,12 @@ def _other_length(index: int, found: int, told: int) -> InputError:
 def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and width of a batch's tokens. InputError if it has none."""
     named = [batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)]
-    others = [one for one in batch.values() if isinstance(one, torch.Tensor) and not one.is_floating_point()]
-    for one in (*named, *others):
-        if one.dim() == 2:
-            return one.shape[0], one.shape[1]
+    integers = [
+        tensor for tensor in batch.values() if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
+    ]
+    for tensor in (*named, *integers):
+        if tensor.dim() == 2:
+            return tensor.shape[0], tensor.shape[1]
     raise InputError(
         "the batch that collate makes has no entry of tokens, whole numbers by row and position", "collate",
         "name the token ids input_ids, or pass a list of microbatches to train_step yourself",
@@ -164,7 +168,7 @@ def counted_entries(
     batches: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[int]], lengths: Lengths
 ) -> tuple[Counted, ...]:
     """The entries of these batches that count units, as all of them show."""
-    found = []
+    counted = []
     for name in batches[0]:
         sizes = [len(b[name]) for b in batches if isinstance(b.get(name), torch.Tensor) and b[name].dim()]
         if len(sizes) < len(batches) or not batches[0][name].is_floating_point():
@@ -173,8 +177,8 @@ def counted_entries(
             units = [int(lengths.units[list(group), kind].sum()) for group in groups]
             factors = {size // unit if unit and not size % unit else 0 for size, unit in zip(sizes, units)}
             if len(factors) == 1 and 0 not in factors:
-                found.append(Counted(name, kind, factors.pop()))
-    return tuple(found)
+                counted.append(Counted(name, kind, factors.pop()))
+    return tuple(counted)
 
 
 def _takes_two(collate: Callable[..., Any]) -> bool:
@@ -183,7 +187,7 @@ def _takes_two(collate: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # a builtin without a signature
         return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters) > 1
+    return sum(parameter.kind in kinds and parameter.default is inspect.Parameter.empty for parameter in parameters) > 1
 
 
 def _listed(indices: Sequence[int]) -> str:
@@ -233,12 +237,14 @@ class Decider:
         step = self.step(indices)
         hard = self.costs.room
         room = hard or self._soft_room(step)
-        found = assign(step, room, self.rounds, list(indices), self.shapes)
-        found = with_known_sizes(step, found, hard or [SPARE * one for one in room], self.efforts)
-        groups = tuple(tuple(tuple(int(indices[i]) for i in group) for group in own) for own in found.groups)
+        assignment = assign(step, room, self.rounds, list(indices), self.shapes)
+        assignment = with_known_sizes(step, assignment, hard or [SPARE * one for one in room], self.efforts)
+        groups = tuple(
+            tuple(tuple(int(indices[i]) for i in group) for group in replica) for replica in assignment.groups
+        )
         layout = self._layout(indices)
-        sizes = tuple(tuple(layout.sizes(own)) for own in found.groups)
-        return StepAssignment(groups, sizes, found.seconds)
+        sizes = tuple(tuple(layout.sizes(replica)) for replica in assignment.groups)
+        return StepAssignment(groups, sizes, assignment.seconds)
 
     def step(self, indices: Sequence[int]) -> SampleCosts:
         """These samples against the model's costs."""
@@ -250,40 +256,42 @@ class Decider:
         )  # fmt: skip
 
     def _layout(self, indices: Sequence[int]) -> BatchLayout:
-        own = list(indices)
-        return BatchLayout(self.lengths.tokens[own], self.lengths.units[own], self.packed, self.multiple, self.known)
+        samples = list(indices)
+        return BatchLayout(
+            self.lengths.tokens[samples], self.lengths.units[samples], self.packed, self.multiple, self.known
+        )
 
     def _soft_room(self, step: SampleCosts) -> list[float]:
         """Bytes by rank: what nobody limits, and is not to become much more than it was."""
         count = step.replicas * step.microbatches
         mean = np.concatenate([[1.0], step.samples.sum(axis=0) / count])
         equal = peaks(step.work(np.tile(mean, (step.microbatches, 1))), step.orders)
-        return [max(ROOM * one, other) for one, other in zip(equal, step.peaks(even(step)))]
+        return [max(ROOM * limit, other) for limit, other in zip(equal, step.peaks(even(step)))]
 
     def with_shapes(self, batch_size: int) -> Decider:
         """With shapes for steps of so many of the dataset's samples."""
         drawn = [self.step(indices) for _, indices in zip(range(LESSONS), self._draws(batch_size, longest=False))]
-        room = self.costs.room or [min(each) for each in zip(*(self._soft_room(step) for step in drawn))]
+        room = self.costs.room or [min(peaks) for peaks in zip(*(self._soft_room(step) for step in drawn))]
         return replace(self, shapes=tuple(learned(drawn, room)))
 
     def with_sizes(self, batch_size: int) -> Decider:
         """Knowing the sizes of a few steps of random samples, each of which kept to those before where that was cheap;
         of some the longest samples are a part, which hardly any other sizes would have room for.
         """
-        found = replace(self, rounds=0, efforts=CHEAP)
+        decider = replace(self, rounds=0, efforts=CHEAP)
         for indices in self._draws(batch_size):
-            decided = found.decide(indices)
+            decided = decider.decide(indices)
             new = dict(zip(chain(*decided.sizes), chain(*decided.groups)))
-            found = replace(found, examples={**new, **found.examples})
-        return replace(found, rounds=self.rounds, efforts=self.efforts)
+            decider = replace(decider, examples={**new, **decider.examples})
+        return replace(decider, rounds=self.rounds, efforts=self.efforts)
 
     def _draws(self, batch_size: int, longest: bool = True) -> Iterator[list[int]]:
         random, count = np.random.default_rng(0), min(batch_size, len(self.lengths))
         most = np.argsort(-self.lengths.tokens, kind="stable")[: LONG * LONGEST].tolist()
         for number in range(DRAWS):
             drawn = random.choice(len(self.lengths), count, replace=False).tolist()
-            own = most[number::LONG][: count // 2] if longest and number < LONG else []
-            yield [*own, *(one for one in drawn if one not in own)][:count]
+            longest_samples = most[number::LONG][: count // 2] if longest and number < LONG else []
+            yield [*longest_samples, *(sample for sample in drawn if sample not in longest_samples)][:count]
 
     @cached_property
     def known(self) -> Mapping[Kind, tuple[int, ...]]:
@@ -349,12 +357,12 @@ class Delivery:
 
     def _delivered(self, ticket: Ticket) -> Delivered:
         decided = self.decider.decide(ticket.samples)
-        made = [
+        batches = [
             self._microbatch(ticket, group, size[-1])
             for replica in self._replicas
             for group, size in zip(decided.groups[replica], decided.sizes[replica])
         ]
-        return Delivered(made, _said(ticket, decided), decided.seconds)
+        return Delivered(batches, _said(ticket, decided), decided.seconds)
 
     def _microbatch(self, ticket: Ticket, group: Sequence[int], width: int) -> dict[str, Any]:
         decider = self.decider
@@ -406,24 +414,24 @@ class EpochOrder:
         generator = torch.Generator().manual_seed(self.seed + epoch)
         return torch.randperm(self.count, generator=generator).tolist()
 
-    def _checked(self, given: list[Any], epoch: int) -> list[int]:
-        if not given:
+    def _checked(self, sampled: list[Any], epoch: int) -> list[int]:
+        if not sampled:
             raise InputError(
                 f"the sampler gives no samples in epoch {epoch}", "csc.balanced",
                 "give one that can be gone through in every epoch; a generator can be once",
             )  # fmt: skip
         indices = []
-        for place, one in enumerate(given):
+        for place, sample in enumerate(sampled):
             try:
-                indices.append(operator.index(one))
+                indices.append(operator.index(sample))
             except TypeError:
                 raise InputError(
-                    f"the sampler gives {one!r} at place {place}, which is no sample's number", "csc.balanced",
+                    f"the sampler gives {sample!r} at place {place}, which is no sample's number", "csc.balanced",
                     "give a sampler of whole numbers; batches are made by csc.balanced itself",
                 ) from None  # fmt: skip
             if not 0 <= indices[-1] < self.count:
                 raise InputError(
-                    f"the sampler gives {one} at place {place}, and the dataset has {self.count} samples",
+                    f"the sampler gives {sample} at place {place}, and the dataset has {self.count} samples",
                     "csc.balanced", "give a sampler of this dataset",
                 )  # fmt: skip
         return indices
@@ -435,8 +443,8 @@ class EpochOrder:
 
 def steps_of(order: Sequence[int], batch_size: int, drop_last: bool) -> list[list[int]]:
     """The samples of each step; the last one may have fewer."""
-    found: list[Any] = [list(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
-    return found[:-1] if drop_last and found and len(found[-1]) < batch_size else found
+    steps: list[Any] = [list(order[start : start + batch_size]) for start in range(0, len(order), batch_size)]
+    return steps[:-1] if drop_last and steps and len(steps[-1]) < batch_size else steps
 
 
 # --- Steps that are divided by what each stage pays for their samples, from torch's DataLoader and its workers -------
@@ -537,7 +545,7 @@ class BalancedLoader:
         source = unattended_workers(iter(loader))
         while True:
             try:
-                found = next(source)
+                delivered = next(source)
             except StopIteration:
                 return
             except RuntimeError as error:
@@ -546,9 +554,9 @@ class BalancedLoader:
                 raise _WorkerLost(str(error).strip().splitlines()[0]) from error
             except (ConnectionError, EOFError) as error:  # it had announced tensors that were not fetched yet
                 raise _WorkerLost(f"a DataLoader worker was gone before its tensors were fetched ({error})") from error
-            divided = _divided(found)
+            divided = _divided(delivered)
             self._step += 1
-            self.seconds = found[2]
+            self.seconds = delivered[2]
             yield divided
 
     def _gone(self, error: Exception) -> InputError:
@@ -599,10 +607,10 @@ class BalancedLoader:
             raise InputError(
                 "this is no position of a balanced loader", "load_state_dict", "resume with the loader that was saved"
             )
-        for name, own in self._made_of().items():
-            if state["made_of"].get(name) != own:
+        for name, now in self._made_of().items():
+            if state["made_of"].get(name) != now:
                 raise InputError(
-                    f"the position is of a loader with {name} {state['made_of'].get(name)!r}, and this one has {own!r}",
+                    f"the position is of a loader with {name} {state['made_of'].get(name)!r}, and this one has {now!r}",
                     "load_state_dict", "resume with the same, or begin an epoch with set_epoch",
                 )  # fmt: skip
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
@@ -639,26 +647,26 @@ class _Tickets:
         self._loader.set_epoch(epoch)
 
 
-def _begin_worker(own: Callable[[int], None] | None, number: int) -> None:
-    """own: what the user wants done first. A worker has all objects of the process that trains, and never frees one: to
-    look through them for garbage took longer than several decisions.
+def _begin_worker(first: Callable[[int], None] | None, number: int) -> None:
+    """first: what the user wants done before. A worker has all objects of the process that trains, and never frees
+    one: to look through them for garbage took longer than several decisions.
     """
     gc.freeze()
-    if own is not None:
-        own(number)
+    if first is not None:
+        first(number)
 
 
-def _as_it_is(found: Any) -> Any:
-    return found
+def _as_it_is(delivered: Any) -> Any:
+    return delivered
 
 
-def _of_one(found: list[Any]) -> ReplicaShare:
-    return _divided(found[0])
+def _of_one(delivered: list[Any]) -> ReplicaShare:
+    return _divided(delivered[0])
 
 
-def _divided(found: Any) -> ReplicaShare:
+def _divided(delivered: Any) -> ReplicaShare:
     """What train_step takes. Raises what went wrong."""
-    if isinstance(found, Failed):
-        found.error.add_note(found.trace)
-        raise found.error
-    return ReplicaShare(found[0], (found[1],))
+    if isinstance(delivered, Failed):
+        delivered.error.add_note(delivered.trace)
+        raise delivered.error
+    return ReplicaShare(delivered[0], (delivered[1],))

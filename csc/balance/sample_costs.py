@@ -56,7 +56,9 @@ def read(given: Any, dataset: Any) -> Lengths:
         columns = dict(given)
     else:
         columns = {TOKENS: given}
-    return _checked({name: _column(name, one, dataset) for name, one in columns.items()}, count, "the dataset has")
+    return _checked(
+        {name: _column(name, column, dataset) for name, column in columns.items()}, count, "the dataset has"
+    )
 
 
 def of_file(path: str | Path) -> Lengths:
@@ -72,9 +74,9 @@ def of_file(path: str | Path) -> Lengths:
     return _checked(columns, len(first) if first.ndim else 0, f"{TOKENS!r} has")
 
 
-def _called(given: Callable[[int], Any], count: int) -> dict[str, Any]:
+def _called(length_of: Callable[[int], Any], count: int) -> dict[str, Any]:
     """What a function says of each sample: a number of tokens, or a mapping."""
-    rows = [given(index) for index in range(count)]
+    rows = [length_of(index) for index in range(count)]
     rows = [row if isinstance(row, Mapping) else {TOKENS: row} for row in rows]
     for index, row in enumerate(rows):
         if row.keys() != rows[0].keys():
@@ -85,20 +87,20 @@ def _called(given: Callable[[int], Any], count: int) -> dict[str, Any]:
     return {name: [row[name] for row in rows] for name in (rows[0] if rows else {TOKENS: 0})}
 
 
-def _column(name: str, given: Any, dataset: Any) -> Any:
+def _column(name: str, column: Any, dataset: Any) -> Any:
     """The values of a column: themselves, or those of the dataset's column of that name."""
-    if not isinstance(given, str):
-        return given
+    if not isinstance(column, str):
+        return column
     known = getattr(dataset, "column_names", None)
-    if known is not None and given not in known:
+    if known is not None and column not in known:
         raise InputError(
-            f"the dataset has no column {given!r} for {name}", "lengths", f"its columns are {', '.join(known)}"
+            f"the dataset has no column {column!r} for {name}", "lengths", f"its columns are {', '.join(known)}"
         )
     try:
-        return dataset[given]
+        return dataset[column]
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise InputError(
-            f"the dataset gives no column {given!r} for {name}: {type(error).__name__}", "lengths",
+            f"the dataset gives no column {column!r} for {name}: {type(error).__name__}", "lengths",
             "give the numbers themselves, one for each sample, or a function of a sample's number",
         ) from error  # fmt: skip
 
@@ -120,23 +122,23 @@ def _checked(columns: Mapping[str, Any], count: int, whose: str) -> Lengths:
 
 def _numbers(name: str, column: Any, count: int, whose: str) -> Floats:
     try:
-        found = np.asarray(list(column) if not hasattr(column, "__array__") else column, dtype=np.float64)
+        values = np.asarray(list(column) if not hasattr(column, "__array__") else column, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the column {name!r} holds something that is no number ({error})", "lengths", REMEDY
         ) from None
-    if found.ndim != 1 or len(found) != count:
+    if values.ndim != 1 or len(values) != count:
         raise InputError(
-            f"there are {' x '.join(map(str, found.shape)) or 'no'} values of {name!r}, and {whose} {count} samples",
+            f"there are {' x '.join(map(str, values.shape)) or 'no'} values of {name!r}, and {whose} {count} samples",
             "lengths", "give one number for each sample, in the dataset's order",
         )  # fmt: skip
-    wrong = ~np.isfinite(found) | (found < 0) | (found != np.floor(found))
+    wrong = ~np.isfinite(values) | (values < 0) | (values != np.floor(values))
     if wrong.any():
         index = int(wrong.argmax())
         raise InputError(
-            f"sample {index} has {found[index]:g} {name}", "lengths", "lengths are whole numbers of at least 0"
+            f"sample {index} has {values[index]:g} {name}", "lengths", "lengths are whole numbers of at least 0"
         )
-    return found
+    return values
 
 
 # --- What samples cost a compiled model, stage by stage --------------------------------------------------------------
@@ -183,21 +185,21 @@ def measured(
     groups = probes(layout, max(1, round(typical)))
     problems = [compiled.inspected.problem(collated(group)) for group in groups]
     regions = [region.name for region in program.regions]
-    for group, one in zip(groups, problems):
-        if [unit.name for unit in one.units] != regions:
+    for group, sizes in zip(groups, problems):
+        if [unit.name for unit in sizes.units] != regions:
             raise InputError(
                 f"a microbatch of samples {_listed(group)} has other regions than the example", "csc.balanced",
                 "compile with an example that has every entry which the dataset's samples have",
             )  # fmt: skip
     counted = _counted(layout, groups)
-    found = of_problems(program, problems, counted)
-    if found.error > POOR:
+    rates = of_problems(program, problems, counted)
+    if rates.error > POOR:
         log.warning(
             "lengths explain what a microbatch takes poorly: that of samples %s is off by %.0f%%; microbatches will be "
             "less balanced than they could be. Is there something that encoders pay for and lengths do not say (%s)?",
-            _listed(groups[-1]), 100 * found.error, ", ".join(("tokens", *names)),
+            _listed(groups[-1]), 100 * rates.error, ", ".join(("tokens", *names)),
         )  # fmt: skip
-    return found
+    return rates
 
 
 def of_problems(program: Program, problems: Sequence[Problem], counted: Floats) -> Costs:
@@ -220,19 +222,19 @@ def of_stages(
     """The same of any stages: the units of each, its rank, and the order of work."""
     placement = tuple(home)
     limits = problems[-1].limits
-    problems = [placed(one, stages, placement) for one in problems]  # each unit as it is on its own rank
+    problems = [placed(sized, stages, placement) for sized in problems]  # each unit as it is on its own rank
     rates, error = rates_of(problems, counted)
-    whole = replace(mean(rates, problems[-1], counted[-1].tolist()), scale=None)
-    found = pipeline(whole, stages)
-    found = replace(found, loads=loads(rates, whole, stages, []))
+    total = replace(mean(rates, problems[-1], counted[-1].tolist()), scale=None)
+    built = pipeline(total, stages)
+    built = replace(built, loads=loads(rates, total, stages, []))
     room = None
     if limits is not None:
         state = [0.0] * (1 + max(placement))
-        for stage, rank in zip(found.stages, placement):
+        for stage, rank in zip(built.stages, placement):
             state[rank] += stage.state
-        each = limits if isinstance(limits, tuple) else (limits,) * len(state)
-        room = tuple(limit - held for limit, held in zip(each, state))
-    return Costs(found, placement, tuple(map(tuple, orders_of(schedule))), room, error)
+        limit_of_rank = limits if isinstance(limits, tuple) else (limits,) * len(state)
+        room = tuple(limit - held for limit, held in zip(limit_of_rank, state))
+    return Costs(built, placement, tuple(map(tuple, orders_of(schedule))), room, error)
 
 
 def _listed(group: Sequence[int]) -> str:
@@ -241,12 +243,12 @@ def _listed(group: Sequence[int]) -> str:
 
 def _counted(layout: BatchLayout, groups: Sequence[Sequence[int]]) -> Floats:
     """Features as a trace sees them: of the microbatch's sizes, whoever sees whom in it."""
-    found = layout.features(groups)
+    features = layout.features(groups)
     kinds = layout.units.shape[1]
-    found[:, 1 + kinds : 1 + 2 * kinds] = found[:, 1 : 1 + kinds] ** 2
+    features[:, 1 + kinds : 1 + 2 * kinds] = features[:, 1 : 1 + kinds] ** 2
     if layout.packed:
-        found[:, -1] = found[:, -2] ** 2
-    return found
+        features[:, -1] = features[:, -2] ** 2
+    return features
 
 
 def probes(layout: BatchLayout, typical: int) -> list[list[int]]:
@@ -294,7 +296,7 @@ def rates_of(problems: Sequence[Problem], counted: Floats) -> tuple[SizeRates, f
         if np.linalg.matrix_rank(scaled, tol=1e-6) == len(kept) + 1:
             kept.append(feature)
     found = fitted(problems[:-1], known[:, kept].tolist())
-    nothing = [tuple(_nothing(one) for one in row) for row in (found.units[0], found.values[0])]
+    nothing = [tuple(_nothing(rate) for rate in row) for row in (found.units[0], found.values[0])]
     units = [found.units[kept.index(f)] if f in kept else nothing[0] for f in range(counted.shape[1])]
     values = [found.values[kept.index(f)] if f in kept else nothing[1] for f in range(counted.shape[1])]
     rates = SizeRates(tuple(units), tuple(values), found.error)
@@ -303,9 +305,9 @@ def rates_of(problems: Sequence[Problem], counted: Floats) -> tuple[SizeRates, f
     return rates, max(found.error, abs(predicted / right - 1) if right else 0.0)
 
 
-def _nothing(one: Any) -> Any:
+def _nothing(rate: Any) -> Any:
     figures = ("forward", "backward_input", "backward_weight", "saved", "stashed", "size", "gradient_size")
-    return replace(one, **{name: 0.0 for name in figures if hasattr(one, name)})
+    return replace(rate, **{name: 0.0 for name in figures if hasattr(rate, name)})
 
 
 def to_json(costs: Costs) -> dict[str, Any]:

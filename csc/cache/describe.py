@@ -90,46 +90,46 @@ class Facts:
 @cache
 def facts(code: CodeType) -> Facts:
     """Of a function's code, and of the functions and classes within it."""
-    inner = [facts(one) for one in code.co_consts if isinstance(one, CodeType)]
-    found: dict[str, int] = {}
+    inner = [facts(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    lines: dict[str, int] = {}
     attributes, line, dynamic = set[str](), code.co_firstlineno, False
     imports: list[tuple[str, int, tuple[str, ...], int]] = []
     constants: list[Any] = []
     instructions = list(dis.get_instructions(code))
-    for at, one in enumerate(instructions):
-        if one.starts_line is not None:
-            line = one.starts_line
-        if one.opname in OF_GLOBALS:
-            found.setdefault(one.argval, line)
-            if one.argval in BY_NAME:
-                near = instructions[at + 1 : at + NEAR]
+    for index, instruction in enumerate(instructions):
+        if instruction.starts_line is not None:
+            line = instruction.starts_line
+        if instruction.opname in OF_GLOBALS:
+            lines.setdefault(instruction.argval, line)
+            if instruction.argval in BY_NAME:
+                near = instructions[index + 1 : index + NEAR]
                 dynamic = dynamic or not any(o.opname == "LOAD_CONST" and type(o.argval) is str for o in near)
-        elif one.opname == "IMPORT_NAME":
+        elif instruction.opname == "IMPORT_NAME":
             above, names = constants[-2:]
-            imports.append((one.argval, above, names or (), line))
-        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
-            attributes.add(one.argval)
-            dynamic = dynamic or one.argval in ("__dict__", *BY_NAME)
-        elif one.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            constants.append(one.argval)
-    strings = {one for one in code.co_consts if type(one) is str}
+            imports.append((instruction.argval, above, names or (), line))
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
+            attributes.add(instruction.argval)
+            dynamic = dynamic or instruction.argval in ("__dict__", *BY_NAME)
+        elif instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants.append(instruction.argval)
+    strings = {constant for constant in code.co_consts if type(constant) is str}
     for within in inner:
-        found = {**dict(within.globals), **found}
+        lines = {**dict(within.globals), **lines}
     return Facts(
         _digest(code),
-        tuple(sorted(found.items())),
-        frozenset(attributes).union(*(one.attributes for one in inner)),
-        frozenset(strings).union(*(one.strings for one in inner)),
-        (*imports, *(each for one in inner for each in one.imports)),
-        dynamic or any(one.dynamic for one in inner),
+        tuple(sorted(lines.items())),
+        frozenset(attributes).union(*(code_facts.attributes for code_facts in inner)),
+        frozenset(strings).union(*(code_facts.strings for code_facts in inner)),
+        (*imports, *(item for code_facts in inner for item in code_facts.imports)),
+        dynamic or any(code_facts.dynamic for code_facts in inner),
     )
 
 
 def _digest(code: CodeType) -> str:
     digest = hashlib.sha256(code.co_code + code.co_exceptiontable)
     numbers = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-    for one in (code.co_consts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, numbers):
-        digest.update(repr([_constant(item) for item in one]).encode())
+    for values in (code.co_consts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, numbers):
+        digest.update(repr([_constant(item) for item in values]).encode())
     return digest.hexdigest()
 
 
@@ -197,7 +197,7 @@ class Origins:
                 if name not in elsewhere:
                     elsewhere[name] = file_of(name, str(folder.parent))
                     self.file(*(elsewhere[name] or ("", "")))
-                if (found := elsewhere[name]) is not None and is_own(found[0]):
+                if (found_file := elsewhere[name]) is not None and is_own(found_file[0]):
                     package = ".".join((folder.name, *file.relative_to(folder).parts[:-1]))
                     for path, inside in self._imported(content, str(file), package):
                         if path not in within and not Path(path).is_relative_to(folder):
@@ -267,34 +267,41 @@ def _top(path: Path, root: Path) -> str:
 def _targets(searched: tuple[str, ...]) -> tuple[Path, ...]:
     """Folders of Python's path, other than site-packages, that an installer has put packages into."""
     folders = dict.fromkeys(Path(entry).resolve() for entry in searched if entry)
-    return tuple(one for one in folders if one not in _site_packages() and any(one.glob("*.dist-info/RECORD")))
+    return tuple(
+        folder for folder in folders if folder not in _site_packages() and any(folder.glob("*.dist-info/RECORD"))
+    )
 
 
 @cache
 def _installed_at(root: Path) -> dict[str, str]:
     """What is installed in a folder, by what can be imported. An editable distribution's files are elsewhere."""
-    found = importlib.metadata.distributions(path=[str(root)])
-    return {top: one.metadata["Name"] for one in found if one.read_text("RECORD") is not None for top in _tops(one)}
+    distributions = importlib.metadata.distributions(path=[str(root)])
+    return {
+        top: distribution.metadata["Name"]
+        for distribution in distributions
+        if distribution.read_text("RECORD") is not None
+        for top in _tops(distribution)
+    }
 
 
 @cache
 def _distributions() -> dict[str, str]:
-    found: dict[str, list[str]] = {}
-    for one in importlib.metadata.distributions():
-        for top in _tops(one):
-            found.setdefault(top, []).append(one.metadata["Name"])
-    return {top: sorted(names)[0] for top, names in found.items()}
+    names: dict[str, list[str]] = {}
+    for distribution in importlib.metadata.distributions():
+        for top in _tops(distribution):
+            names.setdefault(top, []).append(distribution.metadata["Name"])
+    return {top: sorted(names)[0] for top, names in names.items()}
 
 
-def _tops(one: importlib.metadata.Distribution) -> set[str]:
+def _tops(distribution: importlib.metadata.Distribution) -> set[str]:
     """What can be imported of a distribution, as importlib.metadata.packages_distributions tells it; that makes a path
     of each installed file, and takes a tenth of a second.
     """
-    declared = (one.read_text("top_level.txt") or "").split()
+    declared = (distribution.read_text("top_level.txt") or "").split()
     if declared:
         return set(declared)
-    record = one.read_text("RECORD")
-    lines = list(map(str, one.files or ())) if record is None else record.splitlines()
+    record = distribution.read_text("RECORD")
+    lines = list(map(str, distribution.files or ())) if record is None else record.splitlines()
     parts = {line.partition(",")[0].strip('"').partition("/")[:2] for line in lines}
     names = {first if inside else inspect.getmodulename(first) for first, inside in parts}
     return {name for name in names if name and "." not in name}
@@ -326,10 +333,10 @@ def _packages_named(content: bytes) -> frozenset[str]:
     """The first parts of all that a source's lines import by a full name, and perhaps of what its texts speak of. Keys
     are made again and again, of sources that stay what they are: each is read for it once.
     """
-    found: set[bytes] = set()
+    packages: set[bytes] = set()
     for source, names in IMPORTS.findall(content.replace(b"\\\n", b" ")):
-        found.update(name.split()[0] for name in (source or names).split(b",") if name.split())
-    tops = (name.partition(b".")[0].decode(errors="replace") for name in found)
+        packages.update(name.split()[0] for name in (source or names).split(b",") if name.split())
+    tops = (name.partition(b".")[0].decode(errors="replace") for name in packages)
     return frozenset(top for top in tops if top.isidentifier())
 
 
@@ -342,7 +349,7 @@ def _known() -> tuple[Path, ...]:
 def csc_folders() -> tuple[Path, ...]:
     """Where csc's own files lie: one folder, or, of a checkout, several."""
     packages = (csc, csc.codegen, csc.kernels, csc.passes)
-    return tuple(dict.fromkeys(Path(one.__path__[0]).resolve() for one in packages))
+    return tuple(dict.fromkeys(Path(package.__path__[0]).resolve() for package in packages))
 
 
 def _within(path: Path, folder: Path) -> bool:
@@ -389,8 +396,8 @@ def file_of(name: str, beside: str) -> tuple[str, str] | None:
         parent = sys.modules.get(head)
         search = list(getattr(parent, "__path__", ())) if parent is not None else []
         if not search:
-            found = file_of(head, beside)
-            search = [str(Path(found[0]).parent)] if found and found[0].endswith("__init__.py") else []
+            package = file_of(head, beside)
+            search = [str(Path(package[0]).parent)] if package and package[0].endswith("__init__.py") else []
         if not search:
             return None
     else:
@@ -498,7 +505,7 @@ def torch_folder() -> str:
 
 def of_transformers(kind: type) -> bool:
     """True for a class of transformers, or one made from it."""
-    return any(one.__module__.startswith("transformers.") for one in kind.__mro__)
+    return any(cls.__module__.startswith("transformers.") for cls in kind.__mro__)
 
 
 # --- Classes, as descriptions refer to them: each has a number, in the order in which they were met ------------------
@@ -693,8 +700,8 @@ class Describer:
             raise Opaque(f"parameter {name} is a {type(parameter).__name__}")
         data = parameter.data
         device = data.device.type if data.device.type != "meta" else self._device
-        said = self.tree(hooks_of_tensor(parameter), f"hooks of {name}"), self._said_of(parameter, name)
-        return [str(data.dtype), list(data.shape), list(data.stride()), device, *said]
+        attributes = self.tree(hooks_of_tensor(parameter), f"hooks of {name}"), self._said_of(parameter, name)
+        return [str(data.dtype), list(data.shape), list(data.stride()), device, *attributes]
 
     def _said_of(self, tensor: torch.Tensor, where: str) -> Any:
         """Attributes that a tensor was given."""
@@ -799,19 +806,19 @@ class Describer:
         return self._object(value, where)
 
     def _items(self, value: Mapping[Any, Any], where: str) -> list[Any]:
-        return [[self.tree(key, where), self.tree(one, f"{where}[{key!r}]")] for key, one in value.items()]
+        return [[self.tree(key, where), self.tree(item, f"{where}[{key!r}]")] for key, item in value.items()]
 
     def _object(self, value: Any, where: str) -> Any:
         """An object of Python classes is what is in its attributes, and in the container that it is."""
         kind = type(value)
-        bases = [one for one in kind.__mro__ if not has_source(one)]
+        bases = [base for base in kind.__mro__ if not has_source(base)]
         plain = {object, dict, list, tuple, int, str, float, set}
         if not all(base in plain or base.__module__ in ("typing", "abc", "collections", "enum") for base in bases):
             raise Opaque(f"{where} is a {kind.__module__}.{kind.__qualname__}")
         if bases == [kind] or not has_source(kind):
             raise Opaque(f"{where} is a {kind.__module__}.{kind.__qualname__}")
         left_out = PLACES if of_transformers(kind) else set()
-        filled = [name for one in kind.__mro__ for name in slots(one) if hasattr(value, name)]
+        filled = [name for base in kind.__mro__ for name in slots(base) if hasattr(value, name)]
         state = {**{name: getattr(value, name) for name in filled}, **getattr(value, "__dict__", {})}
         attributes = [[n, self.tree(v, f"{where}.{n}")] for n, v in sorted(state.items()) if n not in left_out]
         held: Any = None
@@ -819,11 +826,11 @@ class Describer:
             held = self._items(value, where)
             held.append(self.tree(getattr(value, "default_factory", None), where))
         elif isinstance(value, list):
-            held = [self.tree(one, where) for one in list.__iter__(value)]
+            held = [self.tree(item, where) for item in list.__iter__(value)]
         elif isinstance(value, tuple):
-            held = [self.tree(one, where) for one in tuple.__iter__(value)]
+            held = [self.tree(item, where) for item in tuple.__iter__(value)]
         elif isinstance(value, (int, str, float)):
-            held = next(one for one in (int, str, float) if isinstance(value, one)).__repr__(value)
+            held = next(base for base in (int, str, float) if isinstance(value, base)).__repr__(value)
         elif isinstance(value, (set, deque)):
             raise Opaque(f"{where} is a {kind.__qualname__}, a set or a queue")
         described = json.dumps([self.classes.number(kind, where), attributes, held])

@@ -62,15 +62,15 @@ class FeatureCache:
         try:
             checked_file(file, OSError)
             with safe_open(file, framework="pt") as opened:
-                found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-                if (opened.metadata() or {}).get(HASH) != _hash(key, found):
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                if (opened.metadata() or {}).get(HASH) != _hash(key, tensors):
                     raise ValueError("its content is not what was written")
         except (OSError, ValueError, SafetensorError) as error:
             log.warning("features: %s is damaged (%s); it is made again", file, error)
             with contextlib.suppress(OSError):
                 file.unlink()
             return None
-        return found
+        return tensors
 
     def write(self, key: str, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Keep tensors under a key, unless the directory is full or cannot be written: then a line in the log says so,
@@ -117,12 +117,12 @@ class FeatureCache:
                 f"features cannot be kept there ({error})", str(self.directory), "name a directory that can be made"
             ) from None
         for folder in filter(os.DirEntry.is_dir, os.scandir(self.directory)):
-            for one in os.scandir(folder):
+            for entry in os.scandir(folder):
                 with contextlib.suppress(OSError):
-                    if one.name.startswith(NEW) and now - one.stat().st_mtime > LEFT_BEHIND:
-                        os.unlink(one)
+                    if entry.name.startswith(NEW) and now - entry.stat().st_mtime > LEFT_BEHIND:
+                        os.unlink(entry)
                     else:
-                        total += one.stat().st_size
+                        total += entry.stat().st_size
         return total
 
     def _say(self, text: str, *arguments: object) -> None:

@@ -49,8 +49,8 @@ def machine() -> str:
     """What compiles functions, besides their text: a hash of torch, Python, CPU, C++ compiler, and of csc, whose
     operators they call.
     """
-    told = [own_sources(), torch.__version__, sys.version, platform.machine(), _cpu(), _compiler()]
-    return hashlib.sha256("\0".join(told).encode()).hexdigest()[:32]
+    facts_of_machine = [own_sources(), torch.__version__, sys.version, platform.machine(), _cpu(), _compiler()]
+    return hashlib.sha256("\0".join(facts_of_machine).encode()).hexdigest()[:32]
 
 
 def _cpu() -> str:
@@ -64,11 +64,11 @@ def _cpu() -> str:
 
 def _compiler() -> str:
     """What the C++ compiler says of itself; its path, if that is nothing."""
-    found = host_compiler()
-    if found is None:
+    compiler = host_compiler()
+    if compiler is None:
         return ""
     try:
-        said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
-        said = ""
-    return f"{os.path.realpath(found)}\n{said}"
+        version = ""
+    return f"{os.path.realpath(compiler)}\n{version}"

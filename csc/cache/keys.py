@@ -201,10 +201,10 @@ NOT_IN_FORWARD = {  # methods that objects and models have for other ends
 
 def reads(describer: Describer) -> Any:
     """What the code that the describer has met looks at, that code's own included."""
-    found = _Reads(describer)
-    found.follow()
-    found.check()
-    return found.values
+    finder = _Reads(describer)
+    finder.follow()
+    finder.check()
+    return finder.values
 
 
 class _Reads:
@@ -222,12 +222,12 @@ class _Reads:
         waiting, methods = 0, 0
         while True:
             functions = list(self._describer.functions)
-            found = self._describer.classes.methods
+            methods_found = self._describer.classes.methods
             if waiting < len(functions):
                 self._look(functions[waiting])
                 waiting += 1
-            elif methods < len(found):
-                self._look(found[methods][2])
+            elif methods < len(methods_found):
+                self._look(methods_found[methods][2])
                 methods += 1
             elif not self._look_into_escaped():
                 return
@@ -256,17 +256,17 @@ class _Reads:
     def _imported(self, function: FunctionType, name: str, above: int, line: int, known: Facts) -> str:
         package = str(function.__globals__.get("__package__") or "").split(".")
         parts = [*package[: len(package) + 1 - above], *filter(None, [name])] if above else [name]
-        whole = ".".join(filter(None, parts))
-        module = sys.modules.get(whole)
+        full_name = ".".join(filter(None, parts))
+        module = sys.modules.get(full_name)
         if module is None:
-            path = file_of(whole, str(PurePath(function.__code__.co_filename).parent))
+            path = file_of(full_name, str(PurePath(function.__code__.co_filename).parent))
             if path is not None and is_own(path[0]):
-                self._ask(function, line, f"imports {whole}, which was not loaded before")
-            return whole
-        for one in (module, sys.modules.get(whole.partition(".")[0])):
-            if one is not None:
-                self._module(function, one, line, known, set())
-        return whole
+                self._ask(function, line, f"imports {full_name}, which was not loaded before")
+            return full_name
+        for owner in (module, sys.modules.get(full_name.partition(".")[0])):
+            if owner is not None:
+                self._module(function, owner, line, known, set())
+        return full_name
 
     def _value(self, function: FunctionType, space: dict[str, Any], name: str, line: int, known: Facts) -> None:
         """What a function finds under a name that it uses, in its own module or another one."""
@@ -294,9 +294,9 @@ class _Reads:
             return self._describer.classes.number(value, place)
         if isinstance(value, FunctionType) or type(value) is CACHED:
             trees = []
-            for one in functions_of(value):
-                trees.append(self._describer.function(one, place))
-                self._look(one)
+            for function in functions_of(value):
+                trees.append(self._describer.function(function, place))
+                self._look(function)
             return trees
         return self._describer.tree(value, place)
 
@@ -358,10 +358,10 @@ class _Reads:
 
     # what forward reaches of it
 
-    def _ask(self, function: FunctionType, line: int, what: str) -> None:
+    def _ask(self, function: FunctionType, line: int, request: str) -> None:
         file = PurePath(function.__code__.co_filename).name
         place = f"{file}:{line or function.__code__.co_firstlineno}: {function.__qualname__}"
-        self._asks.setdefault(function, []).append(f"{place} {what}, which may differ at every start")
+        self._asks.setdefault(function, []).append(f"{place} {request}, which may differ at every start")
 
     def check(self) -> None:
         """Opaque if code that forward reaches asks the world for something."""
@@ -449,7 +449,7 @@ def trace_key(model: str, batch: Any, options: Options) -> str:
 
 def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:
     """trace: the key of what it is made from; trainable: `requires_grad` of the parameters."""
-    chosen = {one.name: _option(one.name, getattr(options, one.name)) for one in fields(Options)}
+    chosen = {field.name: _option(field.name, getattr(options, field.name)) for field in fields(Options)}
     return _hash(["program", trace, chosen, sorted(trainable.items())])
 
 
@@ -461,7 +461,7 @@ def mesh_key(model: str, sizes: Any, options: Options, trainable: Mapping[str, b
 def _option(name: str, value: Any) -> str:
     """Of an option that names a file, or several, what is in it."""
     if name == "hardware" and isinstance(value, tuple):
-        return repr([_option(name, one) for one in value])
+        return repr([_option(name, item) for item in value])
     if name in ("schedule", "hardware") and isinstance(value, str):
         path = Path(value)
         if path.suffix in (".txt", ".toml") and path.is_file():

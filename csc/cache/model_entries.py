@@ -175,8 +175,8 @@ def packed_bytes(packed: Packed, model: nn.Module) -> dict[str, bytes]:
 
 def packed_from(files: Files, model: nn.Module) -> Packed:
     """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
-    own = {name.removeprefix(PREFIX): content for name, content in files.items() if name.startswith(PREFIX)}
-    return Packed(own, *_common_from(files, model))
+    rank_files = {name.removeprefix(PREFIX): content for name, content in files.items() if name.startswith(PREFIX)}
+    return Packed(rank_files, *_common_from(files, model))
 
 
 def traced_bytes(traced: TracedProgram, model: nn.Module) -> dict[str, bytes]:
@@ -189,7 +189,9 @@ def traced_bytes(traced: TracedProgram, model: nn.Module) -> dict[str, bytes]:
 def traced_from(files: Files, model: nn.Module) -> TracedProgram:
     """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
     program = stored.from_tree(json.loads(files["trace.json"]), load_tensors(files["trace.safetensors"]))
-    history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
+    history = tuple(
+        replace(pass_record, seconds=0.0, summary=f"{pass_record.summary} (cache)") for pass_record in program.history
+    )
     return TracedProgram(replace(program, history=history), *_common_from(files, model))
 
 
@@ -208,7 +210,9 @@ def captured_bytes(captured: Captured, model: nn.Module) -> dict[str, bytes]:
 def captured_from(files: Files, model: nn.Module) -> Captured:
     """The inverse. An exception of csc.cache.model_entries.DAMAGE for bytes that are none."""
     program = stored.from_tree(json.loads(files["capture.json"]), load_tensors(files["capture.safetensors"]))
-    history = tuple(replace(one, seconds=0.0, summary=f"{one.summary} (cache)") for one in program.history)
+    history = tuple(
+        replace(pass_record, seconds=0.0, summary=f"{pass_record.summary} (cache)") for pass_record in program.history
+    )
     return Captured(replace(program, history=history), guards_from(files, model))
 
 
@@ -286,9 +290,9 @@ class ModelEntries:
             return
         for key in self._store.keys("guards", model):
             files = self._store.read("guards", key)
-            found = self._read("guards", key, files, guards_from)
-            if found is not None and found.extend(known):
-                yield found
+            kept = self._read("guards", key, files, guards_from)
+            if kept is not None and kept.extend(known):
+                yield kept
 
     def program(self, match: Match, options: Options) -> Packed | None:
         """The program of a microbatch."""
@@ -301,11 +305,11 @@ class ModelEntries:
 
     def checked(self, match: Match, options: Options) -> str:
         """What the comparison of a microbatch's program with eager PyTorch gave; "" if none is known."""
-        found = self._find(
+        kept = self._find(
             "checked", match, options, lambda files, _: files[CHECKED].decode(),
             self._as_it_runs(options),
         )  # fmt: skip
-        return found or ""
+        return kept or ""
 
     def _as_it_runs(self, options: Options) -> Callable[[str], str]:
         """The key of a program by that of its trace, and with `fuse` of what compiles its functions."""
@@ -364,7 +368,7 @@ class ModelEntries:
         except (Unstorable, RuntimeError, SafetensorError) as reason:
             log.info("cache: what was traced of %s is not cached for other sizes: it holds %s", self._name, reason)
             return
-        about = {"name": self._name, "shapes": {one.name: list(one.shape) for one in captured.program.inputs}}
+        about = {"name": self._name, "shapes": {entry.name: list(entry.shape) for entry in captured.program.inputs}}
         if self._store.write("capture", f"{model}-{match.capture.name}", files, about):
             self._keep_guards(model, files["guards.json"], about)
 
@@ -384,7 +388,9 @@ class ModelEntries:
 
     def _mesh_key(self, batch: Mapping[str, Any], options: Options) -> str | None:
         model = self._model_key(batch)
-        sizes = {name: (tuple(one.shape), str(one.dtype)) for name, one in sorted(split_batch(batch)[0].items())}
+        sizes = {
+            name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in sorted(split_batch(batch)[0].items())
+        }
         return None if model is None else mesh_key(model, sizes, options, self._trainable())
 
     @staticmethod
@@ -465,12 +471,12 @@ class ModelEntries:
         """None, with the reason in the log, if the model cannot be described, or has been changed since the first
         time: what was captured before is not what a process that starts with it now would capture.
         """
-        found = self._described(microbatch)
-        if found is None:
+        description = self._described(microbatch)
+        if description is None:
             return None
         _, extra = split_batch(microbatch)
-        key = self._keys.setdefault(repr(extra), found)
-        if found != key and found not in self._left.get(key, ()):
+        key = self._keys.setdefault(repr(extra), description)
+        if description != key and description not in self._left.get(key, ()):
             self._say("it was changed after it was compiled first")
             return None
         return key

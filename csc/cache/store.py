@@ -30,26 +30,26 @@ OPEN = stat.S_IWGRP | stat.S_IWOTH
 def refused(folder: Path) -> str:
     """Of the cache's folder, which may be reached by links of the user's own; "" if it is his, or not there."""
     try:
-        found = os.stat(folder)
+        status = os.stat(folder)
         link = os.lstat(folder)
     except OSError:
         return ""
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         return f"{folder} is no folder"
-    return _owner(link, str(folder)) or _why(found, str(folder))
+    return _owner(link, str(folder)) or _why(status, str(folder))
 
 
 def refused_within(entry: Path) -> str:
     """Of an entry: of all that is in it, links to other places and what is no plain file included."""
     for path in _all(entry):
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
         except OSError:  # it has just been removed
             continue
         name = os.path.relpath(path, entry.parent)
-        if not stat.S_ISDIR(found.st_mode) and (path == str(entry) or not stat.S_ISREG(found.st_mode)):
-            return f"{name} is {'a symbolic link' if stat.S_ISLNK(found.st_mode) else 'no plain file'}"
-        if why := _why(found, name):
+        if not stat.S_ISDIR(status.st_mode) and (path == str(entry) or not stat.S_ISREG(status.st_mode)):
+            return f"{name} is {'a symbolic link' if stat.S_ISLNK(status.st_mode) else 'no plain file'}"
+        if why := _why(status, name):
             return why
     return ""
 
@@ -61,14 +61,14 @@ def _all(entry: Path) -> Iterator[str]:
             yield os.path.join(folder, name)
 
 
-def _why(found: os.stat_result, name: str) -> str:
-    if found.st_mode & OPEN:
+def _why(status: os.stat_result, name: str) -> str:
+    if status.st_mode & OPEN:
         return f"others may write to {name} (chmod -R go-w)"
-    return _owner(found, name)
+    return _owner(status, name)
 
 
-def _owner(found: os.stat_result, name: str) -> str:
-    return f"{name} belongs to another user" if found.st_uid != os.geteuid() else ""
+def _owner(status: os.stat_result, name: str) -> str:
+    return f"{name} belongs to another user" if status.st_uid != os.geteuid() else ""
 
 
 # --- The cache's folder: entries that are there whole, or not at all, for any number of processes --------------------
@@ -107,9 +107,9 @@ class Entry:
 
 def location() -> Path:
     """$CSC_CACHE_DIR, else `csc` in the user's cache folder."""
-    own = os.environ.get("CSC_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
+    folder = os.environ.get("CSC_CACHE_DIR")
+    if folder:
+        return Path(folder).expanduser()
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "csc"
 
@@ -132,10 +132,10 @@ def _limit() -> int:
 
 def size_in_bytes(name: str, given: int | str, where: str) -> int:
     """A number of bytes, which may be a text such as 2GB. name: what InputError calls what was given, if it is none."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)b?\s*", str(given).lower())
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)b?\s*", str(given).lower())
+    if match is None:
         raise InputError(f"{name} is {given!r}", where, "write bytes, or a size such as 500MB or 2GB")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class Store:
                 raise ValueError("it is another entry's")
             if _sum(listed) != listed["sum"]:
                 raise ValueError("entry.json has changed")
-            found = {name: within(place, name, ValueError) for name in listed["files"]}
-            files = {name: checked_file(file, ValueError).read_bytes() for name, file in found.items()}
+            paths = {name: within(place, name, ValueError) for name in listed["files"]}
+            files = {name: checked_file(file, ValueError).read_bytes() for name, file in paths.items()}
             for name, content in files.items():
                 if hashlib.sha256(content).hexdigest() != listed["files"][name]["sha256"]:
                     raise ValueError(f"{name} has changed")
@@ -252,22 +252,22 @@ class Store:
     def keys(self, kind: str, prefix: str = "") -> list[str]:
         """Keys of a kind that begin so, in order. What else lies in the folder is nobody's business."""
         try:
-            found = [one.name.removeprefix(f"{kind}-") for one in self.folder.glob(f"{kind}-*") if one.is_dir()]
+            names = [entry.name.removeprefix(f"{kind}-") for entry in self.folder.glob(f"{kind}-*") if entry.is_dir()]
         except OSError:
             return []
-        return sorted(key for key in found if KEY.fullmatch(key) and key.startswith(prefix))
+        return sorted(key for key in names if KEY.fullmatch(key) and key.startswith(prefix))
 
     def entries(self) -> list[Entry]:
         """All entries, the one used last first. One that cannot be read counts, with what its files take."""
-        found = [entry for kind in KINDS for key in self.keys(kind) if (entry := self._entry(kind, key)) is not None]
-        return sorted(found, key=lambda entry: (-entry.used, entry.kind, entry.key))
+        entries = [entry for kind in KINDS for key in self.keys(kind) if (entry := self._entry(kind, key)) is not None]
+        return sorted(entries, key=lambda entry: (-entry.used, entry.kind, entry.key))
 
     def _entry(self, kind: str, key: str) -> Entry | None:
         place = self._place(kind, key)
         try:
             listed = read_json(place / "entry.json", ValueError)
             used = (place / "entry.json").stat().st_mtime
-            size = sum(one["size"] for one in listed["files"].values())
+            size = sum(file["size"] for file in listed["files"].values())
             return Entry(kind, key, used, _size(place / "hits"), size, dict(listed["about"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             size = sum(map(_size, _files(place)))
@@ -299,7 +299,7 @@ def _put(file: Path, content: bytes, how: int = 0) -> None:
 
 
 def _files(place: Path) -> Iterator[Path]:
-    return (one for one in place.rglob("*") if one.is_file())
+    return (file for file in place.rglob("*") if file.is_file())
 
 
 def _size(file: Path) -> int:

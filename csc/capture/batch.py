@@ -63,7 +63,7 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "pass a dict such as {'input_ids': ..., 'labels': ...}; each entry becomes a keyword argument of the model",
         )
     tensors: dict[str, torch.Tensor] = {}
-    others: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     for name, value in batch.items():
         if str(name).startswith(OWN):
             raise InputError(
@@ -86,10 +86,10 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
                 )
             tensors[str(name)] = value.contiguous()  # as the trace takes every batch to lie in memory
         elif value is not None:
-            others[str(name)] = value
+            extra[str(name)] = value
     if not tensors:
         raise InputError("the example batch holds no tensor", "example batch", "pass one real batch of your data")
-    return tensors, others
+    return tensors, extra
 
 
 def placed(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
@@ -114,7 +114,7 @@ def sample_axis(name: str, batch: Mapping[str, torch.Tensor], told: Mapping[str,
     if name in told:
         return told[name]
     tensor = batch[name]
-    text = next((batch[one] for one in TOKENS if one in batch and batch[one].dim() == 2), None)
+    text = next((batch[entry] for entry in TOKENS if entry in batch and batch[entry].dim() == 2), None)
     exact = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     if text is None or not exact or tensor.dim() != 3 or tensor.shape[1:] != text.shape:
         return 0
@@ -157,16 +157,16 @@ def repeated(
     """(a batch with all rows so many times, how many): `parts` times, unless that takes more than LARGEST bytes; then
     as often as fits, and twice at least. whole: entries that stay as they are; told: see `sample_axis`.
     """
-    tensors, others = split_batch(batch)
-    own = sum(tensor.nbytes for tensor in tensors.values())
-    times = max(2, min(parts, LARGEST // max(own, 1)))
+    tensors, extra = split_batch(batch)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    times = max(2, min(parts, LARGEST // max(size, 1)))
     rows = {
         name: tensor
         if name in whole or not tensor.dim()
         else torch.cat([tensor] * times, sample_axis(name, tensors, told))
         for name, tensor in tensors.items()
     }
-    return {**rows, **others}, times
+    return {**rows, **extra}, times
 
 
 def is_metadata(tensor: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> bool:

@@ -47,7 +47,9 @@ def name_of(program: Program) -> str:
 
 def with_sizes_of(program: Program, tensors: Mapping[str, torch.Tensor]) -> Program:
     """A captured Program, its inputs of the sizes of a microbatch that it is for."""
-    return replace(program, inputs=tuple(replace(one, shape=tuple(tensors[one.name].shape)) for one in program.inputs))
+    return replace(
+        program, inputs=tuple(replace(entry, shape=tuple(tensors[entry.name].shape)) for entry in program.inputs)
+    )
 
 
 def capture(model: nn.Module, example: Any, guards: Guards | None = None, whole: bool = False) -> Program:
@@ -108,11 +110,13 @@ def _steady(model: nn.Module, example: Any, guards: Guards, whole: bool) -> Prog
     return program
 
 
-def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tuple[Program, Changes, frozenset[Slot]]:
+def _captured(
+    model: nn.Module, example: Any, guards: Guards, undivided: bool
+) -> tuple[Program, Changes, frozenset[Slot]]:
     """The Program, what the model's forward wrote to it, and beside it."""
     device = device_of(model)
     with standing_in(model, device), opaque_reads(model) as read:
-        paths = () if whole else [path for path, info in describe(model).items() if info.role == "layer"]
+        paths = () if undivided else [path for path, info in describe(model).items() if info.role == "layer"]
         layers = Layers.of(model, paths)
         flat, tensors, traced, history = _traced(model, example, guards, device, layers)
     guards.opaque_reads |= read
@@ -125,10 +129,10 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
     )
     graph = flat.graph
     taken = {node.meta["role"][1] for node in g.placeholders(graph) if node.users}
-    refuse_shared_tensors(model, {name: one for name, one in flat.constants.items() if name in taken})
+    refuse_shared_tensors(model, {name: constant for name, constant in flat.constants.items() if name in taken})
     assumed = _assumed(guards, model, example, tensors, traced, graph, taken)
     guards.add(assumed)
-    given = split_batch(example)[0].keys()
+    entries = split_batch(example)[0].keys()
     hoisted = _entries_of(_hoisted(guards), tensors)
     program = Program(
         name=type(model).__name__,
@@ -140,15 +144,15 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
         graph=graph,
         fake_mode=g.outputs(graph)[0].meta["val"].fake_mode,
         guards=replace(assumed, calls=None),
-        made=tuple(sorted((taken & tensors.keys() - given) | hoisted)),
+        made=tuple(sorted((taken & tensors.keys() - entries) | hoisted)),
         statistics={
-            name: one.line
-            for one in _hoisted(guards)
-            if one.is_statistic
-            for name in sorted(_entries_of([one], tensors))
+            name: call.line
+            for call in _hoisted(guards)
+            if call.is_statistic
+            for name in sorted(_entries_of([call], tensors))
         },
         reads=traced.deciding,
-        sizes=tuple(sorted(taken & sizes_among(tensors, given, guards.host))),
+        sizes=tuple(sorted(taken & sizes_among(tensors, entries, guards.host))),
         checkpoints=flat.checkpoints,
         history=history,
     )
@@ -156,12 +160,12 @@ def _captured(model: nn.Module, example: Any, guards: Guards, whole: bool) -> tu
 
 
 def _hoisted(guards: Guards) -> list[Hoisted]:
-    return [one for one in guards.host.calls if isinstance(one, Hoisted)]
+    return [call for call in guards.host.calls if isinstance(call, Hoisted)]
 
 
 def _entries_of(calls: Sequence[Hoisted], names: Iterable[str]) -> set[str]:
     """Those of the names that entries made by these calls have."""
-    return {name for name in names if any(name.startswith(f"{one.prefix}_") for one in calls)}
+    return {name for name in names if any(name.startswith(f"{call.prefix}_") for call in calls)}
 
 
 def _inputs(graph: fx.Graph, tensors: Mapping[str, torch.Tensor], axes: Mapping[str, int]) -> tuple[Input, ...]:
@@ -267,7 +271,7 @@ def _traced(
 def _flat(exported: Exported, model: nn.Module) -> Flattened:
     try:
         flat = flatten(exported.program, model)
-        left = next((one for one in g.calls(flat.graph) if exported.undecided and g.op_name(one) in OF_VALUES), None)
+        left = next((node for node in g.calls(flat.graph) if exported.undecided and g.op_name(node) in OF_VALUES), None)
         if left is not None:
             raise InputError(
                 f"the size of a result depends on the values in the batch ({g.op_name(left)})",

@@ -23,14 +23,16 @@ CALLED_BY_PYTHON = frozenset(  # methods that no code names
 
 def texts(code: CodeType) -> tuple[str, ...]:
     """The texts in code and in functions in it: some may be names of environment variables."""
-    return tuple(dict.fromkeys(one for part in _codes(code) for one in part.co_consts if isinstance(one, str)))
+    return tuple(
+        dict.fromkeys(constant for part in _codes(code) for constant in part.co_consts if isinstance(constant, str))
+    )
 
 
 def names_read(code: CodeType) -> frozenset[str]:
     """The names that code and functions in it look up, but for globals that it writes itself."""
     codes = list(_codes(code))
-    written = {one.co_names[place] for one in codes for place in _arguments(one, "STORE_GLOBAL")}
-    return frozenset(name for one in codes for name in one.co_names) - written
+    written = {inner.co_names[place] for inner in codes for place in _arguments(inner, "STORE_GLOBAL")}
+    return frozenset(name for inner in codes for name in inner.co_names) - written
 
 
 @functools.cache  # the functions of a library are met in every walk
@@ -38,10 +40,10 @@ def globals_read(code: CodeType) -> frozenset[str]:
     """The names that code and functions in it look up as globals, not as attributes."""
     return frozenset(
         name
-        for one in _codes(code)
+        for inner in _codes(code)
         for name in (
-            *(one.co_names[place >> 1] for place in _arguments(one, "LOAD_GLOBAL")),  # its last bit is a flag
-            *(one.co_names[place] for place in _arguments(one, "LOAD_NAME")),
+            *(inner.co_names[place >> 1] for place in _arguments(inner, "LOAD_GLOBAL")),  # its last bit is a flag
+            *(inner.co_names[place] for place in _arguments(inner, "LOAD_NAME")),
         )
     )
 
@@ -49,15 +51,15 @@ def globals_read(code: CodeType) -> frozenset[str]:
 @functools.cache
 def imported(code: CodeType) -> frozenset[str]:
     """The modules that it imports while it runs."""
-    names = (one.co_names[place] for one in _codes(code) for place in _arguments(one, "IMPORT_NAME"))
+    names = (inner.co_names[place] for inner in _codes(code) for place in _arguments(inner, "IMPORT_NAME"))
     return frozenset(name for name in names if name)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
     yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _codes(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
 
 
 def _arguments(code: CodeType, operation: str) -> Iterator[int]:

@@ -169,8 +169,8 @@ def _differentiates(frame: traceback.FrameSummary) -> bool:
 
 def _traced_line(error: BaseException) -> str:
     """`file:line` out of the traceback that fx prints for a node ("Original traceback"); "" if there is none."""
-    found = re.findall(r'File "([^"\n]+)", line (\d+)', str(error).partition("Original traceback:")[2])
-    outside = [f"{file}:{line}" for file, line in found if not is_of_libraries(file)]
+    frames = re.findall(r'File "([^"\n]+)", line (\d+)', str(error).partition("Original traceback:")[2])
+    outside = [f"{file}:{line}" for file, line in frames if not is_of_libraries(file)]
     return outside[-1] if outside else ""
 
 

@@ -96,17 +96,17 @@ class Guards:
         """The first capture that is for a microbatch; an earlier answer stays when others are added."""
         tensors, extra, run = self.with_rows(model, microbatch)
         plain, calls = plain_texts(extra), run.calls if run is not None else None
-        made = self.host.made(tensors) - microbatch.keys()
+        computed = self.host.made(tensors) - microbatch.keys()
         misses = []
-        frozen = frozen_in(model) if any(one.flags for one in self.captures) else frozenset()
-        for one in self.captures:
-            unknown = made - one.sizes.entries.keys()  # of a function that captures of other batches run
+        frozen = frozen_in(model) if any(capture.flags for capture in self.captures) else frozenset()
+        for capture in self.captures:
+            unknown = computed - capture.sizes.entries.keys()  # of a function that captures of other batches run
             known = {name: tensors[name] for name in tensors if name not in unknown} if unknown else tensors
-            found = one.match(known, plain, calls, frozen)
-            if not isinstance(found, Miss):
-                shapes = tuple((name, str(t.dtype), tuple(t.shape)) for name, t in sorted(found.items()))
-                return Match(microbatch, {**found, **extra}, one, (), (one.name, shapes))
-            misses.append(found)
+            match = capture.match(known, plain, calls, frozen)
+            if not isinstance(match, Miss):
+                shapes = tuple((name, str(t.dtype), tuple(t.shape)) for name, t in sorted(match.items()))
+                return Match(microbatch, {**match, **extra}, capture, (), (capture.name, shapes))
+            misses.append(match)
         self._refuse_what_the_host_does(model, microbatch)
         return Match(microbatch, {**tensors, **extra}, None, tuple(misses))
 
@@ -136,25 +136,25 @@ class Guards:
         """InputError if a function refuses the batch that captures of batches with the same entries run. One that
         others alone run says nothing against it: with sound a function is called with more than without.
         """
-        given, _ = split_batch(microbatch)
-        for call, error in self.host.entries(model, given)[1]:
-            for one in self.captures:
-                names = one.sizes.entries.keys()
-                if names - self.host.made(names) == given.keys() and f"{call.prefix}_0" in names:
+        entries, _ = split_batch(microbatch)
+        for call, error in self.host.entries(model, entries)[1]:
+            for capture in self.captures:
+                names = capture.sizes.entries.keys()
+                if names - self.host.made(names) == entries.keys() and f"{call.prefix}_0" in names:
                     raise error
 
     def of(self, name: str) -> Guards:
         """These, as if one capture were the only one."""
-        return replace(self, captures=tuple(one for one in self.captures if one.name == name))
+        return replace(self, captures=tuple(capture for capture in self.captures if capture.name == name))
 
     def add(self, new: CaptureGuards, instead: str = "") -> None:
         """Know of a capture; instead: of the one of this name, at its place."""
         name = instead or new.name
-        if all(one.name != name for one in self.captures):
+        if all(capture.name != name for capture in self.captures):
             self.captures = (*self.captures, new)
         else:
-            others = [one for one in self.captures if one.name == name or one.name != new.name]
-            self.captures = tuple(new if one.name == name else one for one in others)
+            rest = [capture for capture in self.captures if capture.name == name or capture.name != new.name]
+            self.captures = tuple(new if capture.name == name else capture for capture in rest)
 
     def copy(self) -> Guards:
         """As they are now, for keeping: without what belongs to this process."""
@@ -172,12 +172,12 @@ class Guards:
 
     def joined(self, more: Guards) -> Guards:
         """What both know. What the model's code does is as `more` says if that extends these."""
-        own = {one.name for one in self.captures}
+        names = {capture.name for capture in self.captures}
         base = more if more.extend(self) else self
         return replace(
             base,
             deciding=self.deciding | more.deciding,
-            captures=(*self.captures, *(one for one in more.captures if one.name not in own)),
+            captures=(*self.captures, *(capture for capture in more.captures if capture.name not in names)),
             decides=self.decides or more.decides,
             written=self.written | more.written,
             opaque_reads=self.opaque_reads | more.opaque_reads,

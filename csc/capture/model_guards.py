@@ -63,12 +63,12 @@ class Changed:
         return bool(self.structure or self.parameters or self.trainable)
 
     def __str__(self) -> str:
-        told = list(self.structure)
+        parts = list(self.structure)
         if self.parameters:
-            told.append(f"{_some(self.parameters)} replaced")
+            parts.append(f"{_some(self.parameters)} replaced")
         if self.trainable:
-            told.append(f"requires_grad of {_some(self.trainable)}")
-        return "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
+            parts.append(f"requires_grad of {_some(self.trainable)}")
+        return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -92,19 +92,21 @@ class ModelGuards:
         self.ignored = frozenset(ignored)
         self._model, self._ignored = model, _of_equals(model, ignored)
         holders = dict(_holders(model))
-        self._before = {path: dict(own) for path, own in holders.items()}
+        self._before = {path: dict(attributes) for path, attributes in holders.items()}
         self.was_training, self.was_autocast = model.training, autocasts()
         self._kinds = _kinds(model)
         self._of_all_modules = [(kind, hooks, dict(hooks)) for kind, hooks in hooks_of_all_modules()]
         every = [*holders.values(), *(hooks for _, hooks, _ in self._of_all_modules)]
-        self._empty = [own for own in every if not own]
+        self._empty = [attributes for attributes in every if not attributes]
         held: list[tuple[Any, Holds]] = [
-            (own, partial(members_hold, own, list(own), list(dict.values(own)))) for own in every if own
+            (attributes, partial(members_hold, attributes, list(attributes), list(dict.values(attributes))))
+            for attributes in every
+            if attributes
         ]
         self._contents = {
             (path, name): (value, _copied(value))
-            for path, own in holders.items()
-            for name, value in own.items()
+            for path, attributes in holders.items()
+            for name, value in attributes.items()
             if isinstance(value, (list, dict, set))
             and not _is_holder(name, value)
             and (path, name) not in self._ignored
@@ -114,13 +116,13 @@ class ModelGuards:
                 self._empty.append(value)
             else:
                 held.append((value, partial(_same, value, before)))
-        self._counted = Versioned((own, holds) for own, holds in held if counted(own))
-        self._others = [holds for own, holds in held if not counted(own)]
+        self._counted = Versioned((attributes, holds) for attributes, holds in held if counted(attributes))
+        self._others = [holds for attributes, holds in held if not counted(attributes)]
         self._buffers = TensorValues((f"buffer {name}", buffer) for name, buffer in _buffers(model))
         self._tensors = {  # that are attributes, neither parameters nor buffers
             (path, name): value
-            for path, own in holders.items()
-            for name, value in own.items()
+            for path, attributes in holders.items()
+            for name, value in attributes.items()
             if isinstance(value, torch.Tensor)
             and not path.endswith(OWN)
             and not value.is_inference()
@@ -210,20 +212,22 @@ class ModelGuards:
         class.
         """
         kinds = zip(self._model.named_parameters(), self._kept)
-        found = [f"dtype, device or shape of {name}" for (name, p), before in kinds if KEPT_AS(p) != before]
+        changes = [f"dtype, device or shape of {name}" for (name, p), before in kinds if KEPT_AS(p) != before]
         classes = zip(self._model.named_modules(), self._classes)
-        return found + [f"class of {path or 'the model'}" for (path, one), before in classes if type(one) is not before]
+        return changes + [
+            f"class of {path or 'the model'}" for (path, cls), before in classes if type(cls) is not before
+        ]
 
     def _modes(self) -> list[str]:
         """Modules whose mode is another, seen from the model's own: a model in eval mode trains as a whole."""
-        found = []
+        changes = []
         for path, module in self._model.named_modules():
             before = self._before.get(path, {}).get("training")
             if before is None or not self._model.training:
                 continue
             if module.training != (before or not self.was_training):
-                found.append(f"{path or 'the model'} is in {'train' if module.training else 'eval'} mode")
-        return found
+                changes.append(f"{path or 'the model'} is in {'train' if module.training else 'eval'} mode")
+        return changes
 
 
 def reached(
@@ -268,8 +272,8 @@ def _of_equals(model: nn.Module, slots: Set[Slot]) -> Set[Slot]:
     modules = dict(model.named_modules())
     classes = {(type(modules[path]), name) for path, name in slots if path in modules}
     names = {name for _, name in classes}
-    found = {(path, name) for path, module in modules.items() for name in names if (type(module), name) in classes}
-    return found | set(slots)
+    pairs = {(path, name) for path, module in modules.items() for name in names if (type(module), name) in classes}
+    return pairs | set(slots)
 
 
 def _written_by_saving(slots: Mapping[str, Any], name: str, old: Any, new: Any, dtypes: Sequence[Any]) -> bool:
@@ -351,13 +355,13 @@ def _same(value: Any, before: Any) -> bool:
     return all(map(_alike, value, before)) if not isinstance(value, set) else value == before
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if one is other:
+def _alike(left: Any, other: Any) -> bool:
+    if left is other:
         return True
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+    if isinstance(left, torch.Tensor) or isinstance(other, torch.Tensor):
         return False
     try:
-        return type(one) is type(other) and bool(one == other)
+        return type(left) is type(other) and bool(left == other)
     except Exception:  # comparing is the user's code
         return False
 

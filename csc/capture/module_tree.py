@@ -61,12 +61,12 @@ def describe(model: nn.Module) -> dict[str, ModuleInfo]:
     for path in layer_lists:
         for around in _ancestors(path):
             below[around] = below.get(around, 0) + 1
-    own: dict[str, int] = {}  # layer lists directly below
+    lists: dict[str, int] = {}  # layer lists directly below
     for path in layer_lists:
-        own[path.rpartition(".")[0]] = own.get(path.rpartition(".")[0], 0) + 1
+        lists[path.rpartition(".")[0]] = lists.get(path.rpartition(".")[0], 0) + 1
 
     def is_tower(around: str) -> bool:
-        return below[around] == 1 or below[around] == own.get(around, 0) < len(layer_lists)
+        return below[around] == 1 or below[around] == lists.get(around, 0) < len(layer_lists)
 
     towers = {next(filter(is_tower, _ancestors(path))) for path in layer_lists}
 

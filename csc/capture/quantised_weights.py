@@ -67,32 +67,32 @@ class QuantisedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[.., features in] to [.., features out]."""
         compute = x.dtype if self.compute is None or (self.safe and x.dtype in SAFE) else self.compute
-        given = x.dtype
+        dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             compute = torch.get_autocast_dtype(x.device.type)
-            given = compute if self.fixed[0] in LEFT_LOW else given
+            dtype = compute if self.fixed[0] in LEFT_LOW else dtype
         parts = [getattr(self, name) if name else None for name in self.places]
         product = torch.ops.csc.quantised_linear(x.to(compute), *parts, self.bias, *self.fixed)
-        return product.to(given)
+        return product.to(dtype)
 
 
 @contextmanager
 def stand_ins(model: nn.Module) -> Iterator[None]:
     """InputError for a quantised weight that csc does not know how to compute with."""
-    found = dict(_quantised(model))
-    made: dict[int, nn.Module] = {}
+    modules = dict(_quantised(model))
+    stand_ins_made: dict[int, nn.Module] = {}
     plain: dict[int, nn.Parameter] = {}
-    for path, module in found.items():
-        made[id(module)] = _standing_for(module, path, plain)
+    for path, module in modules.items():
+        stand_ins_made[id(module)] = _standing_for(module, path, plain)
     replaced = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()
-        if child is not None and id(child) in made
+        if child is not None and id(child) in stand_ins_made
     ]
     try:
         for parent, name, child in replaced:
-            parent._modules[name] = made[id(child)]
+            parent._modules[name] = stand_ins_made[id(child)]
         yield
     finally:
         for parent, name, child in replaced:
@@ -138,7 +138,7 @@ def _places(owner: Any) -> list[int]:
     """Where the tensors lie that a weight, or what it has beside it, holds."""
     held = [getattr(owner, name, None) for name in HELD]
     plain = [owner] if isinstance(owner, torch.Tensor) and not hasattr(owner, "qdata") else []
-    return [one.data_ptr() for one in (*plain, *held) if isinstance(one, torch.Tensor)]
+    return [tensor.data_ptr() for tensor in (*plain, *held) if isinstance(tensor, torch.Tensor)]
 
 
 def is_quantised(tensor: torch.Tensor | None) -> bool:
@@ -283,9 +283,9 @@ def _torchao(module: Any, weight: Any, where: str) -> tuple[Layout, dict[str, st
     rows, columns = weight.shape
     across, block = (int(size) for size in weight.block_size)
     if rounded or across != 1:
-        what = f"has {', '.join(rounded)}" if rounded else f"has scales for blocks of {across} rows"
+        fault = f"has {', '.join(rounded)}" if rounded else f"has scales for blocks of {across} rows"
         raise InputError(
-            f"it {what}, and csc computes with weights that are rounded alone, in blocks of a row", where,
+            f"it {fault}, and csc computes with weights that are rounded alone, in blocks of a row", where,
             "quantise by Int8WeightOnlyConfig or IntxWeightOnlyConfig, for rows or groups of them",
         )  # fmt: skip
     parts = {"weight": weight.qdata, "scale": weight.scale}

@@ -147,10 +147,10 @@ class Reached:
             for watch in self._watches
             if _contents_of(watch[0]) not in ignored
         ]
-        self._functions = [one for one in self._functions if _code_of(one[0]) not in ignored]
-        self._cells = [one for one in self._cells if one[0] not in ignored]
-        self._tensors = [one for one in self._tensors if one[0] not in ignored]
-        self._arrays = [one for one in self._arrays if one[0] not in ignored]
+        self._functions = [function for function in self._functions if _code_of(function[0]) not in ignored]
+        self._cells = [cell for cell in self._cells if cell[0] not in ignored]
+        self._tensors = [tensor for tensor in self._tensors if tensor[0] not in ignored]
+        self._arrays = [array for array in self._arrays if array[0] not in ignored]
 
     def holds(self) -> bool:
         """Whether nothing was replaced or written to since."""
@@ -198,8 +198,8 @@ class Reached:
         of_class = isinstance(members, MappingProxyType)
         if of_class:
             names = dict.fromkeys(name for name in names if name in self._reached)
-        found = [f"{path}.{name}" for name in names if not _alike(before.get(name, ABSENT), now.get(name, ABSENT))]
-        return found or ([] if of_class else [_contents_of(path)])
+        changes = [f"{path}.{name}" for name in names if not _alike(before.get(name, ABSENT), now.get(name, ABSENT))]
+        return changes or ([] if of_class else [_contents_of(path)])
 
     def put_back(self, is_wrong: Callable[[Any], bool]) -> None:
         """Let what holds a value that `is_wrong` hold what it held before, or nothing under a new name."""
@@ -255,13 +255,13 @@ class Reached:
                 self._watch(path, names, functools.partial(values, value), depth)
         elif isinstance(value, (list, set, deque)):
             if id(value) in self._known:
-                self._on(path, [("", one) for one in value], depth)
+                self._on(path, [("", item) for item in value], depth)
             else:
                 self._watch(path, (), functools.partial(elements, value), depth)
         elif isinstance(value, BEHIND):
-            self._on(path, [("", one) for one in gc.get_referents(value)], depth)
+            self._on(path, [("", referent) for referent in gc.get_referents(value)], depth)
         elif isinstance(value, (tuple, frozenset)):
-            self._on(path, [("", one) for one in value], depth)
+            self._on(path, [("", item) for item in value], depth)
         elif isinstance(value, FunctionType):
             self._walk_function(path, value, depth)
         elif isinstance(value, MethodType):
@@ -425,13 +425,13 @@ def _of_cell(named: tuple[str, CellType]) -> Any:
         return ABSENT
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if one is other:
+def _alike(left: Any, other: Any) -> bool:
+    if left is other:
         return True
-    if not isinstance(one, (*PLAIN, tuple, frozenset)):
+    if not isinstance(left, (*PLAIN, tuple, frozenset)):
         return False
     try:
-        return type(one) is type(other) and bool(one == other)
+        return type(left) is type(other) and bool(left == other)
     except Exception:  # comparing is the user's code
         return False
 

@@ -99,10 +99,10 @@ class TensorValues:
                 self._paths.append(path)
                 self._tensors.append(tensor)
         self._versions = list(map(VERSION, self._tensors))
-        lying = [(path, one) for path, one in zip(self._paths, self._tensors) if _lies(one)]
-        self._lying, self._lying_paths = [one for _, one in lying], [path for path, _ in lying]
+        lying = [(path, tensor) for path, tensor in zip(self._paths, self._tensors) if _lies(tensor)]
+        self._lying, self._lying_paths = [tensor for _, tensor in lying], [path for path, _ in lying]
         self._places = self._as_they_lie()
-        self._bytes = [(path, view, view.tobytes()) for path, one in lying if (view := _bytes(one)) is not None]
+        self._bytes = [(path, view, view.tobytes()) for path, tensor in lying if (view := _bytes(tensor)) is not None]
 
     def hold(self) -> bool:
         """Whether none was written to or moved."""
@@ -114,13 +114,15 @@ class TensorValues:
 
     def changed(self) -> list[str]:
         """The paths of those that were."""
-        found = [path for path, one, was in zip(self._paths, self._tensors, self._versions) if one._version != was]
+        changed = [
+            path for path, tensor, was in zip(self._paths, self._tensors, self._versions) if tensor._version != was
+        ]
         for now, before in zip(self._as_they_lie(), self._places):
-            found += [path for path, one, was in zip(self._lying_paths, now, before) if one != was]
-        return found + [path for path, view, before in self._bytes if view.tobytes() != before]
+            changed += [path for path, pointer, was in zip(self._lying_paths, now, before) if pointer != was]
+        return changed + [path for path, view, before in self._bytes if view.tobytes() != before]
 
     def _as_they_lie(self) -> list[list[Any]]:
-        return [list(map(one, self._lying)) for one in HOW]
+        return [list(map(reader, self._lying)) for reader in HOW]
 
 
 def _lies(tensor: torch.Tensor) -> bool:
@@ -210,8 +212,8 @@ def put_members_back(
 
 
 def _at(read: Read, places: list[int]) -> list[Any]:
-    found = read()
-    return [found[place] for place in places]
+    values_read = read()
+    return [values_read[place] for place in places]
 
 
 def identical(now: Any, before: Any) -> bool:
@@ -226,11 +228,11 @@ def without(watch: Watch, left_out: Set[str]) -> Watch:
     path, names, read, _ = watch
     kept = tuple(name for name in names if name not in left_out)
     if isinstance(read, partial) and read.func is values:
-        others: Read = partial(values, read.args[0], frozenset(left_out))
+        rest: Read = partial(values, read.args[0], frozenset(left_out))
     else:
         places = [place for place, name in enumerate(names) if name not in left_out]
-        others = partial(_at, read, places)
-    return path, kept, others, others()
+        rest = partial(_at, read, places)
+    return path, kept, rest, rest()
 
 
 class Together:
@@ -249,7 +251,7 @@ class Together:
         self._containers = _firsts(kinds[elements])
         self._sizes = [len(before) for _, _, _, before in kinds[elements]]
         objects = kinds[attributes]
-        self._objects = [one for one, (_, names, _, _) in zip(_firsts(objects), objects) for _ in names]
+        self._objects = [obj for obj, (_, names, _, _) in zip(_firsts(objects), objects) for _ in names]
         self._attributes = [name for _, names, _, _ in objects for name in names]
         self._before = [value for kind in (kinds[elements], objects) for _, _, _, before in kind for value in before]
         self._variables = dict(chain.from_iterable(zip(names, before) for _, names, _, before in kinds[environment]))
@@ -265,7 +267,7 @@ class Together:
             and list(map(len, self._containers)) == self._sizes
             and all(map(is_, self._now(), self._before))
             and self._variables_hold()
-            and all(names_of(*given) == names for given, names in self._named)
+            and all(names_of(*arguments) == names for arguments, names in self._named)
             and all(identical(read(), before) for read, before in self._others)
         )
 
@@ -361,10 +363,10 @@ OF_CALLS = frozenset({"forward", "training"})  # what calling a module reads, as
 def hidden(model: nn.Module) -> dict[int, str]:
     """Of these a trace sees nothing but the parameters, and what other modules read of them."""
     return {
-        id(one): ".".join(filter(None, (path, inner)))
+        id(module_name): ".".join(filter(None, (path, inner)))
         for path, module in model.named_modules()
         if is_opaque(module)
-        for inner, one in module.named_modules()
+        for inner, module_name in module.named_modules()
     }
 
 
@@ -415,9 +417,9 @@ def _address(tensor: torch.Tensor) -> int:
 def namespaces(model: nn.Module, read: Set[Slot]) -> list[Namespace]:
     """Of the modules that these slots are of, each with the names that are read."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[int, Namespace] = {}
+    spaces: dict[int, Namespace] = {}
     for path, name in sorted(read):
         if path in modules:
-            own: dict[str, Any] = modules[path].__dict__
-            found.setdefault(id(own), (f"attribute {path}", own, []))[2].append(name)
-    return list(found.values())
+            attributes: dict[str, Any] = modules[path].__dict__
+            spaces.setdefault(id(attributes), (f"attribute {path}", attributes, []))[2].append(name)
+    return list(spaces.values())

@@ -120,17 +120,17 @@ def unlike(there: Mapping[str, Digest], here: Mapping[str, Digest]) -> str:
         _clause(there.keys() - here.keys(), "only the certificate has"),
         _clause(here.keys() - there.keys(), "it does not have"),
     ]
-    for attribute, what in (("shape", "shapes"), ("dtype", "dtypes"), ("sha256", "values")):
-        others = {name for name in common if getattr(there[name], attribute) != getattr(here[name], attribute)}
-        clauses.append(_clause(others, f"other {what} have"))
-        common -= others
+    for attribute, label in (("shape", "shapes"), ("dtype", "dtypes"), ("sha256", "values")):
+        names = {name for name in common if getattr(there[name], attribute) != getattr(here[name], attribute)}
+        clauses.append(_clause(names, f"other {label} have"))
+        common -= names
     return "; ".join(filter(None, clauses))
 
 
-def _clause(names: Any, what: str) -> str:
+def _clause(names: Any, label: str) -> str:
     listed = sorted(names)
     more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
-    return f"{what} {', '.join(map(repr, listed[:NAMED]))}{more}" if listed else ""
+    return f"{label} {', '.join(map(repr, listed[:NAMED]))}{more}" if listed else ""
 
 
 # --- fingerprints ----------------------------------------------------------------------------------------------------
@@ -274,10 +274,10 @@ class Certificate:
         parts = {}
         for part in ("weights", "batch"):
             parts[part] = {
-                str(name): Digest(str(one["dtype"]), tuple(map(int, one["shape"])), str(one["sha256"]))
-                for name, one in content[part]["tensors"].items()
+                str(name): Digest(str(entry["dtype"]), tuple(map(int, entry["shape"])), str(entry["sha256"]))
+                for name, entry in content[part]["tensors"].items()
             }
-        gradients = {str(name): _gradient(one) for name, one in content["gradients"].items()}
+        gradients = {str(name): _gradient(entry) for name, entry in content["gradients"].items()}
         return cls(
             dict(content["made_by"]), parts["weights"], parts["batch"], int(content["random_operations"]),
             float(content["loss"]), float(content["loss_allowed"]), gradients, dict(content.get("layout", {})),
@@ -348,10 +348,10 @@ def compare(there: Certificate, here: Certificate, tolerance: float | None = Non
         modules[module] = math.hypot(modules.get(module, 0.0), gradient.norm)
     differences, allowed = {}, {}
     for name in sorted(there.gradients.keys() & here.gradients.keys()):
-        own, right = here.gradients[name], there.gradients[name]
-        whole = modules[name.rpartition(".")[0]]
-        differences[name] = _apart(right, own, right.norm if right.norm >= NOISE * whole else whole)
-        allowed[name] = max(right.allowed, own.allowed) if tolerance is None else tolerance
+        mine, right = here.gradients[name], there.gradients[name]
+        scale = modules[name.rpartition(".")[0]]
+        differences[name] = _apart(right, mine, right.norm if right.norm >= NOISE * scale else scale)
+        allowed[name] = max(right.allowed, mine.allowed) if tolerance is None else tolerance
     least = torch.finfo(torch.float32).tiny
     return CertificateComparison(
         loss=here.loss,
@@ -365,11 +365,11 @@ def compare(there: Certificate, here: Certificate, tolerance: float | None = Non
     )
 
 
-def _apart(right: Gradient, own: Gradient, scale: float) -> float:
-    if right.shape != own.shape:
+def _apart(right: Gradient, mine: Gradient, scale: float) -> float:
+    if right.shape != mine.shape:
         return math.inf
-    root_mean_square = math.hypot(*(a - b for a, b in zip(right.sums, own.sums))) / math.sqrt(SIGNS)
-    difference = max(abs(right.norm - own.norm), root_mean_square)
+    root_mean_square = math.hypot(*(a - b for a, b in zip(right.sums, mine.sums))) / math.sqrt(SIGNS)
+    difference = max(abs(right.norm - mine.norm), root_mean_square)
     if difference == 0.0:
         return 0.0
     return difference / scale if scale else math.inf

@@ -180,8 +180,10 @@ def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation that may draw, as attention may, was called so that it does not."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout", "p"):
-            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            return not given
+            argument_value = (
+                args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            )
+            return not argument_value
     return False
 
 
@@ -202,18 +204,18 @@ class Snapshot:
         self.device = device_of(model)
         self.modules, self.parameters = list(model.modules()), dict(model.named_parameters())
         self._gradients = [(p, p.requires_grad, p.grad) for p in self.parameters.values()]
-        own = list(map(vars, self.modules))
-        held = list(chain.from_iterable(map(dict.values, own)))
+        attributes = list(map(vars, self.modules))
+        held = list(chain.from_iterable(map(dict.values, attributes)))
         containers = list(compress(held, map(CONTAINERS.__contains__, map(type, held))))
         full = list(filter(None, containers))
         self._empty = list(filterfalse(None, containers))  # most are, and stay so
-        self._others = [(one, one.copy()) for one in full if not isinstance(one, dict)]
-        self._dicts = [*own, *(one for one in full if isinstance(one, dict))]
-        self._before = [one.copy() for one in self._dicts]  # an OrderedDict in its own order
+        self._others = [(item, item.copy()) for item in full if not isinstance(item, dict)]
+        self._dicts = [*attributes, *(item for item in full if isinstance(item, dict))]
+        self._before = [item.copy() for item in self._dicts]  # an OrderedDict in its own order
         self._sizes, self._names = list(map(len, self._before)), list(chain.from_iterable(self._before))
         self._values = list(chain.from_iterable(map(dict.values, self._before)))
-        buffers = (one for module in own for one in module["_buffers"].values() if one is not None)
-        self._buffers = [(one, one._version, one.clone()) for one in buffers]
+        buffers = (buffer for module in attributes for buffer in module["_buffers"].values() if buffer is not None)
+        self._buffers = [(buffer, buffer._version, buffer.clone()) for buffer in buffers]
         self._configurations = caching(self.modules)
 
     @contextmanager
@@ -243,9 +245,9 @@ class Snapshot:
                 if buffer._version != version or not _is(buffer, value):  # batch norm counts no versions
                     buffer.copy_(value)
         if not self._dicts_hold():
-            for own, before in zip(self._dicts, self._before):
-                own.clear()
-                own.update(before)
+            for attributes, before in zip(self._dicts, self._before):
+                attributes.clear()
+                attributes.update(before)
         for container, contents in self._others:
             container.clear()
             container.extend(contents) if isinstance(container, list) else container.update(contents)
@@ -365,11 +367,11 @@ class _DrawingCalls:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor | None:  # fmt: skip
-        masks, given = self._chance.masks, (query, key, value)
-        if masks is None or not all(_is_plain(one, dropout_p) for one in given) or query.dim() != 4:
+        masks, operands = self._chance.masks, (query, key, value)
+        if masks is None or not all(_is_plain(operand, dropout_p) for operand in operands) or query.dim() != 4:
             return None
         kept = masks.take((*query.shape[:-1], key.shape[-2]), dropout_p, query.device)
-        return attention_that_drops(*given, kept, dropout_p, attn_mask, is_causal, scale, enable_gqa)
+        return attention_that_drops(*operands, kept, dropout_p, attn_mask, is_causal, scale, enable_gqa)
 
 
 def _is_plain(tensor: torch.Tensor, p: float) -> bool:
@@ -519,20 +521,20 @@ def _loss(
         return _weighted(losses, weights[rule]), True
     weights["samples"] = weights["mean"]
     together = joined(batch, axes)
-    whole = _seen(model, together)
+    whole_loss = _seen(model, together)
     for found in ("tokens", "samples", "sum"):
         if found in weights:
             loss = _weighted(losses, weights[found])
-            if whole is not None and abs(float(loss.detach()) - whole) <= ALIKE * abs(whole):
+            if whole_loss is not None and abs(float(loss.detach()) - whole_loss) <= ALIKE * abs(whole_loss):
                 return loss, True
-    if together is not None and whole is not None:  # a sum of terms, each of which weighs otherwise
+    if together is not None and whole_loss is not None:  # a sum of terms, each of which weighs otherwise
         return _of_one(model, together), True
     return _weighted(losses, weights.get("tokens", weights["samples"])), "tokens" in weights
 
 
 def _shares(counts: Sequence[float]) -> list[float]:
-    whole = sum(counts)
-    return [count / whole if whole else 0.0 for count in counts]
+    total = sum(counts)
+    return [count / total if total else 0.0 for count in counts]
 
 
 def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -567,7 +569,7 @@ def _of_one(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def joined(microbatches: Sequence[Batch], axes: Mapping[str, int] = NOTHING_TOLD) -> dict[str, Any] | None:
     """Microbatches as one batch; None if their entries do not fit together. axes: see `eager_step`."""
-    whole: dict[str, Any] = {}
+    batch: dict[str, Any] = {}
     if any(microbatch.keys() != microbatches[0].keys() for microbatch in microbatches):
         return None
     tensors = {name: value for name, value in microbatches[0].items() if isinstance(value, torch.Tensor)}
@@ -579,12 +581,12 @@ def joined(microbatches: Sequence[Batch], axes: Mapping[str, int] = NOTHING_TOLD
                 return None
             if len({value.movedim(axis, 0).shape[1:] for value in values}) > 1:
                 return None
-            whole[name] = torch.cat(values, axis)
+            batch[name] = torch.cat(values, axis)
         elif any(repr(value) != repr(first) for value in values):
             return None
         else:
-            whole[name] = first
-    return whole
+            batch[name] = first
+    return batch
 
 
 class _Counting(TorchFunctionMode):

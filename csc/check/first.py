@@ -75,10 +75,10 @@ def compared_step(
     before = {name: parameter.grad for name, parameter in parameters.items()}
     try:
         trainer.zero_grad()
-        given = [trainer.reads(one) for one in microbatches]
+        inputs = [trainer.reads(microbatch) for microbatch in microbatches]
         with nullcontext() if drawn is None else devices.forked(trainer.device):
             expected = _after_draw(trainer.device) if drawn is None else generators(trainer.device)
-            loss = trainer.train_step(given, drawn=drawn)
+            loss = trainer.train_step(inputs, drawn=drawn)
             more = not torch.equal(expected, generators(trainer.device))
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         unknown = frozenset({"modules that csc runs as they are"} if more else ())
@@ -134,21 +134,23 @@ def locate(compiler: Compiles, microbatch: Mapping[str, Any], options: Options, 
         compiler.emit(program, plain, Path(folder) / "program", complete)
         loaded = load(Path(folder) / "program")
         trainer = Trainer(loaded, weights_of(compiler.model), InProcess(loaded))
-        found = step_of(trainer, [complete])
-    return _gradients_part(program, right, found, tolerance)
+        step = step_of(trainer, [complete])
+    return _gradients_part(program, right, step, tolerance)
 
 
-def _gradients_part(program: Program, right: EagerStep, found: EagerStep, tolerance: float) -> PartingPlace:
-    result = judge(right, found.loss, found.gradients, [tolerance], lambda: dict.fromkeys(["", *right.gradients], 0.0))
+def _gradients_part(program: Program, right: EagerStep, step: EagerStep, tolerance: float) -> PartingPlace:
+    result = judge(right, step.loss, step.gradients, [tolerance], lambda: dict.fromkeys(["", *right.gradients], 0.0))
     apart = {*result.wrong, *result.missing, *result.unexpected}
     if result.loss_wrong:
         return PartingPlace(
             "each region's graph has the values of its module, and the program that was written has others", ""
         )
     for region in reversed(program.regions):
-        own = sorted(apart & set(region.parameters))
-        if own:
-            return PartingPlace(f"its values are right, and the gradient of {own[0]!r} is not", _line(program, region))
+        names = sorted(apart & set(region.parameters))
+        if names:
+            return PartingPlace(
+                f"its values are right, and the gradient of {names[0]!r} is not", _line(program, region)
+            )
     if apart:
         return PartingPlace(f"no region holds {min(apart)!r}, whose gradient is not right", "")
     return PartingPlace("each microbatch alone is right on one rank", "", whole=True)
@@ -162,22 +164,22 @@ def _values_part(
     device = device_of(model)
     modules = {region.module for region in program.regions}
     with undisturbed(model), training(model), without_kv_cache(model), _watched(model, modules) as seen:
-        given = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in microbatch.items() if v is not None}
+        inputs = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in microbatch.items() if v is not None}
         with WithoutChance():
-            model(**given)
+            model(**inputs)
     for region, outputs in _run(program, model, {n: t for n, t in complete.items() if isinstance(t, torch.Tensor)}):
-        for found in outputs:
-            alike = [value for value in seen.get(region.module, ()) if value.shape == found.shape]
-            if alike and not any(_close(value, found, tolerance) for value in alike):
+        for output in outputs:
+            alike = [value for value in seen.get(region.module, ()) if value.shape == output.shape]
+            if alike and not any(_close(value, output, tolerance) for value in alike):
                 return PartingPlace("its values are not those of the module", _line(program, region))
     return None
 
 
-def _close(right: torch.Tensor, found: torch.Tensor, tolerance: float) -> bool:
+def _close(right: torch.Tensor, output: torch.Tensor, tolerance: float) -> bool:
     wide = torch.complex128 if right.is_complex() else torch.float64
-    one, other = right.to(wide), found.to(wide)
-    scale = float(torch.linalg.vector_norm(one))
-    return float(torch.linalg.vector_norm(other - one)) <= 10 * tolerance * max(scale, 1e-12)
+    exact, other = right.to(wide), output.to(wide)
+    scale = float(torch.linalg.vector_norm(exact))
+    return float(torch.linalg.vector_norm(other - exact)) <= 10 * tolerance * max(scale, 1e-12)
 
 
 @contextmanager
@@ -215,14 +217,14 @@ def _run(
         entries[LOSS_WEIGHTS] = torch.ones(len(program.combination.divisors), dtype=torch.float64, device=device)
         entries[BATCH_LOSS] = numbered(STANDING_IN)
         tables = dict(zip(program.shared.output_node().meta["names"], _results(program.shared, entries)))
-    made: dict[str, torch.Tensor] = {}
+    activations: dict[str, torch.Tensor] = {}
     for region in program.regions:
         template = program.templates[region.template]
-        values = {("activation", str(i)): made[value] for i, value in enumerate(region.activations)}
-        values |= {("shared", own): tables[table] for own, table in zip(template.shared, region.shared)}
-        values |= {("parameter", own): weights[name] for own, name in zip(template.parameters, region.parameters)}
+        values = {("activation", str(i)): activations[value] for i, value in enumerate(region.activations)}
+        values |= {("shared", local): tables[table] for local, table in zip(template.shared, region.shared)}
+        values |= {("parameter", local): weights[name] for local, name in zip(template.parameters, region.parameters)}
         outputs = list(_results(template.graph, values))
-        made.update(zip(region.outputs, outputs))
+        activations.update(zip(region.outputs, outputs))
         yield region, outputs
 
 
@@ -233,8 +235,8 @@ def _results(graph: fx.Graph, values: Mapping[Any, torch.Tensor]) -> Any:
 
 def _line(program: Program, region: Region) -> str:
     lines = [node.meta.get("source") for node in g.calls(program.templates[region.template].graph)]
-    found = next((line for line in reversed(lines) if line), "")
-    return f"region {region.name} ({found})" if found else f"region {region.name}"
+    frame = next((line for line in reversed(lines) if line), "")
+    return f"region {region.name} ({frame})" if frame else f"region {region.name}"
 
 
 # --- A program beside eager PyTorch before it is handed out, on the batch that it was compiled for -------------------
@@ -282,16 +284,16 @@ class Checked:
     def __str__(self) -> str:
         if self.skipped:
             return f"not checked against eager PyTorch: {self.skipped}"
-        found = f"loss to {self.loss:.1e}, {self.gradients} gradients to {self.largest:.1e}"
+        summary = f"loss to {self.loss:.1e}, {self.gradients} gradients to {self.largest:.1e}"
         if not self.gradients:
-            found = f"loss only, to {self.loss:.1e}"
+            summary = f"loss only, to {self.loss:.1e}"
         elif self.allowed:
-            found += f" (rounding in 16 bits may make {self.allowed:.1e})"
-        what = f" {self.what}" if self.what else ""
+            summary += f" (rounding in 16 bits may make {self.allowed:.1e})"
+        subject = f" {self.what}" if self.what else ""
         took = f"{self.seconds:.2f} s"
         if self.kept:
             took = f"{self.seconds - self.own_step:.2f} s beside the step itself"
-        return f"checked against eager PyTorch{what}: {found}, in {took}"
+        return f"checked against eager PyTorch{subject}: {summary}, in {took}"
 
 
 def check(
@@ -331,24 +333,24 @@ def check(
     if not steady:  # at once: what goes round returns to where it was
         _refuse_unsteady(model, right.loss, eager.again())
     began = time.perf_counter()
-    found = own_step()
-    own = time.perf_counter() - began
+    step = own_step()
+    own_seconds = time.perf_counter() - began
     eager.look_again()
-    drawn = right.unknown | found.unknown
+    drawn = right.unknown | step.unknown
     if drawn:
         return Checked(skipped=f"random numbers are drawn by {', '.join(sorted(drawn))}")
     precision = _Precision(eager, right, options)
-    result = precision.judge(right, found)
+    result = precision.judge(right, step)
     if not result.good and eager.less_sparing():
         right, taken = eager.step(), eager.masks
         if taken is not None and not taken.fit:
             return Checked(skipped=OTHERS)
-        result = precision.judge(right, found)
+        result = precision.judge(right, step)
     if not result.good and taken is not None:
         if result.loss_wrong or taken.microbatches > 1:  # masks may lie otherwise in eager's tensors
             return Checked(skipped=f"with dropout as the program lists it, {_told(result)}")
-        told = f"with the same dropout, {_told(result)}; the loss is right"
-        raise DifferenceError(f"{WRONG}: {told}", type(model).__name__, f"It {BUG}")
+        difference = f"with the same dropout, {_told(result)}; the loss is right"
+        raise DifferenceError(f"{WRONG}: {difference}", type(model).__name__, f"It {BUG}")
     if steady and not result.good:
         _refuse_unsteady(model, right.loss, eager.again())
     seconds = time.perf_counter() - start
@@ -356,9 +358,9 @@ def check(
         if not result.good:
             return Checked(skipped="the microbatches differ in length, and how their losses combine was not seen")
         allowed = result.allowed if precision.half else 0.0
-        return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own, allowed=allowed)
+        return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own_seconds, allowed=allowed)
     if rule != "auto" and at_once and len(ready) > 1:
-        _refuse_weight(compiler, ready, trainable, rule, right, found, precision)
+        _refuse_weight(compiler, ready, trainable, rule, right, step, precision)
     if apart:
         raise DifferenceError(f"{WRONG}: {_told(result)}; {apart}", type(model).__name__, TOGETHER)
     raise _difference(compiler, ready[0], options, result, precision.tolerance)
@@ -422,8 +424,8 @@ def _refuse_weight(
         except Exception:  # what this weight counts eager PyTorch does not show
             return None
 
-    said = by(rule)
-    if said is None or not precision.judge(said, found).good:
+    weighed = by(rule)
+    if weighed is None or not precision.judge(weighed, found).good:
         return
     result = precision.judge(right, found)
     fitting = [
@@ -452,10 +454,10 @@ def _difference(
 ) -> DifferenceError:
     try:
         place = locate(compiler, microbatch, options, tolerance)
-        what, where, whole = place.what, place.where, place.whole
+        fault, where, whole = place.what, place.where, place.whole
     except Exception as error:  # the difference is what matters
         log.info("where the program differs from eager PyTorch could not be found: %s", error)
-        what, where, whole = "", "", False
+        fault, where, whole = "", "", False
     name = type(compiler.model).__name__
     mesh = options.mesh
     remedy = f"It {BUG}"
@@ -467,16 +469,16 @@ def _difference(
             f"Else it {BUG}"
         )
     if whole and options.microbatches * mesh.dp > 1:
-        what += f", and the {options.microbatches * mesh.dp} microbatches together are not"
+        fault += f", and the {options.microbatches * mesh.dp} microbatches together are not"
         remedy = (
             "Do the loss or a layer mix samples (a norm, a mean, a product over them), or is the loss no mean or sum "
             "over samples? Then use microbatches=1 and dp=1, or say with loss_weight= how losses of microbatches "
             f"combine. Else it {BUG}"
         )
     elif whole:
-        what += f", and on this mesh ({mesh}) it is not"
-    told = "; ".join(filter(None, (_told(result), what)))
-    return DifferenceError(f"{WRONG}: {told}", where or name, remedy)
+        fault += f", and on this mesh ({mesh}) it is not"
+    difference = "; ".join(filter(None, (_told(result), fault)))
+    return DifferenceError(f"{WRONG}: {difference}", where or name, remedy)
 
 
 def _told(result: Judgement) -> str:
@@ -508,7 +510,9 @@ class _Precision:
 
     def __init__(self, eager: Reference, right: EagerStep, options: Options) -> None:
         self._eager = eager
-        self._half = options.precision != "model" or any(one.dtype in IN_HALF for one in right.gradients.values())
+        self._half = options.precision != "model" or any(
+            gradient.dtype in IN_HALF for gradient in right.gradients.values()
+        )
         self._exact = EXACT if math.prod(options.mesh.sizes(Group.LAYER)) == 1 else SPREAD
 
     def judge(self, right: EagerStep, found: EagerStep) -> Judgement:
@@ -573,45 +577,45 @@ def trained_by_eager(
     model: nn.Module, batch: Any, trainable: Set[str], steps: int, axes: Mapping[str, int] = NOTHING_TOLD
 ) -> dict[str, torch.Tensor]:
     """By eager PyTorch; the model is as before afterwards. axes: see csc.check.eager."""
-    own = {name: p for name, p in model.named_parameters() if name in trainable}
-    with _put_back(own) as start:
-        optimizer = torch.optim.SGD(own.values(), RATE, MOMENTUM)
+    parameters = {name: p for name, p in model.named_parameters() if name in trainable}
+    with _put_back(parameters) as start:
+        optimizer = torch.optim.SGD(parameters.values(), RATE, MOMENTUM)
         for _ in range(steps):
-            _step(optimizer, own, eager_step(model, batch, trainable, axes=axes).gradients)
-        return _moved(own, start)
+            _step(optimizer, parameters, eager_step(model, batch, trainable, axes=axes).gradients)
+        return _moved(parameters, start)
 
 
 def trained_by_program(
     trainer: Trainer, microbatches: Sequence[Mapping[str, torch.Tensor]], steps: int
 ) -> dict[str, torch.Tensor]:
     """By a program; its parameters are as before afterwards. microbatches: complete ones."""
-    own = dict(trainer.named_parameters())
-    with _put_back(own) as start:
-        optimizer = torch.optim.SGD(own.values(), RATE, MOMENTUM)
+    parameters = dict(trainer.named_parameters())
+    with _put_back(parameters) as start:
+        optimizer = torch.optim.SGD(parameters.values(), RATE, MOMENTUM)
         for _ in range(steps):
-            _step(optimizer, own, step_of(trainer, microbatches).gradients)
-        return _moved(own, start)
+            _step(optimizer, parameters, step_of(trainer, microbatches).gradients)
+        return _moved(parameters, start)
 
 
-def _step(optimizer: torch.optim.Optimizer, own: Mapping[str, nn.Parameter], gradients: Parameters) -> None:
-    before = {name: parameter.grad for name, parameter in own.items()}
-    for name, parameter in own.items():
+def _step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], gradients: Parameters) -> None:
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
         parameter.grad = gradients.get(name)
     optimizer.step()
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         parameter.grad = before[name]
 
 
-def _moved(own: Parameters, start: Parameters) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() - start[name] for name, parameter in own.items()}
+def _moved(parameters: Parameters, start: Parameters) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() - start[name] for name, parameter in parameters.items()}
 
 
 @contextmanager
 @torch.no_grad()
-def _put_back(own: Parameters) -> Iterator[Parameters]:
-    start = {name: parameter.detach().clone() for name, parameter in own.items()}
+def _put_back(parameters: Parameters) -> Iterator[Parameters]:
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
         yield start
     finally:
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(start[name])

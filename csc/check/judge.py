@@ -48,28 +48,28 @@ def relative(right: Gradients, found: Gradients) -> dict[str, float]:
     pairs = {name: (found[name].to(right[name].device), right[name]) for name in differences}
     unequal = {name: pair for name, pair in pairs.items() if not _equal(*pair)}
     modules = set(map(_module, unequal))
-    own = _norms({name: gradient for name, gradient in right.items() if _module(name) in modules})
+    module_norms = _norms({name: gradient for name, gradient in right.items() if _module(name) in modules})
     of_module: dict[str, float] = {}
-    for name, norm in own.items():
+    for name, norm in module_norms.items():
         of_module[_module(name)] = math.hypot(of_module.get(_module(name), 0.0), norm)
     scales = {}
     for name in unequal:
-        whole = of_module[_module(name)]
-        scales[name] = own[name] if own[name] >= NOISE * whole else whole
+        module_norm = of_module[_module(name)]
+        scales[name] = module_norms[name] if module_norms[name] >= NOISE * module_norm else module_norm
     for name, difference in _norms_of_differences(unequal, scales).items():
         differences[name] = difference / scales[name] if scales[name] else difference
     return differences
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal(left: torch.Tensor, other: torch.Tensor) -> bool:
     """To the bit, and without NaN: most gradients are, and need no norm."""
-    return one.layout == other.layout and torch.equal(one, other)
+    return left.layout == other.layout and torch.equal(left, other)
 
 
 def _norms(gradients: Gradients) -> dict[str, float]:
     together = [name for name, gradient in gradients.items() if _is_small(gradient)]
-    found = dict(zip(together, norms([gradients[name] for name in together]), strict=True))
-    kept = {name: norm for name, norm in found.items() if LEAST <= norm <= MOST}
+    norm_of = dict(zip(together, norms([gradients[name] for name in together]), strict=True))
+    kept = {name: norm for name, norm in norm_of.items() if LEAST <= norm <= MOST}
     return {name: kept[name] if name in kept else _norm(gradient) for name, gradient in gradients.items()}
 
 
@@ -79,9 +79,10 @@ def _norms_of_differences(
     """scales: what each is to be divided by."""
     together = [n for n, pair in pairs.items() if all(map(_is_small, pair)) and LEAST <= scales[n] <= MOST]
     ones, others = ([pairs[name][place] for name in together] for place in (0, 1))
-    found = dict(zip(together, norms_of_differences(ones, others), strict=True))
+    norm_of = dict(zip(together, norms_of_differences(ones, others), strict=True))
     return {
-        name: found[name] if name in found else _norm_of_difference(*pair, scales[name]) for name, pair in pairs.items()
+        name: norm_of[name] if name in norm_of else _norm_of_difference(*pair, scales[name])
+        for name, pair in pairs.items()
     }
 
 
@@ -100,10 +101,10 @@ def _norm(tensor: torch.Tensor) -> float:
     return _hypot(chunk.to(_wide(chunk)) for chunk in _chunks(flat))
 
 
-def _norm_of_difference(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
+def _norm_of_difference(left: torch.Tensor, other: torch.Tensor, scale: float) -> float:
     """scale: what it is to be divided by."""
-    pairs = zip(_chunks(_flat(one)), _chunks(_flat(other)), strict=True)
-    if one.dtype is other.dtype is torch.float32 and LEAST <= scale <= MOST:
+    pairs = zip(_chunks(_flat(left)), _chunks(_flat(other)), strict=True)
+    if left.dtype is other.dtype is torch.float32 and LEAST <= scale <= MOST:
         return _hypot(a - b for a, b in pairs)
     return _hypot(a.to(_wide(a)) - b.to(_wide(b)) for a, b in pairs)
 
@@ -195,15 +196,15 @@ class _Perturbed(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if any(part in func._schema.name for part in ADDING):
-            for one in pytree.tree_leaves(result):
-                if isinstance(one, torch.Tensor) and one.is_floating_point():
-                    self._perturb(one)
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                    self._perturb(leaf)
         return result
 
-    def _perturb(self, one: torch.Tensor) -> None:
-        if one.device not in self._generators:
-            self._generators[one.device] = torch.Generator(one.device).manual_seed(0)
-        one.mul_(_last_bits(one.shape, self._epsilon, one.dtype, self._generators[one.device]))
+    def _perturb(self, tensor: torch.Tensor) -> None:
+        if tensor.device not in self._generators:
+            self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(0)
+        tensor.mul_(_last_bits(tensor.shape, self._epsilon, tensor.dtype, self._generators[tensor.device]))
 
 
 def _last_bits(shape: Sequence[int], epsilon: float, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -43,16 +43,16 @@ TABLES = "layers/tables.py"
 
 def install_alike(files: Mapping[str, bytes], directory: Path) -> tuple[str, ...]:
     """files: by their paths in a program's directory; directory: of the shallow program."""
-    found = []
+    replaced = []
     for name, text in _layers(files).items():
         file = directory / name
         if name == TABLES or not file.is_file():
             continue
-        own = file.read_bytes()
-        if _code(own) != _code(text) and _first_region(own) == _first_region(text) != "":
+        written = file.read_bytes()
+        if _code(written) != _code(text) and _first_region(written) == _first_region(text) != "":
             file.write_bytes(text)
-            found.append(name)
-    return tuple(found)
+            replaced.append(name)
+    return tuple(replaced)
 
 
 def not_the_same(files: Mapping[str, bytes], directory: Path) -> tuple[str, ...]:
@@ -79,9 +79,9 @@ def _code(text: bytes) -> str:
 def _lines(text: bytes) -> set[str]:
     """What each assignment says; one that calls a function of the file says nothing that is not said there."""
     tree = ast.parse(text)
-    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assignments = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
-    return {ast.dump(node) for node in assignments if not _calls(node.value, own)}
+    return {ast.dump(node) for node in assignments if not _calls(node.value, functions)}
 
 
 def _calls(value: ast.expr, functions: Set[str]) -> bool:
@@ -89,8 +89,8 @@ def _calls(value: ast.expr, functions: Set[str]) -> bool:
 
 
 def _first_region(text: bytes) -> str:
-    found = re.search(r"^Regions +(\S+)", ast.get_docstring(ast.parse(text)) or "", re.MULTILINE)
-    return found[1].rstrip(",") if found else ""
+    match = re.search(r"^Regions +(\S+)", ast.get_docstring(ast.parse(text)) or "", re.MULTILINE)
+    return match[1].rstrip(",") if match else ""
 
 
 # --- A model with one layer of each kind: the others hand on what they are given, and have no weights ----------------
@@ -108,15 +108,15 @@ def kinds(program: Program) -> dict[str, str]:
     """Of a planned Program: layers of which each is one region, by what they run and which gradients they need."""
     regions = [region.module for region in program.regions]
     first: dict[str, str] = {}
-    found = {}
+    kinds_found = {}
     for region in program.regions:
         info = program.modules.get(region.module)
         if info is None or info.role != "layer" or regions.count(region.module) > 1:
             continue
         kept = first.setdefault(region.variant or region.template, region.module)
         if kept != region.module:
-            found[region.module] = kept
-    return found
+            kinds_found[region.module] = kept
+    return kinds_found
 
 
 def bytes_of(model: nn.Module, left_out: Mapping[str, str]) -> int:
@@ -135,18 +135,18 @@ def shallow(model: nn.Module, left_out: Mapping[str, str], trainable: Set[str]) 
     held = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     flags = [(p, p.requires_grad) for p in model.parameters()]
     device, generator = device_of(model), torch.Generator().manual_seed(0)
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     returned: dict[str, Any] = {}
     try:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trainable)
             if id(parameter) in without:
-                made[id(parameter)] = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
+                parameters[id(parameter)] = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
             elif parameter.is_meta:
                 values = _random(name, parameter, generator).to(device)
-                made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-        for own, name, parameter in held:
-            own[name] = made.get(id(parameter), parameter)
+                parameters[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        for attributes, name, parameter in held:
+            attributes[name] = parameters.get(id(parameter), parameter)
         for path in dict.fromkeys(left_out.values()):
             layers[path].__dict__["forward"] = _noting(path, layers[path].forward, returned)
         for path, kept in left_out.items():
@@ -158,8 +158,8 @@ def shallow(model: nn.Module, left_out: Mapping[str, str], trainable: Set[str]) 
                 layer.__dict__.pop("forward", None)
             else:
                 layer.__dict__["forward"] = before
-        for own, name, parameter in held:
-            own[name] = parameter
+        for attributes, name, parameter in held:
+            attributes[name] = parameter
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
 
@@ -192,18 +192,18 @@ def _noting(path: str, real: Callable[..., Any], returned: dict[str, Any]) -> Ca
 def _handing_on(kept: str, real: Callable[..., Any], returned: Mapping[str, Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         leaves, structure = pytree.tree_flatten(returned[kept])
-        return pytree.tree_unflatten([_like(leaf, given) for leaf in leaves], structure)
+        return pytree.tree_unflatten([_like(leaf, tensors) for leaf in leaves], structure)
 
     return forward
 
 
-def _like(leaf: Any, given: list[torch.Tensor]) -> Any:
+def _like(leaf: Any, tensors: list[torch.Tensor]) -> Any:
     """The first tensor given that is like this one, else this one."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return next((one for one in given if one.dtype == leaf.dtype and one.shape == leaf.shape), leaf)
+    return next((tensor for tensor in tensors if tensor.dtype == leaf.dtype and tensor.shape == leaf.shape), leaf)
 
 
 # --- A program that is too large to run here, beside eager PyTorch: its model with one layer of each kind ------------
@@ -235,14 +235,14 @@ def check_by_layer(
         options, mesh=mesh, cuts=None, stages=None, placement=None, chunks=None, schedule="auto", memory=None,
         features=False,
     )  # fmt: skip
-    whole = compiler.finished(ready[0], alone)
-    left_out = kinds(whole)
-    ready = ready[:MICROBATCHES] if not _too_much(model, whole, left_out, MICROBATCHES) else ready[:1]
-    reason = _too_much(model, whole, left_out, len(ready))
+    program = compiler.finished(ready[0], alone)
+    left_out = kinds(program)
+    ready = ready[:MICROBATCHES] if not _too_much(model, program, left_out, MICROBATCHES) else ready[:1]
+    reason = _too_much(model, program, left_out, len(ready))
     if reason:
         return Checked(skipped=reason)
     alone = replace(alone, microbatches=len(ready))
-    trainable = {parameter.name for parameter in whole.parameters if parameter.trainable}
+    trainable = {parameter.name for parameter in program.parameters if parameter.trainable}
     alone = replace(alone, freeze=None)
     with shallow(model, left_out, trainable), TemporaryFolder() as folder:
         small = _Shallow(compiler.of(model), _together(compiler, ready), ready, alone, Path(folder))
@@ -250,11 +250,11 @@ def check_by_layer(
             small.write()
         except CscError as error:
             return Checked(skipped=f"the model with one layer of each kind does not compile: {error}")
-        found, apart = _compared(small, files)
-    if found.skipped:
-        return found
-    what = "with one layer of each kind" + (f" (not {', '.join(apart)})" if apart else "")
-    return replace(found, seconds=time.perf_counter() - start, what=what)
+        result, apart = _compared(small, files)
+    if result.skipped:
+        return result
+    subject = "with one layer of each kind" + (f" (not {', '.join(apart)})" if apart else "")
+    return replace(result, seconds=time.perf_counter() - start, what=subject)
 
 
 @dataclass(frozen=True)
@@ -284,22 +284,22 @@ class _Shallow:
 
 def _compared(small: _Shallow, files: Mapping[str, bytes]) -> tuple[Checked, tuple[str, ...]]:
     """The comparison with the large program's layer files as far as they can be run, and the others."""
-    others = install_alike(files, small.folder / "given")
-    if others:
+    unlike = install_alike(files, small.folder / "given")
+    if unlike:
         try:
             return small.check("given"), not_the_same(files, small.folder / "given")
         except DifferenceError as error:
             small.check("own")  # raises if these are wrong, too
             raise DifferenceError(
                 f"{error.what.split(';')[0]}; with the layer files of the same model with fewer layers it would",
-                ", ".join(others), f"It {BUG}",
+                ", ".join(unlike), f"It {BUG}",
             ) from None  # fmt: skip
         except Exception as error:  # they were planned otherwise: what F keeps for B, for one
-            log.info("%s cannot be run with one layer of each kind: %s", ", ".join(others), error)
+            log.info("%s cannot be run with one layer of each kind: %s", ", ".join(unlike), error)
     return small.check("own"), not_the_same(files, small.folder / "own")
 
 
-def _too_much(model: nn.Module, whole: Program, left_out: Mapping[str, str], microbatches: int) -> str:
+def _too_much(model: nn.Module, program: Program, left_out: Mapping[str, str], microbatches: int) -> str:
     """Why the shallow model cannot run here either; "" if it can."""
     held, room = bytes_of(model, left_out), ROOM * room_of(model)
     if 3 * held > room:
@@ -308,9 +308,9 @@ def _too_much(model: nn.Module, whole: Program, left_out: Mapping[str, str], mic
             f"{3 * held / 1e9:.0f} GB, and a check takes up to {room / 1e9:.0f} GB here"
         )
     work = 2 * microbatches * sum(
-        sum(whole.variants[region.variant].flops) for region in whole.regions if region.module not in left_out
+        sum(program.variants[region.variant].flops) for region in program.regions if region.module not in left_out
     )  # fmt: skip
-    if whole.device == "cpu" and work > WORK:
+    if program.device == "cpu" and work > WORK:
         return (
             f"one layer of each kind, and what is in no layer, take {work / 1e12:.1f} TFLOP at these sizes, and a "
             f"check on a CPU up to {WORK / 1e12:.0f}; compile for a shorter example to have it"

@@ -37,8 +37,8 @@ class Contents:
 
     def states(self) -> Iterator[tuple[Key, LazyTensor]]:
         """Tensors of the optimizer's state."""
-        for name, found in (self.optimizer or {"parameters": {}})["parameters"].items():
-            yield from (((name, key), tensor) for key, tensor in found["tensors"].items())
+        for name, state in (self.optimizer or {"parameters": {}})["parameters"].items():
+            yield from (((name, key), tensor) for key, tensor in state["tensors"].items())
 
 
 def write(run: Path, step: int, made: Contents, model: str, tell: Callable[[str], None]) -> Path:
@@ -63,7 +63,7 @@ def write(run: Path, step: int, made: Contents, model: str, tell: Callable[[str]
     named = {_name(key, i): piece.tensor for key, of_one in pieces.items() for i, piece in enumerate(of_one)}
     places = files.write_each(folder / file, named, parts())
     stored = {key: _stored(key, of_one, file, places) for key, of_one in pieces.items()}
-    parameters = {name: one for (name, kind), one in stored.items() if not kind}
+    parameters = {name: stored_parameter for (name, kind), stored_parameter in stored.items() if not kind}
     index = StepIndex(
         folder, _about(step, model, made.optimizer), parameters, trained & parameters.keys(),
         _listed(made.optimizer, stored), (_no_state(folder, number),),
@@ -73,10 +73,10 @@ def write(run: Path, step: int, made: Contents, model: str, tell: Callable[[str]
     return folder
 
 
-def _each(made: Contents) -> Iterator[tuple[Key, torch.Tensor]]:
-    for name, tensor in made.given:
+def _each(contents: Contents) -> Iterator[tuple[Key, torch.Tensor]]:
+    for name, tensor in contents.given:
         yield (name, ""), tensor
-    for key, lazy in made.states():
+    for key, lazy in contents.states():
         yield key, lazy.load()
 
 
@@ -98,11 +98,11 @@ def _stored(key: Key, of_one: list[Piece], file: str, places: Mapping[str, tuple
 def _listed(optimizer: Mapping[str, Any] | None, stored: Mapping[Key, Stored]) -> dict[str, Any] | None:
     if optimizer is None:
         return None
-    told = {
-        name: {**found, "tensors": {key: stored[name, key] for key in found["tensors"]}}
-        for name, found in optimizer["parameters"].items()
+    states = {
+        name: {**state, "tensors": {key: stored[name, key] for key in state["tensors"]}}
+        for name, state in optimizer["parameters"].items()
     }
-    return {**optimizer, "parameters": told}
+    return {**optimizer, "parameters": states}
 
 
 def _about(step: int, model: str, optimizer: Mapping[str, Any] | None) -> dict[str, Any]:

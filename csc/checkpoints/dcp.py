@@ -56,8 +56,8 @@ class DcpContents:
 
 def read(directory: Path, kind: str | None = None) -> DcpContents:
     """Tensors are read later. InputError for what is no such directory, or names anything else than it should."""
-    found = _Directory(directory)
-    paths = {key: found.path(key) for key in found.metadata.state_dict_metadata}
+    checkpoint = _Directory(directory)
+    paths = {key: checkpoint.path(key) for key in checkpoint.metadata.state_dict_metadata}
     nested = any(path[0] in MODEL and len(path) == 2 for path in paths.values())
     parameters: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -65,17 +65,19 @@ def read(directory: Path, kind: str | None = None) -> DcpContents:
     left = []
     for key, path in paths.items():
         if path[0] in MODEL and len(path) == 2:
-            parameters[path[1]] = found.lazy(key)
+            parameters[path[1]] = checkpoint.lazy(key)
         elif path[0] in OPTIMIZER and path[1:2] == ("state",) and len(path) == 4:
-            states.setdefault(path[2], {})[path[3]] = found.lazy(key) if found.is_tensor(key) else found.value(key)
+            states.setdefault(path[2], {})[path[3]] = (
+                checkpoint.lazy(key) if checkpoint.is_tensor(key) else checkpoint.value(key)
+            )
         elif path[0] in OPTIMIZER and path[1:2] == ("param_groups",) and len(path) == 4 and str(path[2]).isdecimal():
-            groups.setdefault(int(path[2]), {})[path[3]] = found.value(key)
-        elif not nested and len(path) == 1 and found.is_tensor(key):
-            parameters[key] = found.lazy(key)
+            groups.setdefault(int(path[2]), {})[path[3]] = checkpoint.value(key)
+        elif not nested and len(path) == 1 and checkpoint.is_tensor(key):
+            parameters[key] = checkpoint.lazy(key)
         else:
             left.append(key)
     if not parameters:
-        raise found.fail(f"it has no parameters of a model: its keys are {', '.join(list(paths)[:5])}")
+        raise checkpoint.fail(f"it has no parameters of a model: its keys are {', '.join(list(paths)[:5])}")
     optimizer = _listed(states, groups, parameters, kind) if states and groups else None
     return DcpContents(parameters, optimizer, left)
 
@@ -125,13 +127,13 @@ class _AllowListUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class; InputError for any other."""
-        found = allowed().get((module, name))
-        if found is None:
+        allowed_class = allowed().get((module, name))
+        if allowed_class is None:
             raise InputError(
                 f"it names {module}.{name}, which no metadata of a checkpoint has", METADATA,
                 "it was damaged, or made to run code: take the checkpoint from where you trust it",
             )  # fmt: skip
-        return found
+        return allowed_class
 
 
 class _Directory:
@@ -156,9 +158,9 @@ class _Directory:
 
     def path(self, key: str) -> Key:
         """What a key was made of."""
-        given = self.metadata.planner_data
-        if isinstance(given, dict) and isinstance(given.get(key), tuple):
-            return tuple(given[key])
+        planned = self.metadata.planner_data
+        if isinstance(planned, dict) and isinstance(planned.get(key), tuple):
+            return tuple(planned[key])
         first, dot, rest = key.partition(".")
         return (first, rest) if dot and first in MODEL else (key,)
 
@@ -183,21 +185,21 @@ class _Directory:
         about = self.metadata.state_dict_metadata[key]
         if not isinstance(about, TensorStorageMetadata):
             raise self.fail(f"{key!r} is no tensor there")
-        whole = torch.empty(about.size, dtype=about.properties.dtype)
+        tensor = torch.empty(about.size, dtype=about.properties.dtype)
         filled = 0
         for chunk in about.chunks:
             part = self._loaded(MetadataIndex(key, chunk.offsets))
             if not isinstance(part, torch.Tensor) or part.shape != chunk.sizes:
                 raise self.fail(f"{key!r} is damaged: its chunk at {list(chunk.offsets)} is not {list(chunk.sizes)}")
-            whole[tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes))] = part
+            tensor[tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes))] = part
             filled += part.numel()
-        if filled != whole.numel():
+        if filled != tensor.numel():
             raise self.fail(f"{key!r} is not all there")
-        return whole
+        return tensor
 
     def _loaded(self, index: MetadataIndex) -> Any:
-        there: Any = self.metadata.storage_data
-        info = there.get(index)
+        places: Any = self.metadata.storage_data
+        info = places.get(index)
         if not isinstance(info, StorageInfo):
             raise self.fail(f"it does not say where {index.fqn!r} is")
         file = checked_file(within(self._directory, info.relative_path, self.fail), self.fail)
@@ -227,13 +229,13 @@ def write(directory: Path, index: StepIndex, tell: Callable[[str], None]) -> Non
                 key, start = ".".join(map(str, path)), opened.tell()
                 tell(f"{key}, {start / 1e9:.1f} GB written")
                 torch.save(value, opened)
-                at = (0,) * value.dim() if isinstance(value, torch.Tensor) else None
-                places[MetadataIndex(key, at)] = StorageInfo(DATA, start, opened.tell() - start)
+                offset = (0,) * value.dim() if isinstance(value, torch.Tensor) else None
+                places[MetadataIndex(key, offset)] = StorageInfo(DATA, start, opened.tell() - start)
                 paths[key], about[key] = path, _about(value)
 
     published(directory / DATA, fill)
-    found = Metadata(about, planner_data=paths, storage_data=places, version=VERSION)
-    published(directory / METADATA, lambda file: file.write_bytes(pickle.dumps(found)))
+    metadata = Metadata(about, planner_data=paths, storage_data=places, version=VERSION)
+    published(directory / METADATA, lambda file: file.write_bytes(pickle.dumps(metadata)))
 
 
 def _about(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -248,14 +250,14 @@ def _entries(index: StepIndex) -> Iterator[tuple[Key, Any]]:
         yield ("model", name), restoring.whole(index, stored, repr(name))
     if index.optimizer is None:
         return
-    for name, found in index.optimizer["parameters"].items():
-        for key, number in found["numbers"].items():
+    for name, state in index.optimizer["parameters"].items():
+        for key, number in state["numbers"].items():
             dtype = number.get("dtype")
             value = (
                 torch.full(number["shape"], number["value"], dtype=getattr(torch, dtype)) if dtype else number["value"]
             )
             yield ("optim", "state", name, key), value
-        for key, stored in found["tensors"].items():
+        for key, stored in state["tensors"].items():
             yield ("optim", "state", name, key), restoring.whole(index, stored, f"{key!r} of {name!r}")
     for number, group in enumerate(index.optimizer["groups"]):
         for option, value in group["options"].items():

@@ -68,8 +68,8 @@ class StoredPart:
     def of(cls, row: Sequence[Any], files: Sequence[str]) -> StoredPart:
         """KeyError, TypeError, IndexError or ValueError for what is none."""
         number, offset, box, sha256 = row
-        found = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in box)
-        return cls(str(files[number]), int(offset), found, str(sha256))
+        box_read = tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in box)
+        return cls(str(files[number]), int(offset), box_read, str(sha256))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Stored:
     @classmethod
     def of(cls, row: Mapping[str, Any], files: Sequence[str]) -> Stored:
         """Errors are those of Part.of."""
-        parts = tuple(StoredPart.of(one, files) for one in row["parts"])
+        parts = tuple(StoredPart.of(part, files) for part in row["parts"])
         return cls(tuple(map(int, row["shape"])), str(row["dtype"]), parts)
 
     def entries(self) -> int:
@@ -129,18 +129,18 @@ class StepIndex:
 
     def of_optimizer(self) -> Iterator[tuple[str, str, Stored]]:
         """(parameter, key, tensor) of the optimizer's state."""
-        for name, found in (self.optimizer or {}).get("parameters", {}).items():
-            yield from ((name, key, stored) for key, stored in found["tensors"].items())
+        for name, state in (self.optimizer or {}).get("parameters", {}).items():
+            yield from ((name, key, stored) for key, stored in state["tensors"].items())
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """All, each with what it is called in sentences."""
-        yield from ((repr(name), one) for name, one in self.parameters.items())
-        yield from ((f"{key!r} of {name!r}", one) for name, key, one in self.of_optimizer())
+        yield from ((repr(name), stored) for name, stored in self.parameters.items())
+        yield from ((f"{key!r} of {name!r}", stored) for name, key, stored in self.of_optimizer())
 
     def files(self) -> list[str]:
         """Of the folder."""
-        parts = [part.file for _, one in self.tensors() for part in one.parts]
-        return sorted({*parts, *(one["file"] for one in self.states)})
+        parts = [part.file for _, stored in self.tensors() for part in stored.parts]
+        return sorted({*parts, *(state["file"] for state in self.states)})
 
     def size(self) -> int:
         """Bytes of its files, as far as they are there."""
@@ -148,13 +148,13 @@ class StepIndex:
 
     def to_text(self) -> str:
         """The index as it is written."""
-        listed = sorted({part.file for _, one in self.tensors() for part in one.parts})
+        listed = sorted({part.file for _, stored in self.tensors() for part in stored.parts})
         numbers = {name: number for number, name in enumerate(listed)}
         optimizer = None
         if self.optimizer is not None:
             states = {
-                name: {**one, "tensors": {key: stored.to_row(numbers) for key, stored in one["tensors"].items()}}
-                for name, one in self.optimizer["parameters"].items()
+                name: {**state, "tensors": {key: stored.to_row(numbers) for key, stored in state["tensors"].items()}}
+                for name, state in self.optimizer["parameters"].items()
             }
             optimizer = {**self.optimizer, "parameters": states}
         content = {
@@ -162,7 +162,7 @@ class StepIndex:
             "parameters": {
                 name: {**one.to_row(numbers), "trained": name in self.trained} for name, one in self.parameters.items()
             },
-            "optimizer": optimizer, "states": [dict(one) for one in self.states],
+            "optimizer": optimizer, "states": [dict(state) for state in self.states],
         }  # fmt: skip
         table = {"format": FORMAT, "sha256": _digest(content), "content": content}
         return json.dumps(table, separators=(",", ":")) + "\n"
@@ -181,13 +181,13 @@ def read(folder: Path) -> StepIndex:
     """Returns the index of a step's folder. Raises InputError for what is no checkpoint, or damaged."""
     where = folder / FILE
 
-    def fail(what: str) -> InputError:
-        return InputError(what, str(where), OLDER)
+    def fail(fault: str) -> InputError:
+        return InputError(fault, str(where), OLDER)
 
     table = read_json(where, fail)
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        found = table.get("format") if isinstance(table, dict) else None
-        raise fail(f"it is an index of format {found!r}, and this csc reads {FORMAT}")
+        format_found = table.get("format") if isinstance(table, dict) else None
+        raise fail(f"it is an index of format {format_found!r}, and this csc reads {FORMAT}")
     if _digest(table.get("content")) != table.get("sha256"):
         raise fail("it is not what was saved there: its bytes have changed")
     try:
@@ -198,23 +198,23 @@ def read(folder: Path) -> StepIndex:
 
 def _of(folder: Path, content: Mapping[str, Any]) -> StepIndex:
     listed, optimizer = content["files"], content["optimizer"]
-    for one in optimizer["parameters"].values() if optimizer is not None else ():
-        one["tensors"] = {key: Stored.of(row, listed) for key, row in one["tensors"].items()}
-    found = StepIndex(
+    for state in optimizer["parameters"].values() if optimizer is not None else ():
+        state["tensors"] = {key: Stored.of(row, listed) for key, row in state["tensors"].items()}
+    index = StepIndex(
         folder, content["about"], {name: Stored.of(row, listed) for name, row in content["parameters"].items()},
         frozenset(name for name, row in content["parameters"].items() if row["trained"]),
         optimizer, tuple(content["states"]),
     )  # fmt: skip
-    for group in (found.optimizer or {"groups": ()})["groups"]:
+    for group in (index.optimizer or {"groups": ()})["groups"]:
         _ = group["names"], group["options"].items()
-    _ = found.step, found.has, found.files(), [number["value"] for number in _numbers(found)]
-    return found
+    _ = index.step, index.has, index.files(), [number["value"] for number in _numbers(index)]
+    return index
 
 
-def _numbers(found: StepIndex) -> Iterator[Mapping[str, Any]]:
-    for one in (found.optimizer or {"parameters": {}})["parameters"].values():
-        _ = one["shape"]
-        yield from one["numbers"].values()
+def _numbers(index: StepIndex) -> Iterator[Mapping[str, Any]]:
+    for state in (index.optimizer or {"parameters": {}})["parameters"].values():
+        _ = state["shape"]
+        yield from state["numbers"].values()
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -226,7 +226,7 @@ def _folders(run: Path) -> list[tuple[int, Path]]:
     if not run.is_dir():
         return []
     named = [(_FOLDER.fullmatch(path.name), path) for path in run.iterdir()]
-    return sorted((int(found[1]), path) for found, path in named if found and path.is_dir())
+    return sorted((int(match[1]), path) for match, path in named if match and path.is_dir())
 
 
 def saved(run: str | Path) -> dict[int, Path]:
@@ -244,25 +244,25 @@ def find(path: str | Path, step: int | None = None) -> Path:
     path = Path(path)
     if step is None and (path / FILE).is_file():
         return path
-    there = saved(path)
-    if step is None and there:
-        return there[max(there)]
-    if step in there:
-        return there[step]
+    steps = saved(path)
+    if step is None and steps:
+        return steps[max(steps)]
+    if step in steps:
+        return steps[step]
     begun = ", ".join(folder.name for folder in cut_off(path))
-    what = "it has no checkpoint" if step is None else f"it has no checkpoint of step {step}"
+    fault = "it has no checkpoint" if step is None else f"it has no checkpoint of step {step}"
     if _FOLDER.fullmatch(path.name) and path.is_dir():
-        what = f"it has no {FILE}: the save was cut off"
-    elif there:
-        what += f", but of {', '.join(map(str, there))}"
+        fault = f"it has no {FILE}: the save was cut off"
+    elif steps:
+        fault += f", but of {', '.join(map(str, steps))}"
     elif begun:
-        what += f": {begun} was begun, and has no {FILE}"
+        fault += f": {begun} was begun, and has no {FILE}"
     elif path.is_dir() and ((path / ".metadata").is_file() or any(path.glob("*.safetensors"))):
         raise InputError(
-            f"{what}, but weights in another format", str(path),
+            f"{fault}, but weights in another format", str(path),
             "read weights with compiled.load(path), or make a checkpoint of them: `csc checkpoint convert PATH OUT`",
         )  # fmt: skip
-    raise InputError(what, str(path), "give the directory that a CheckpointManager saves to, or a step's folder in it")
+    raise InputError(fault, str(path), "give the directory that a CheckpointManager saves to, or a step's folder in it")
 
 
 # --- Tensors in safetensors files, written and read part by part: no more than one is held besides what is given -----
@@ -290,8 +290,8 @@ def layout(tensors: Mapping[str, torch.Tensor], digests: Mapping[str, str] | Non
     places, end = {}, 0
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            what = f"{key!r} is {tensor.dtype}, which safetensors has no form for"
-            raise InputError(what, "save", f"convert it to one of {', '.join(DTYPES.values())}")
+            fault = f"{key!r} is {tensor.dtype}, which safetensors has no form for"
+            raise InputError(fault, "save", f"convert it to one of {', '.join(DTYPES.values())}")
         places[key] = end
         end += tensor.nbytes
         header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [places[key], end]}
@@ -359,12 +359,12 @@ def read_part(folder: Path, part: StoredPart, dtype: str, what: str) -> torch.Te
 
 def read_into(opened: RawIOBase, target: memoryview) -> None:
     """Fill it. EOFError if there is not as much."""
-    at = 0
-    while at < len(target):
-        count = opened.readinto(target[at:])
+    offset = 0
+    while offset < len(target):
+        count = opened.readinto(target[offset:])
         if not count:
             raise EOFError("the file ends before it")
-        at += count
+        offset += count
 
 
 # --- State of schedulers, loaders and generators of random numbers as JSON, and back: nothing is unpickled -----------
@@ -385,12 +385,12 @@ def packed(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         return packed(value.item(), where)
     if isinstance(value, list):
-        return [packed(one, f"{where}[{i}]") for i, one in enumerate(value)]
+        return [packed(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
         return _dict(value, where)
     if type(value) in (tuple, set, frozenset):
         members = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        return {KIND: type(value).__name__, "of": [packed(one, f"{where}[{i}]") for i, one in enumerate(members)]}
+        return {KIND: type(value).__name__, "of": [packed(item, f"{where}[{i}]") for i, item in enumerate(members)]}
     if isinstance(value, (bytes, bytearray)):
         return {KIND: "bytes", "data": _text(value)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -407,8 +407,8 @@ def packed(value: Any, where: str) -> Any:
 
 def _dict(value: dict[Any, Any], where: str) -> Any:
     if not isinstance(value, Counter) and KIND not in value and all(type(key) is str for key in value):
-        return {key: packed(one, f"{where}[{key!r}]") for key, one in value.items()}
-    pairs = [[packed(key, where), packed(one, f"{where}[{key!r}]")] for key, one in value.items()]
+        return {key: packed(item, f"{where}[{key!r}]") for key, item in value.items()}
+    pairs = [[packed(key, where), packed(item, f"{where}[{key!r}]")] for key, item in value.items()]
     return {KIND: "Counter" if isinstance(value, Counter) else "dict", "of": pairs}
 
 
@@ -419,17 +419,17 @@ def _text(data: Any) -> str:
 def unpacked(value: Any) -> Any:
     """The inverse; tensors are on the CPU."""
     if isinstance(value, list):
-        return [unpacked(one) for one in value]
+        return [unpacked(item) for item in value]
     if not isinstance(value, dict):
         return value
     if KIND not in value:
-        return {key: unpacked(one) for key, one in value.items()}
+        return {key: unpacked(item) for key, item in value.items()}
     kind = value[KIND]
     if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](unpacked(one) for one in value["of"])
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](unpacked(item) for item in value["of"])
     if kind in ("dict", "Counter"):
-        found = {unpacked(key): unpacked(one) for key, one in value["of"]}
-        return found if kind == "dict" else Counter(found)
+        pairs = {unpacked(key): unpacked(item) for key, item in value["of"]}
+        return pairs if kind == "dict" else Counter(pairs)
     data = base64.b64decode(value["data"], validate=True)
     if kind == "bytes":
         return data

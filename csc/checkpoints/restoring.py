@@ -42,18 +42,20 @@ class Expected(NamedTuple):
 def check_model(index: StepIndex, expected: Mapping[str, Expected]) -> None:
     """All names, shapes and dtypes are those of the model."""
     where = str(index.folder / FILE)
-    for name, one in expected.items():
-        found = index.parameters.get(name)
-        if found is None:
+    for name, wanted in expected.items():
+        stored = index.parameters.get(name)
+        if stored is None:
             close = difflib.get_close_matches(name, list(index.parameters), 3, 0.6)
-            what = f"parameter {name!r} is not in it" + (f"; close names there: {', '.join(close)}" if close else "")
-            raise InputError(what, where, _of_another(index))
-        if found.shape != one.shape:
-            what = f"parameter {name!r} has shape {list(found.shape)} there, {list(one.shape)} in the model"
-            raise InputError(what, where, _of_another(index))
-        if found.dtype != str(one.dtype).removeprefix("torch."):
-            what = f"parameter {name!r} is {found.dtype} there, {str(one.dtype).removeprefix('torch.')} in the model"
-            raise InputError(what, where, "Make the model in the dtype that it was trained in")
+            fault = f"parameter {name!r} is not in it" + (f"; close names there: {', '.join(close)}" if close else "")
+            raise InputError(fault, where, _of_another(index))
+        if stored.shape != wanted.shape:
+            fault = f"parameter {name!r} has shape {list(stored.shape)} there, {list(wanted.shape)} in the model"
+            raise InputError(fault, where, _of_another(index))
+        if stored.dtype != str(wanted.dtype).removeprefix("torch."):
+            fault = (
+                f"parameter {name!r} is {stored.dtype} there, {str(wanted.dtype).removeprefix('torch.')} in the model"
+            )
+            raise InputError(fault, where, "Make the model in the dtype that it was trained in")
     more = [name for name in index.parameters if name not in expected]
     if more:
         raise InputError(f"it has {more[0]!r}, which the model does not have", where, _of_another(index))
@@ -74,10 +76,10 @@ def verify(index: StepIndex, needed: Iterable[tuple[str, Box]]) -> None:
 
 def damaged(index: StepIndex) -> Iterator[InputError]:
     """Of everything that was saved, what is not there any more as it was."""
-    for what, stored in index.tensors():
+    for name, stored in index.tensors():
         for part in stored.parts:
             try:
-                files.read_part(index.folder, part, stored.dtype, what)
+                files.read_part(index.folder, part, stored.dtype, name)
             except InputError as error:
                 yield error
     for process in range(len(index.states)):
@@ -99,18 +101,18 @@ def whole(index: StepIndex, stored: Stored, what: str) -> torch.Tensor:
     return target
 
 
-def _fill(index: StepIndex, stored: Stored, box: Box, target: torch.Tensor, what: str) -> None:
+def _fill(index: StepIndex, stored: Stored, box: Box, target: torch.Tensor, name: str) -> None:
     filled = 0
     for part in stored.parts:
         blocks = list(overlap(box, part.box))
         if not blocks:
             continue
-        tensor = files.read_part(index.folder, part, stored.dtype, what)
-        for here, there in blocks:
-            target[here] = tensor[there].to(target.device)
-            filled += tensor[there].numel()
+        tensor = files.read_part(index.folder, part, stored.dtype, name)
+        for here, source in blocks:
+            target[here] = tensor[source].to(target.device)
+            filled += tensor[source].numel()
     if filled != target.numel():
-        raise InputError(f"{what} is not all there", str(index.folder / FILE), OLDER)
+        raise InputError(f"{name} is not all there", str(index.folder / FILE), OLDER)
 
 
 def optimizer(
@@ -118,17 +120,17 @@ def optimizer(
 ) -> dict[str, Any]:
     """With the tensors of this process' entries."""
 
-    def unfit(what: str) -> InputError:
+    def unfit(fault: str) -> InputError:
         remedy = "Make the optimizer as it was made for that save, or begin a new one: load(only=['weights'])"
-        return InputError(what, str(index.folder / FILE), remedy)
+        return InputError(fault, str(index.folder / FILE), remedy)
 
-    def assemble(one: optimizer_state.SteppedParameter, key: str, stored: Stored) -> torch.Tensor:
-        if stored.shape != one.spec.shape:
-            optimizer_state.check_whole(one, key, stored.shape, unfit)
-            return whole(index, stored, f"{key!r} of {one.name!r}").to(one.parameter.device)
-        target = torch.empty(sizes(one.box), dtype=getattr(torch, stored.dtype))
-        _fill(index, stored, one.box, target, f"{key!r} of {one.name!r}")
-        return target.to(one.parameter.device)
+    def assemble(parameter: optimizer_state.SteppedParameter, key: str, stored: Stored) -> torch.Tensor:
+        if stored.shape != parameter.spec.shape:
+            optimizer_state.check_whole(parameter, key, stored.shape, unfit)
+            return whole(index, stored, f"{key!r} of {parameter.name!r}").to(parameter.parameter.device)
+        target = torch.empty(sizes(parameter.box), dtype=getattr(torch, stored.dtype))
+        _fill(index, stored, parameter.box, target, f"{key!r} of {parameter.name!r}")
+        return target.to(parameter.parameter.device)
 
     table = index.optimizer
     if table is None:
@@ -139,12 +141,12 @@ def optimizer(
 
 def state(index: StepIndex, process: int) -> dict[str, Any]:
     """What a process, counted around if there were fewer, has written of what is no tensor of the model."""
-    found = index.states[process % len(index.states)]
+    state_row = index.states[process % len(index.states)]
 
-    def fail(what: str) -> InputError:
-        return InputError(what, str(index.folder / found["file"]), OLDER)
+    def fail(fault: str) -> InputError:
+        return InputError(fault, str(index.folder / state_row["file"]), OLDER)
 
-    text = read_text(within(index.folder, found["file"], fail), fail)
-    if hashlib.sha256(text.encode()).hexdigest() != found["sha256"]:
+    text = read_text(within(index.folder, state_row["file"], fail), fail)
+    if hashlib.sha256(text.encode()).hexdigest() != state_row["sha256"]:
         raise fail("its bytes are not those that were saved")
     return dict(json.loads(text))

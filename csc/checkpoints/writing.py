@@ -80,8 +80,8 @@ def staged(out: Path) -> Iterator[Path]:
         _empty(stage)
         try:
             yield stage
-            for made in sorted(stage.iterdir(), key=lambda one: (one.stat().st_mtime_ns, one.name)):
-                os.rename(made, out / made.name)
+            for file in sorted(stage.iterdir(), key=lambda one: (one.stat().st_mtime_ns, one.name)):
+                os.rename(file, out / file.name)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
             if not was_there:
@@ -135,7 +135,7 @@ def boxes_written(trainer: Trainer) -> Written:
     position = manifest.mesh.coordinates(ranks[0]).pp
     holders = Holders(manifest.mesh, position)
     load: Counter[int] = Counter()
-    found = []
+    boxes = []
     for spec in manifest.parameters:
         if spec.owner != position:
             continue
@@ -148,8 +148,8 @@ def boxes_written(trainer: Trainer) -> Written:
             writer = held_by[0] if len(held_by) == 1 else min(held_by, key=lambda rank: (load[rank], rank))
             load[writer] += entries * spec.dtype.itemsize * (STATES if spec.trainable else 1)
             if writer == ranks[0]:
-                found.append((spec, holders.box(spec, place)))
-    return found
+                boxes.append((spec, holders.box(spec, place)))
+    return boxes
 
 
 class HeldPiece(NamedTuple):
@@ -172,22 +172,22 @@ class Holders:
         """divided: by data-parallel ranks."""
         boxes, shards = bool(spec.boxes), divided and bool(spec.shape) and self._data > 1
         if (boxes, shards, spec.equal) not in self._known:
-            found: dict[HeldPiece, list[int]] = {}
+            ranks_of: dict[HeldPiece, list[int]] = {}
             for rank, place in self._ranks:
                 box = self._mesh.shard(self._mesh.group(spec.equal, rank)[0]) if boxes else None
-                found.setdefault(HeldPiece(box, place.shard if shards else None), []).append(rank)
-            self._known[boxes, shards, spec.equal] = found
+                ranks_of.setdefault(HeldPiece(box, place.shard if shards else None), []).append(rank)
+            self._known[boxes, shards, spec.equal] = ranks_of
         return self._known[boxes, shards, spec.equal]
 
     def sizes(self, spec: ParameterSpec) -> dict[int | None, int]:
         """Entries of each shard, and of all of them together."""
         shape = spec.local.shape
-        found: dict[int | None, int] = {None: math.prod(shape)}
+        sizes: dict[int | None, int] = {None: math.prod(shape)}
         for place in range(self._data):
             dimension, start, stop = shard_of(shape, self._data, place)
             rest = math.prod(shape[:dimension]) * math.prod(shape[dimension + 1 :])
-            found[place] = rest * (stop - start)
-        return found
+            sizes[place] = rest * (stop - start)
+        return sizes
 
     def box(self, spec: ParameterSpec, place: HeldPiece) -> Box:
         """Which they are."""
@@ -197,15 +197,15 @@ class Holders:
 
 def weights(trainer: Trainer, written: Written, rest: Mapping[str, torch.Tensor]) -> list[Piece]:
     """The rest is written by the first process."""
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for spec, box in written:
         held = trainer.own.stepped(spec.name) if spec.trainable else trainer.own.values[spec.name]
-        found += divided(Piece(spec.name, "", spec.shape, box, held.detach(), spec.trainable))
+        pieces += divided(Piece(spec.name, "", spec.shape, box, held.detach(), spec.trainable))
     if 0 in trainer.transport.ranks:
         for name, tensor in rest.items():
             shape = tuple(tensor.shape)
-            found += divided(Piece(name, "", shape, whole_box(shape), tensor.detach(), False))
-    return found
+            pieces += divided(Piece(name, "", shape, whole_box(shape), tensor.detach(), False))
+    return pieces
 
 
 def optimizer(
@@ -213,36 +213,37 @@ def optimizer(
 ) -> tuple[list[Piece], dict[str, Any]]:  # fmt: skip
     """InputError for state that is neither numbers nor tensors."""
     names = {spec.name for spec, _ in written}
-    own = [replace(one, writes=one.name in names) for one in optimizer_state.owned(trainer)]
-    told = optimizer_state.listed(made, own)
-    of_name = {one.name: one for one in own}
+    parameters = [replace(parameter, writes=parameter.name in names) for parameter in optimizer_state.owned(trainer)]
+    state = optimizer_state.listed(made, parameters)
+    of_name = {parameter.name: parameter for parameter in parameters}
     pieces: list[Piece] = []
-    for name, found in told["parameters"].items():
-        one = of_name[name]
-        for key, tensor in found["tensors"].items():
-            shape = one.spec.shape if tensor.shape == one.parameter.shape else tuple(tensor.shape)
-            pieces += divided(Piece(name, key, shape, one.box_of(tensor), tensor, True))
-        found["tensors"] = {}
-    return pieces, told
+    for name, entry in state["parameters"].items():
+        parameter = of_name[name]
+        for key, tensor in entry["tensors"].items():
+            shape = parameter.spec.shape if tensor.shape == parameter.parameter.shape else tuple(tensor.shape)
+            pieces += divided(Piece(name, key, shape, parameter.box_of(tensor), tensor, True))
+        entry["tensors"] = {}
+    return pieces, state
 
 
 def divided(piece: Piece) -> Iterator[Piece]:
     """In stretches of the first dimension."""
     tensor = piece.tensor
     rows = tensor.shape[0] if tensor.dim() else 1
-    each = max(1, PART // max(1, tensor.nbytes // max(1, rows)))
-    if each >= rows:
+    rows_each = max(1, PART // max(1, tensor.nbytes // max(1, rows)))
+    if rows_each >= rows:
         yield piece
         return
-    for start in range(0, rows, each):
-        stop = min(start + each, rows)
+    for start in range(0, rows, rows_each):
+        stop = min(start + rows_each, rows)
         yield replace(piece, box=part_in_box(piece.box, 0, start, stop), tensor=tensor[start:stop])
 
 
 def copies(pieces: Sequence[Piece]) -> list[Piece]:
     """Whatever is written to the tensors afterwards is not in the copies."""
     return [
-        replace(one, tensor=one.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)) for one in pieces
+        replace(piece, tensor=piece.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format))
+        for piece in pieces
     ]
 
 
@@ -305,9 +306,9 @@ def write(own: ProcessState, save: Save, meeting: Meeting) -> Path:
     return save.folder
 
 
-def _write(own: ProcessState, save: Save, meeting: Meeting) -> None:
+def _write(state: ProcessState, save: Save, meeting: Meeting) -> None:
     def parts() -> tuple[Vote, str]:
-        return NOTHING, json.dumps(_written(own, save))
+        return NOTHING, json.dumps(_written(state, save))
 
     try:
         text = meeting.hold("the parts of a checkpoint", parts)
@@ -318,25 +319,25 @@ def _write(own: ProcessState, save: Save, meeting: Meeting) -> None:
 
     def index() -> tuple[Vote, None]:
         if save.place[0] == 0:
-            _publish(save, [json.loads(one) for one in texts])
+            _publish(save, [json.loads(text) for text in texts])
         return NOTHING, None
 
     meeting.hold("the index of a checkpoint", index)
 
 
-def _written(own: ProcessState, save: Save) -> dict[str, Any]:
+def _written(state: ProcessState, save: Save) -> dict[str, Any]:
     """The files that this process has written for others to read: of its other state, and of what is where, which is
     too long to be told in a meeting of many ranks.
     """
-    trained = _numbered(piece for piece in own.pieces if piece.trained)
-    frozen = _numbered(piece for piece in own.pieces if not piece.trained)
-    found = _rows(frozen, *_frozen(save, frozen)) if frozen else []
+    trained = _numbered(piece for piece in state.pieces if piece.trained)
+    frozen = _numbered(piece for piece in state.pieces if not piece.trained)
+    rows = _rows(frozen, *_frozen(save, frozen)) if frozen else []
     if trained:
         name = save.name("part", "safetensors")
-        found += _rows(trained, name, files.write(save.folder / name, _tensors(trained)))
+        rows += _rows(trained, name, files.write(save.folder / name, _tensors(trained)))
     return {
-        "state": _text_file(save, "state", json.dumps(own.state)),
-        "rows": _text_file(save, "rows", json.dumps({"parts": found, "told": own.told})),
+        "state": _text_file(save, "state", json.dumps(state.state)),
+        "rows": _text_file(save, "rows", json.dumps({"parts": rows, "told": state.told})),
     }
 
 
@@ -358,10 +359,10 @@ def _tensors(pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
 def _rows(pieces: Mapping[str, Piece], file: str, places: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
     return [
         {
-            "name": one.name, "key": one.key, "shape": one.shape, "trained": one.trained,
-            "dtype": str(one.tensor.dtype).removeprefix("torch."), "row": [file, at, one.box, sha256],
+            "name": piece.name, "key": piece.key, "shape": piece.shape, "trained": piece.trained,
+            "dtype": str(piece.tensor.dtype).removeprefix("torch."), "row": [file, offset, piece.box, sha256],
         }
-        for (key, one), (at, sha256) in zip(pieces.items(), (places[key] for key in pieces))
+        for (key, piece), (offset, sha256) in zip(pieces.items(), (places[key] for key in pieces))
     ]  # fmt: skip
 
 
@@ -373,19 +374,19 @@ def _frozen(save: Save, pieces: Mapping[str, Piece]) -> tuple[str, dict[str, tup
     digests = {key: files.digest(tensor) for key, tensor in tensors.items()}
     begin, places = files.layout(tensors)
     content = hashlib.sha256(begin + json.dumps(list(digests.values())).encode()).hexdigest()
-    name, size = f"frozen-{content[:32]}.safetensors", len(begin) + sum(one.nbytes for one in tensors.values())
+    name, size = f"frozen-{content[:32]}.safetensors", len(begin) + sum(tensor.nbytes for tensor in tensors.values())
     folders = [save.folder, *reversed(saved(save.folder.parent).values())]
-    there = [folder / name for folder in folders if (folder / name).is_file()]
-    same = [file for file in there if file.stat().st_size == size]
+    files_there = [folder / name for folder in folders if (folder / name).is_file()]
+    same = [file for file in files_there if file.stat().st_size == size]
     if not same or (same[0].parent != save.folder and not _linked(same[0], save.folder / name)):
         files.write(save.folder / name, tensors)
     return name, {key: (places[key], digests[key]) for key in tensors}
 
 
-def _linked(there: Path, here: Path) -> bool:
+def _linked(source: Path, here: Path) -> bool:
     """Whether the file system has links, and both are on it."""
     try:
-        published(here, lambda path: os.link(there, path))
+        published(here, lambda path: os.link(source, path))
     except InputError:
         return False
     return True
@@ -399,14 +400,16 @@ def _discard(save: Save) -> None:
 
 
 def _publish(save: Save, written: Sequence[Mapping[str, Any]]) -> None:
-    told = [_told(save.folder, rank, one) for rank, one in enumerate(written)]
-    parameters, states, trained = _joined(told)
-    optimizers = [one["told"] for one in told if one["told"] is not None]
+    reports = [_told(save.folder, rank, text) for rank, text in enumerate(written)]
+    parameters, states, trained = _joined(reports)
+    optimizers = [report["told"] for report in reports if report["told"] is not None]
     optimizer = optimizer_state.joined(optimizers) if optimizers else None
     for (name, key), stored in states.items():
         assert optimizer is not None
         optimizer["parameters"][name]["tensors"][key] = stored
-    index = StepIndex(save.folder, save.about, parameters, trained, optimizer, tuple(one["state"] for one in written))
+    index = StepIndex(
+        save.folder, save.about, parameters, trained, optimizer, tuple(report["state"] for report in written)
+    )
     _check(save, index)
     text = index.to_text()
     if len(text) > LONGEST:
@@ -428,30 +431,32 @@ def _told(folder: Path, rank: int, written: Mapping[str, Mapping[str, str]]) -> 
     text = (folder / rows).read_text()
     if hashlib.sha256(text.encode()).hexdigest() != written["rows"]["sha256"]:
         raise _not_shared(folder, rank, rows)
-    found: dict[str, Any] = json.loads(text)
-    _check_seen(folder, rank, {one["row"][0] for one in found["parts"]})
-    return found
+    report: dict[str, Any] = json.loads(text)
+    _check_seen(folder, rank, {part["row"][0] for part in report["parts"]})
+    return report
 
 
 def _joined(
-    told: Sequence[Mapping[str, Any]],
+    reports: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Stored], dict[tuple[str, str], Stored], frozenset[str]]:
     """Parameters, and tensors of the optimizer's state, with the parts of all processes; which of them train."""
-    found: dict[tuple[str, str], tuple[Mapping[str, Any], list[StoredPart]]] = {}
-    for one in (one for process in told for one in process["parts"]):
-        file, offset, box, sha256 = one["row"]
+    parts_of: dict[tuple[str, str], tuple[Mapping[str, Any], list[StoredPart]]] = {}
+    for part in (one for process in reports for one in process["parts"]):
+        file, offset, box, sha256 = part["row"]
         read = tuple(tuple((start, stop) for start, stop in dim) for dim in box)
-        found.setdefault((one["name"], one["key"]), (one, []))[1].append(StoredPart(file, offset, read, sha256))
-    made = {name: Stored(tuple(one["shape"]), one["dtype"], tuple(parts)) for name, (one, parts) in found.items()}
-    parameters = {name: stored for (name, key), stored in made.items() if not key}
-    trained = frozenset(name for (name, key), (one, _) in found.items() if not key and one["trained"])
-    return parameters, {both: stored for both, stored in made.items() if both[1]}, trained
+        parts_of.setdefault((part["name"], part["key"]), (part, []))[1].append(StoredPart(file, offset, read, sha256))
+    stored_of = {
+        name: Stored(tuple(one["shape"]), one["dtype"], tuple(parts)) for name, (one, parts) in parts_of.items()
+    }
+    parameters = {name: stored for (name, key), stored in stored_of.items() if not key}
+    trained = frozenset(name for (name, key), (one, _) in parts_of.items() if not key and one["trained"])
+    return parameters, {both: stored for both, stored in stored_of.items() if both[1]}, trained
 
 
 def _check(save: Save, index: StepIndex) -> None:
     """InputError if something of the model is in no part: such an index is not written."""
     lost = [name for name in save.expected if name not in index.parameters]
-    lost += [what for what, one in index.tensors() if one.missing()]
+    lost += [name for name, stored in index.tensors() if stored.missing()]
     if lost:
         raise InputError(
             f"of {lost[0]} not all entries were written by any rank", str(save.folder),
@@ -486,9 +491,9 @@ def _clear(folder: Path, listed: Collection[str]) -> None:
 
 def _forget(newest: Path, keep: int) -> None:
     """Remove checkpoints of the run but the last ones, and saves that were cut off."""
-    there = saved(newest.parent)
-    last = sorted(there)[-keep:]
-    for folder in [*(folder for step, folder in there.items() if step not in last), *cut_off(newest.parent)]:
+    steps = saved(newest.parent)
+    last = sorted(steps)[-keep:]
+    for folder in [*(folder for step, folder in steps.items() if step not in last), *cut_off(newest.parent)]:
         if folder != newest:
             forgotten(folder)
 

@@ -28,14 +28,14 @@ def list_command(
     from csc.cache.store import store
     from csc.simulation.page import bytes_text
 
-    found = store()
-    entries = [entry for entry in (found.entries() if found is not None else []) if entry.kind in KINDS]
-    folder = str(found.folder) if found is not None else None
+    cache = store()
+    entries = [entry for entry in (cache.entries() if cache is not None else []) if entry.kind in KINDS]
+    folder = str(cache.folder) if cache is not None else None
     if json_output:
         total = sum(entry.size for entry in entries)
         print_json({"folder": folder, "bytes": total, "entries": [asdict(entry) for entry in entries]})
         return
-    if found is None:
+    if cache is None:
         console.print("the cache is switched off (CSC_CACHE=0)")
         return
     about_program = (Column("mesh", 1), Column("frozen", 3), Column("shapes", 4))
@@ -48,7 +48,7 @@ def list_command(
         table.add_row(*(escape(cell) for cell in (*cells, *rest)))
     console.print(table)
     together = bytes_text(sum(entry.size for entry in entries))
-    console.print(f"{len(entries)} entries, {together} of at most {bytes_text(found.limit)}, in {escape(str(folder))}")
+    console.print(f"{len(entries)} entries, {together} of at most {bytes_text(cache.limit)}, in {escape(str(folder))}")
 
 
 @app.command()
@@ -61,8 +61,8 @@ def clear(
     from csc.cache.store import store
     from csc.errors import InputError
 
-    found = store()
-    removed = found.clear(prefix) if found is not None else 0
+    cache = store()
+    removed = cache.clear(prefix) if cache is not None else 0
     if prefix and not removed:
         raise InputError(f"no entry's key begins with {prefix!r}", "csc cache clear", "see `csc cache list`")
     print_json({"removed": removed}) if json_output else print(f"{removed} entries removed")

@@ -42,30 +42,30 @@ def list_command(
 
     if not run.is_dir():
         raise InputError("there is no such directory", str(run), "give the directory that a CheckpointManager saves to")
-    found: list[StepIndex] = []
+    indices: list[StepIndex] = []
     damaged: dict[str, str] = {}
     for folder in files.saved(run).values():
         try:
-            found.append(files.read(folder))
+            indices.append(files.read(folder))
         except InputError as error:
             damaged[folder.name] = error.what
     begun = [folder.name for folder in files.cut_off(run)]
     if json_output:
-        rows = [{**one.about, "folder": str(one.folder), "bytes": one.size()} for one in found]
+        rows = [{**index.about, "folder": str(index.folder), "bytes": index.size()} for index in indices]
         print_json({"run": str(run), "checkpoints": rows, "damaged": damaged, "cut_off": begun})
         return
-    if not found and not damaged and not begun:
+    if not indices and not damaged and not begun:
         console.print(f"no checkpoint of csc in {escape(str(run))}", soft_wrap=True)
         return
     about_run = (Column("mesh", 1), Column("zero", 3), Column("processes", 4), Column("holds", 2))
     listed = table("step", "saved", "model", *about_run, "size")
-    for one in found:
-        about = one.about
-        cells = (one.step, about["time"], about["model"], about["mesh"], about["zero"], about["processes"])
-        listed.add_row(*(escape(str(cell)) for cell in (*cells, ", ".join(one.has), bytes_text(one.size()))))
+    for index in indices:
+        about = index.about
+        cells = (index.step, about["time"], about["model"], about["mesh"], about["zero"], about["processes"])
+        listed.add_row(*(escape(str(cell)) for cell in (*cells, ", ".join(index.has), bytes_text(index.size()))))
     console.print(listed)
-    for name, what in damaged.items():
-        console.print(f"[red]damaged[/] {escape(name)}: {escape(what)}")
+    for name, fault in damaged.items():
+        console.print(f"[red]damaged[/] {escape(name)}: {escape(fault)}")
     for name in begun:
         console.print(f"[yellow]cut off[/] {escape(name)}: it has no index, and is not taken for a checkpoint")
 
@@ -82,60 +82,66 @@ def show(
     from csc.checkpoints import files
     from csc.simulation.page import bytes_text
 
-    found = files.read(files.find(path, step))
-    rows = _summary(found)
+    index = files.read(files.find(path, step))
+    rows = _summary(index)
     if json_output:
-        more = {"tensors": _tensors(found)} if tensors else {}
-        groups = found.optimizer["groups"] if found.optimizer is not None else []
-        kind = found.optimizer["kind"] if found.optimizer is not None else None
-        content = {"folder": str(found.folder), **found.about, "optimizer": kind, "groups": groups, "what": rows}
-        print_json({**content, "files": found.files(), **more})
+        more = {"tensors": _tensors(index)} if tensors else {}
+        groups = index.optimizer["groups"] if index.optimizer is not None else []
+        kind = index.optimizer["kind"] if index.optimizer is not None else None
+        content = {"folder": str(index.folder), **index.about, "optimizer": kind, "groups": groups, "what": rows}
+        print_json({**content, "files": index.files(), **more})
         return
-    about = found.about
+    about = index.about
     zero = f", zero={about['zero']}" if about["zero"] else ""
     console.print(
-        f"step {found.step} of {escape(str(about['model']))}, saved {about['time']} by csc {about['csc']} on "
+        f"step {index.step} of {escape(str(about['model']))}, saved {about['time']} by csc {about['csc']} on "
         f"{about['processes']} {'process' if about['processes'] == 1 else 'processes'}, mesh {about['mesh']}{zero}"
     )
-    console.print(f"holds {', '.join(found.has)}; {len(found.files())} files, {bytes_text(found.size())}")
+    console.print(f"holds {', '.join(index.has)}; {len(index.files())} files, {bytes_text(index.size())}")
     listed = table("what", "tensors", "entries", "bytes", "dtypes")
     for row in rows:
         cells = (row["what"], row["tensors"], f"{row['entries']:,}", bytes_text(row["bytes"]), ", ".join(row["dtypes"]))
         listed.add_row(*(escape(str(cell)) for cell in cells))
     console.print(listed)
-    for number, group in enumerate(found.optimizer["groups"] if found.optimizer is not None else ()):
+    for number, group in enumerate(index.optimizer["groups"] if index.optimizer is not None else ()):
         options = ", ".join(f"{key}={value}" for key, value in group["options"].items() if value is not None)
         console.print(escape(f"group {number}: {len(group['names'])} parameters, {options}"), highlight=False)
     if tensors:
         every = table("tensor", "shape", Column("dtype", 1), Column("trained", 2), Column("parts", 3))
-        for one in _tensors(found):
-            cells = (one["name"], one["shape"], one["dtype"], one["trained"], one["parts"])
+        for row in _tensors(index):
+            cells = (row["name"], row["shape"], row["dtype"], row["trained"], row["parts"])
             every.add_row(*(escape(str(cell)) for cell in cells))
         console.print(every)
 
 
-def _summary(found: StepIndex) -> list[dict[str, Any]]:
+def _summary(index: StepIndex) -> list[dict[str, Any]]:
     """Counts of what trains, what does not, and each kind of the optimizer's tensors."""
     kinds: dict[str, list[Any]] = {}
-    for name, stored in found.parameters.items():
-        kinds.setdefault("trained" if name in found.trained else "frozen, buffers", []).append(stored)
-    for _, key, stored in found.of_optimizer():
+    for name, stored in index.parameters.items():
+        kinds.setdefault("trained" if name in index.trained else "frozen, buffers", []).append(stored)
+    for _, key, stored in index.of_optimizer():
         kinds.setdefault(f"optimizer: {key}", []).append(stored)
     return [
         {
-            "what": what, "tensors": len(members), "entries": sum(one.entries() for one in members),
-            "bytes": sum(one.nbytes() for one in members), "dtypes": sorted({one.dtype for one in members}),
+            "what": kind, "tensors": len(members), "entries": sum(member.entries() for member in members),
+            "bytes": sum(member.nbytes() for member in members), "dtypes": sorted({member.dtype for member in members}),
         }
-        for what, members in kinds.items()
+        for kind, members in kinds.items()
     ]  # fmt: skip
 
 
-def _tensors(found: StepIndex) -> list[dict[str, Any]]:
-    named = [(name, name in found.trained, one) for name, one in found.parameters.items()]
-    named += [(f"{name} ({key})", True, one) for name, key, one in found.of_optimizer()]
+def _tensors(index: StepIndex) -> list[dict[str, Any]]:
+    named = [(name, name in index.trained, stored) for name, stored in index.parameters.items()]
+    named += [(f"{name} ({key})", True, stored) for name, key, stored in index.of_optimizer()]
     return [
-        {"name": name, "shape": list(one.shape), "dtype": one.dtype, "trained": trained, "parts": len(one.parts)}
-        for name, trained, one in named
+        {
+            "name": name,
+            "shape": list(stored.shape),
+            "dtype": stored.dtype,
+            "trained": trained,
+            "parts": len(stored.parts),
+        }
+        for name, trained, stored in named
     ]
 
 
@@ -146,16 +152,16 @@ def verify(
     """Read a checkpoint and compare every byte with what was saved. Exit code 1 if something is damaged or missing."""
     from csc.checkpoints import files, restoring
 
-    found = files.read(files.find(path, step))
-    damaged = list(restoring.damaged(found))
+    index = files.read(files.find(path, step))
+    damaged = list(restoring.damaged(index))
     if json_output:
         rows = [{"file": error.where, "what": error.what} for error in damaged]
-        print_json({"folder": str(found.folder), "ok": not damaged, "files": found.files(), "damaged": rows})
+        print_json({"folder": str(index.folder), "ok": not damaged, "files": index.files(), "damaged": rows})
     else:
         for error in damaged:
             console.print(f"[red]damaged[/] {escape(error.where)}: {escape(error.what)}", soft_wrap=True)
         if not damaged:
-            console.print(f"[green]whole[/]: {len(found.files())} files of {escape(str(found.folder))}")
+            console.print(f"[green]whole[/]: {len(index.files())} files of {escape(str(index.folder))}")
     if damaged:
         raise typer.Exit(1)
 
@@ -181,11 +187,11 @@ def convert(
     kind = conversion.kind(source)
     wanted = to.value if to is not None else (conversion.HF if kind == conversion.CSC else conversion.CSC)
     with shown(Console(stderr=True)) as tell:
-        found = conversion.convert(source, out, wanted, step, optimizer, tell)
-    made, left = found.made, found.left
+        conversion_made = conversion.convert(source, out, wanted, step, optimizer, tell)
+    path_written, left = conversion_made.made, conversion_made.left
     if json_output:
-        print_json({"source": str(source), "from": kind, "to": wanted, "made": str(made), "left_out": left})
+        print_json({"source": str(source), "from": kind, "to": wanted, "made": str(path_written), "left_out": left})
         return
-    console.print(f"wrote {escape(str(made))}", soft_wrap=True)
+    console.print(f"wrote {escape(str(path_written))}", soft_wrap=True)
     if left:
         console.print(f"left out, since a checkpoint has no place for them: {escape(', '.join(left))}")

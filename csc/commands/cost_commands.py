@@ -33,14 +33,14 @@ def cost(
     with opening as compiled:
         name = _one(compiled)
         chosen = None if name is None else hardware(name)
-        found = report(compiled, chosen, master, symbolic)
+        costs = report(compiled, chosen, master, symbolic)
     if json_output:
-        print_json(found.as_dict())
+        print_json(costs.as_dict())
         return
-    for table in cost_tables(found):
+    for table in cost_tables(costs):
         console.print(table)
-    for symbol, size in found.sizes.items():
-        console.print(f"{symbol} = {size}: {escape(found.meanings[symbol])}", highlight=False)
+    for symbol, size in costs.sizes.items():
+        console.print(f"{symbol} = {size}: {escape(costs.meanings[symbol])}", highlight=False)
 
 
 def _one(compiled: Any) -> str | None:
@@ -68,11 +68,11 @@ def profile(
     from csc.reports.profiling import profile as measured
 
     with opening as compiled:
-        found = measured(compiled, _one(compiled), budget, output, wires, clocks)
+        profile_found = measured(compiled, _one(compiled), budget, output, wires, clocks)
     if json_output:
-        print_json(found.as_dict())
+        print_json(profile_found.as_dict())
         return
-    console.print(profile_table(found))
-    console.print(profile_summary(found), highlight=False)
+    console.print(profile_table(profile_found))
+    console.print(profile_summary(profile_found), highlight=False)
     if output is not None:
         console.print(f"wrote {escape(str(output))}: use it with --hardware {escape(str(output))}", soft_wrap=True)

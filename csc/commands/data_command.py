@@ -32,26 +32,29 @@ def data(
     from csc.reports.data import page as page_of
 
     with opening as compiled:
-        found = of_lengths(compiled, of_file(lengths), batch_size, multiple, packed, steps)
+        figures = of_lengths(compiled, of_file(lengths), batch_size, multiple, packed, steps)
         title = f"{compiled.program.name}: lengths of {lengths.name}"
     if page is not None:
-        page.write_text(page_of(found, title), encoding="utf-8")
+        page.write_text(page_of(figures, title), encoding="utf-8")
     if json_output:
-        print_json(found.as_dict())
+        print_json(figures.as_dict())
         return
-    first = next(iter(found.distribution.values()))
-    spread = table("", *first, title=f"{found.samples} samples")
-    for name, values in found.distribution.items():
+    first = next(iter(figures.distribution.values()))
+    spread = table("", *first, title=f"{figures.samples} samples")
+    for name, values in figures.distribution.items():
         spread.add_row(name, *(f"{value:.4g}" for value in values.values()))
     console.print(spread)
-    ways = table("samples divided", "a step takes", "x of balanced", title=f"{steps} steps of {batch_size} samples")
-    for way, seconds in found.seconds.items():
-        ways.add_row(way, seconds_text(seconds), f"{seconds / found.seconds['balanced']:.3f}")
-    console.print(ways)
-    shown = ", ".join(" x ".join(map(str, size[-2:])) for size in found.sizes[:SHOWN])
-    more = f" and {len(found.sizes) - SHOWN} more" if len(found.sizes) > SHOWN else ""
-    console.print(f"{len(found.sizes)} sizes of microbatches (rows x width): {shown}{more}", highlight=False)
+    rows_table = table(
+        "samples divided", "a step takes", "x of balanced", title=f"{steps} steps of {batch_size} samples"
+    )
+    for name, seconds in figures.seconds.items():
+        rows_table.add_row(name, seconds_text(seconds), f"{seconds / figures.seconds['balanced']:.3f}")
+    console.print(rows_table)
+    shown = ", ".join(" x ".join(map(str, size[-2:])) for size in figures.sizes[:SHOWN])
+    more = f" and {len(figures.sizes) - SHOWN} more" if len(figures.sizes) > SHOWN else ""
+    console.print(f"{len(figures.sizes)} sizes of microbatches (rows x width): {shown}{more}", highlight=False)
     console.print(
-        f"{found.outside} of {found.microbatches} microbatches had another size; costs are off by {found.error:.1%}",
+        f"{figures.outside} of {figures.microbatches} microbatches had another size; "
+        f"costs are off by {figures.error:.1%}",
         highlight=False,
     )

@@ -80,12 +80,12 @@ def _show(report: EnergyReport) -> None:
     shown.add_row(
         seconds_text(usual.seconds), "", joules_text(usual.joules), watts_text(usual.watts), "", "", "highest clocks"
     )  # fmt: skip
-    for each in report.points:
-        mark = " *" if each is report.chosen else ""
-        over_usual = f"{each.seconds / usual.seconds - 1:+.1%}"
+    for point in report.points:
+        mark = " *" if point is report.chosen else ""
+        over_usual = f"{point.seconds / usual.seconds - 1:+.1%}"
         shown.add_row(
-            seconds_text(each.seconds) + mark, over_usual, joules_text(each.joules), watts_text(each.watts),
-            f"{found.saved(each):.1%}", f"{found.possible(each):.1%}", str(sum(each.changes)),
+            seconds_text(point.seconds) + mark, over_usual, joules_text(point.joules), watts_text(point.watts),
+            f"{found.saved(point):.1%}", f"{found.possible(point):.1%}", str(sum(point.changes)),
         )  # fmt: skip
     console.print(shown)
     count = sum(report.devices)
@@ -101,8 +101,10 @@ def _show(report: EnergyReport) -> None:
     for source in report.sources:
         console.print(f"curves: {escape(source)}", highlight=False)
     charge = report.problem.change_seconds
-    told = f"takes {seconds_text(charge)} of its rank" if charge else "is charged nothing: the profile knows no seconds"
-    console.print(f"a change of clock {told}", highlight=False)
+    charge_text = (
+        f"takes {seconds_text(charge)} of its rank" if charge else "is charged nothing: the profile knows no seconds"
+    )
+    console.print(f"a change of clock {charge_text}", highlight=False)
     if sum(report.chosen.changes):
         console.print(
             f"*: a clock is held for {seconds_text(report.shortest_hold)} at least; where setting one takes about as "

@@ -69,19 +69,19 @@ def explain_table(title: str, rows: list[Any]) -> Rows:
     if around:
         title = f"{title} of {around[:-1]}"
     scale, unit = _flops_unit(max((flops for row in rows for flops in (*row.flops, row.pruned_flops)), default=0.0))
-    made = table(
+    printed = table(
         "name", Column("stage", 1), Column("parameters", 4), Column("trainable", 3), Column("dx", 5), Column("dw", 6),
         Column("matmuls F/B/W", 7), f"{unit} F/B/W", Column(f"pruned {unit}", 2), "why",
         title=title,
     )  # fmt: skip
     for row in rows:
-        made.add_row(
+        printed.add_row(
             escape(row.name.removeprefix(around)), str(row.stage), f"{row.parameters:,}", f"{row.trainable:,}",
             "yes" if row.needs_dx else "-", "yes" if row.needs_dw else "-",
             "/".join(map(str, row.matmuls)), "/".join(f"{flops / scale:.2f}" if flops else "0" for flops in row.flops),
             f"{row.pruned_flops / scale:.2f}" if row.pruned_flops else "0", escape(row.why),
         )  # fmt: skip
-    return made
+    return printed
 
 
 def _flops_unit(most: float) -> tuple[float, str]:

@@ -88,20 +88,20 @@ def compared(mask: Any, pairs: Any, block: int, ranks: int, bandwidth: float) ->
     if mask.queries != mask.keys:
         return []
     workload = _workload(mask, pairs, block, ranks, bandwidth)
-    found = []
-    for way in Dispatcher:
-        one = evaluate(workload, owners(mask, pairs, block, ranks, way, bandwidth).numpy())
-        (measured,) = one.measured
+    times = []
+    for dispatcher in Dispatcher:
+        report = evaluate(workload, owners(mask, pairs, block, ranks, dispatcher, bandwidth).numpy())
+        (measured,) = report.measured
         rates = workload.rates
         attention, keys = measured.load * rates.tile_seconds, measured.volume * rates.block_seconds
-        found.append(DispatchTimes(way.value, one.seconds, attention, keys, one.imbalance))
-    return sorted(found, key=lambda one: one.seconds)
+        times.append(DispatchTimes(dispatcher.value, report.seconds, attention, keys, report.imbalance))
+    return sorted(times, key=lambda row: row.seconds)
 
 
 def why(ways: Sequence[DispatchTimes]) -> str:
     """What the fastest way has more even tiles for, or why there are none; empty where its tiles are even."""
     best = ways[0]
-    even = min(ways, key=lambda one: one.tiles_over_mean)
+    even = min(ways, key=lambda row: row.tiles_over_mean)
     if best.tiles_over_mean < UNEVEN:
         return ""
     heaviest = f"the heaviest rank of {best.way} has {best.tiles_over_mean:.2f} times the mean of tiles"
@@ -160,19 +160,19 @@ def mask(
     example = parse(spec)
     pairs = counts(example.mask, block, block)[0]
     owner = None if ranks is None else owners(example.mask, pairs, block, ranks, dispatch, link * 1e9)
-    found = _facts(spec, example.mask, pairs, block)
+    facts = _facts(spec, example.mask, pairs, block)
     if ranks is not None and owner is not None:
-        found["dispatch"] = dispatch.value
-        found |= _shared(pairs, owner, ranks)
-        ways = compared(example.mask, pairs, block, ranks, link * 1e9)
-        found["ways"] = [way.as_dict() for way in ways]
-        found["why"] = why(ways) if ways else ""
+        facts["dispatch"] = dispatch.value
+        facts |= _shared(pairs, owner, ranks)
+        rows = compared(example.mask, pairs, block, ranks, link * 1e9)
+        facts["ways"] = [row.as_dict() for row in rows]
+        facts["why"] = why(rows) if rows else ""
     if svg_file is not None or png_file is not None:
         _draw(spec, example, block, owner, ranks, svg_file, png_file)
     if json_output:
-        print_json(found)
+        print_json(facts)
         return
-    _print(found)
+    _print(facts)
     for file in (svg_file, png_file):
         if file is not None:
             console.print(f"wrote {escape(str(file))}", soft_wrap=True, highlight=False)
@@ -183,7 +183,7 @@ def _facts(spec: str, mask: Any, pairs: Any, block: int) -> dict[str, Any]:
 
     heights = (mask.queries - torch.arange(pairs.shape[0]) * block).clamp(max=block)
     widths = (mask.keys - torch.arange(pairs.shape[1]) * block).clamp(max=block)
-    full, there = int((pairs == heights[:, None] * widths).sum()), int((pairs > 0).sum())
+    full, nonempty = int((pairs == heights[:, None] * widths).sum()), int((pairs > 0).sum())
     visible = int(pairs.sum())
     return {
         "mask": spec,
@@ -194,7 +194,7 @@ def _facts(spec: str, mask: Any, pairs: Any, block: int) -> dict[str, Any]:
         "rules": mask.rules,
         "kinds": mask.kinds is not None,
         "block": block,
-        "tiles": {"full": full, "partial": there - full, "empty": pairs.numel() - there},
+        "tiles": {"full": full, "partial": nonempty - full, "empty": pairs.numel() - nonempty},
     }
 
 
@@ -219,13 +219,13 @@ def _shared(pairs: Any, owner: Any, ranks: int) -> dict[str, Any]:
                 "remote_key_blocks": int(remote.sum()),
             }
         )
-    found: dict[str, Any] = {"ranks": rows}
+    facts: dict[str, Any] = {"ranks": rows}
     for name in ("tiles", "visible_pairs"):
         loads = [row[name] for row in rows]
-        found[f"{name}_over_mean"] = max(loads) * ranks / max(sum(loads), 1)
+        facts[f"{name}_over_mean"] = max(loads) * ranks / max(sum(loads), 1)
     if len(owner) == pairs.shape[1] and ranks > 1:
-        found["remote_over_all_gather"] = sum(r["remote_key_blocks"] for r in rows) / (pairs.shape[1] * (ranks - 1))
-    return found
+        facts["remote_over_all_gather"] = sum(r["remote_key_blocks"] for r in rows) / (pairs.shape[1] * (ranks - 1))
+    return facts
 
 
 def _draw(
@@ -240,34 +240,34 @@ def _draw(
         plot(drawn, png_file, "png")
 
 
-def _print(found: dict[str, Any]) -> None:
-    tiles = found["tiles"]
+def _print(facts: dict[str, Any]) -> None:
+    tiles = facts["tiles"]
     total = max(sum(tiles.values()), 1)
     console.print(
-        f"{escape(found['mask'])}: {found['queries']:,} queries, {found['keys']:,} keys, "
-        f"{found['visible_pairs']:,} pairs visible ({found['visible_share']:.2%})",
+        f"{escape(facts['mask'])}: {facts['queries']:,} queries, {facts['keys']:,} keys, "
+        f"{facts['visible_pairs']:,} pairs visible ({facts['visible_share']:.2%})",
         highlight=False,
     )  # fmt: skip
     parts = ", ".join(f"{name} {number:,} ({number / total:.1%})" for name, number in tiles.items())
-    console.print(f"tiles of {found['block']} x {found['block']}: {parts}", highlight=False)
-    if "ranks" not in found:
+    console.print(f"tiles of {facts['block']} x {facts['block']}: {parts}", highlight=False)
+    if "ranks" not in facts:
         return
     loads = table("rank", "blocks", "tiles", "visible pairs", "key blocks needed", "of other ranks")
-    for row in found["ranks"]:
+    for row in facts["ranks"]:
         loads.add_row(*(f"{value:,}" for value in row.values()))
     console.print(loads)
-    remote = found.get("remote_over_all_gather")
+    remote = facts.get("remote_over_all_gather")
     console.print(
-        f"{found['dispatch']}: the heaviest rank has {found['tiles_over_mean']:.2f} times the mean of tiles, "
-        f"{found['visible_pairs_over_mean']:.2f} times that of pairs"
+        f"{facts['dispatch']}: the heaviest rank has {facts['tiles_over_mean']:.2f} times the mean of tiles, "
+        f"{facts['visible_pairs_over_mean']:.2f} times that of pairs"
         + ("" if remote is None else f"; ranks fetch {remote:.1%} of what an all-gather of keys would"),
         highlight=False,
     )  # fmt: skip
-    for way in found["ways"]:
+    for row in facts["ways"]:
         console.print(
-            f"{way['way']}: {seconds_text(way['seconds'])} a layer, heaviest rank {way['tiles_over_mean']:.2f}; "
-            f"forward: attention {seconds_text(way['attention'])}, keys {seconds_text(way['keys'])}",
+            f"{row['way']}: {seconds_text(row['seconds'])} a layer, heaviest rank {row['tiles_over_mean']:.2f}; "
+            f"forward: attention {seconds_text(row['attention'])}, keys {seconds_text(row['keys'])}",
             highlight=False,
         )  # fmt: skip
-    if found["why"]:
-        console.print(found["why"], highlight=False)
+    if facts["why"]:
+        console.print(facts["why"], highlight=False)

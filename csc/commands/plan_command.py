@@ -66,9 +66,9 @@ def plan(
     """
     if lengths is not None:
         _refuse_both(ranks)
-        asked = (batch_size, batches, multiple, packed, limit)
+        request = (batch_size, batches, multiple, packed, limit)
         with opening as compiled:
-            for_lengths = _for_lengths(over(pp, compiled), lengths, *asked)
+            for_lengths = _for_lengths(over(pp, compiled), lengths, *request)
         print_json(for_lengths.as_dict()) if json_output else show_lengths_plan(for_lengths, batch_size, batches)
         return
     from csc.driver.mesh_choice import choose
@@ -82,24 +82,24 @@ def plan(
         return
     with opening as compiled:
         compiled = over(pp, compiled)
-        found = forecast(compiled, None)
+        costs = forecast(compiled, None)
         held = memory_forecast(compiled.program, compiled.options)
         advised = advice(compiled, limit, compiled.inspected.progress)
-    title = f"{compiled.program.name}: {found.layout}"
-    write_timelines([found.plan], title, output, page, chrome, svg, found.bound, found.memory)
+    title = f"{compiled.program.name}: {costs.layout}"
+    write_timelines([costs.plan], title, output, page, chrome, svg, costs.bound, costs.memory)
     if json_output:
-        print_json({**found.as_dict(), "memory": [row.as_dict() for row in held], **advised.as_dict()})
+        print_json({**costs.as_dict(), "memory": [row.as_dict() for row in held], **advised.as_dict()})
         return
-    console.print(f"{escape(found.schedule)}, {escape(found.layout)}", highlight=False)
-    for rank, (device, holds) in enumerate(zip(found.devices, found.holds)):
+    console.print(f"{escape(costs.schedule)}, {escape(costs.layout)}", highlight=False)
+    for rank, (device, holds) in enumerate(zip(costs.devices, costs.holds)):
         console.print(f"rank {rank}, {escape(device)}: {escape(holds)}", highlight=False)
-    console.print(memory_table(held, found.memory, found.devices))
-    show_limits(found.limits)
-    console.print(escape(step_text(found)), highlight=False)
-    console.print(bound_text(found), highlight=False)
+    console.print(memory_table(held, costs.memory, costs.devices))
+    show_limits(costs.limits)
+    console.print(escape(step_text(costs)), highlight=False)
+    console.print(bound_text(costs), highlight=False)
     console.print(*order_sentences(advised.orders), sep="", end="", highlight=False)
-    limits = "; ".join(dict.fromkeys(found.devices))
-    _show(advised, limits or (None if found.memory is None else bytes_text(found.memory)), limit)
+    limits = "; ".join(dict.fromkeys(costs.devices))
+    _show(advised, limits or (None if costs.memory is None else bytes_text(costs.memory)), limit)
 
 
 def _refuse_both(ranks: int | None) -> None:
@@ -111,36 +111,38 @@ def _refuse_both(ranks: int | None) -> None:
         )  # fmt: skip
 
 
-def _for_lengths(compiled: Any, file: Path, *asked: Any) -> Any:
+def _for_lengths(compiled: Any, file: Path, *request: Any) -> Any:
     """The plan for the lengths in a file."""
     from csc.balance.sample_costs import of_file
     from csc.reports.data import LengthsRequest, plan_for_lengths
 
-    return plan_for_lengths(compiled, of_file(file), LengthsRequest(*asked), compiled.inspected.progress)
+    return plan_for_lengths(compiled, of_file(file), LengthsRequest(*request), compiled.inspected.progress)
 
 
 def order_sentences(orders: Sequence[tuple[str, float]]) -> list[str]:
     """What a step would take if ranks stood otherwise on their nodes; nothing if they cannot."""
     if len(orders) < 2:
         return []
-    (_, own), *others = orders
-    listed = ", ".join(f"{seconds_text(seconds)} with --mesh {mesh}" for mesh, seconds in others)
-    best, least = min(others, key=lambda each: each[1])
-    better = least < own * (1 - 1e-3)
-    verdict = f"ranks in the order of {best} are {own / least:.2f} times as fast" if better else "none is faster"
-    return [f"ranks stand on several nodes; the step takes {seconds_text(own)}, {listed}: {verdict}\n"]
+    (_, here), *elsewhere = orders
+    listed = ", ".join(f"{seconds_text(seconds)} with --mesh {mesh}" for mesh, seconds in elsewhere)
+    best, least = min(elsewhere, key=lambda order: order[1])
+    better = least < here * (1 - 1e-3)
+    verdict = f"ranks in the order of {best} are {here / least:.2f} times as fast" if better else "none is faster"
+    return [f"ranks stand on several nodes; the step takes {seconds_text(here)}, {listed}: {verdict}\n"]
 
 
 def faster_sentences(rows: Sequence[Row]) -> list[str]:
     """Of the alternative that is faster than the plan and fits: how to take it, or that both are as good as equal."""
     (this,) = [row for row in rows if row.name.endswith(", this plan")]
-    own = this.makespan or 0.0
-    faster = [(row.makespan, row) for row in rows if row.makespan is not None and row.makespan < own and row.fits]
+    seconds_now = this.makespan or 0.0
+    faster = [
+        (row.makespan, row) for row in rows if row.makespan is not None and row.makespan < seconds_now and row.fits
+    ]
     faster = [(seconds, row) for seconds, row in faster if row.stages in ("planned", "given")]
     if not faster:
         return []
-    seconds, best = min(faster, key=lambda each: each[0])
-    gain = 1 - seconds / own
+    seconds, best = min(faster, key=lambda row: row[0])
+    gain = 1 - seconds / seconds_now
     named = f"{best.name} with {best.on_a_rank} {'stage' if best.on_a_rank == 1 else 'stages'} on a rank"
     if gain < TIE:
         return [f"{escape(named)} is {gain:.2%} faster, which is a tie: no cost is known that exactly\n"]
@@ -173,12 +175,12 @@ def _show(advised: Advice, memory: str | None, seconds: float) -> None:
 def _table(title: str, first: str, rows: Sequence[Row], *more: Column) -> Rows:
     """The rows that have a plan. speed: of one microbatch."""
     columns = (Column("on a rank", 2), "step", "speed", Column("idle", 1), "peak memory")
-    made = table(first, *more, *columns, title=title)
+    rows_table = table(first, *more, *columns, title=title)
     for row in rows:
         if row.makespan is not None:
             step = seconds_text(row.makespan) + ("*" if row.cut else "")
             idle = f"{max(0.0, row.idle or 0.0):.1%}"
             peak = bytes_text(row.peak_memory or 0.0) + ("" if row.fits else ", above the limit")
             named = [escape(row.name), *([escape(row.stages)] if more else [])]
-            made.add_row(*named, str(row.on_a_rank), step, f"{row.speedup:.2f} x", idle, peak)
-    return made
+            rows_table.add_row(*named, str(row.on_a_rank), step, f"{row.speedup:.2f} x", idle, peak)
+    return rows_table

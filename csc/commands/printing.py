@@ -148,11 +148,11 @@ class Rows:
     def _listed(self, width: int) -> Iterator[RenderableType]:
         if self.title:
             yield Text.from_markup(self.title, style="italic")
-        first, *others = self.headings
+        first, *rest = self.headings
         for cells, _ in self._rows:
             if cells[0]:
                 yield Text.from_markup(cells[0] if first == NAME else f"{first} {cells[0]}", overflow="fold")
-            named = [f"{heading}: {cell}" if heading else cell for heading, cell in zip(others, cells[1:]) if cell]
+            named = [f"{heading}: {cell}" if heading else cell for heading, cell in zip(rest, cells[1:]) if cell]
             yield Padding(_broken("; ".join(named), width - INDENT), (0, 0, 0, INDENT))
         yield ""
 
@@ -241,9 +241,9 @@ def print_json(content: dict[str, Any]) -> None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

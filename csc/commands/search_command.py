@@ -44,7 +44,7 @@ def search(
 ) -> None:
     """The pair of encoder and language model that learns a task best, at a twelfth of the grid's samples."""
     first = os.environ.get("RANK", "0") == "0"  # under torchrun the first process alone prints
-    given = {
+    settings = {
         "directory": directory, "strategy": strategy, "samples": samples, "seed": seed, "mesh": mesh,
         "microbatches": microbatches, "hardware": hardware, "memory": memory, "trial_mesh": trial_mesh,
         "budget": int(budget) if budget is not None and budget >= 1 else budget,
@@ -57,7 +57,7 @@ def search(
     errors = Console(stderr=True)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's file prints is no part of what a command prints
         arguments = _arguments(load_value(file, NAME), file)
-        arguments |= {name: value for name, value in given.items() if value is not None}
+        arguments |= {name: value for name, value in settings.items() if value is not None}
         if "directory" not in arguments:
             raise InputError("there is no directory", "csc search", "give --directory, where the search is kept")
         arguments.setdefault("tell", lambda line: errors.print(escape(line), highlight=False))
@@ -76,13 +76,13 @@ def search(
 
 
 def _arguments(value: Any, file: str) -> dict[str, Any]:
-    made = value() if callable(value) else value
-    if not isinstance(made, Mapping):
+    defined = value() if callable(value) else value
+    if not isinstance(defined, Mapping):
         raise InputError(
-            f"it is a {type(made).__name__}", file,
+            f"it is a {type(defined).__name__}", file,
             "name a dict of the arguments of csc.search, or a function that makes one",
         )  # fmt: skip
-    return dict(made)
+    return dict(defined)
 
 
 def _show(result: Any) -> None:
@@ -96,6 +96,6 @@ def _show(result: Any) -> None:
     columns = [Column(names[n], optional[names[n]]) if names[n] in optional else Column(names[n]) for n in kept]
     shown = table(*columns, Column(why, 5), title=f"{len(result.rows)} pairs, the best first")
     for row in result.rows:
-        own = cells(row, result)
-        shown.add_row(*(escape(own[n]) for n in kept), escape(row.dropped))
+        row_cells = cells(row, result)
+        shown.add_row(*(escape(row_cells[n]) for n in kept), escape(row.dropped))
     console.print(shown)

@@ -131,12 +131,12 @@ def simulate(
         _show_orders(rows, jitter)
 
 
-def _baseline_text(found: Forecast) -> str:
+def _baseline_text(prediction: Forecast) -> str:
     """The baseline beside the plan."""
-    assert found.baseline is not None
-    peak = bytes_text(max(found.baseline.peak_memory))
-    seconds = seconds_text(found.baseline.makespan)
-    return f"{found.baseline.name}: {seconds}, peak memory {peak}; the plan is {found.speedup:.2f} x as fast"
+    assert prediction.baseline is not None
+    peak = bytes_text(max(prediction.baseline.peak_memory))
+    seconds = seconds_text(prediction.baseline.makespan)
+    return f"{prediction.baseline.name}: {seconds}, peak memory {peak}; the plan is {prediction.speedup:.2f} x as fast"
 
 
 def _show_orders(rows: Sequence[JitteredSchedule], jitter: str) -> None:

@@ -93,9 +93,9 @@ def _distinct(rows: Sequence[CostRow]) -> Iterator[tuple[str, CostRow]]:
     members: dict[str, list[CostRow]] = {}
     for row in rows:
         members.setdefault(row.template if row.name != row.component else row.name, []).append(row)
-    for found in members.values():
-        others = f" and {len(found) - 1} more {found[0].template}" if len(found) > 1 else ""
-        yield escape(f"{found[0].name}{others}"), found[0]
+    for variants in members.values():
+        suffix = f" and {len(variants) - 1} more {variants[0].template}" if len(variants) > 1 else ""
+        yield escape(f"{variants[0].name}{suffix}"), variants[0]
 
 
 def profile_table(found: Profile) -> Rows:
@@ -201,15 +201,15 @@ def fused_table(rows: list[FusedRow]) -> Rows:
         "",
         "why",
     )
-    made = table(*columns, title="functions that Inductor compiles")
+    rows_table = table(*columns, title="functions that Inductor compiles")
     for row in rows:
         seconds = "" if row.how == AS_IT_IS else f"{row.seconds:.2f}"
         products = [str(row.products or "")] if by_onednn else []
-        made.add_row(row.name, seconds, *products, row.how, escape(row.why))
-    made.add_section()
+        rows_table.add_row(row.name, seconds, *products, row.how, escape(row.why))
+    rows_table.add_section()
     products = [str(sum(row.products for row in rows))] if by_onednn else []
-    made.add_row("all", f"{sum(row.seconds for row in rows):.2f}", *products, "", "of processes side by side")
-    return made
+    rows_table.add_row("all", f"{sum(row.seconds for row in rows):.2f}", *products, "", "of processes side by side")
+    return rows_table
 
 
 # --- The tables of `csc plan --lengths` ------------------------------------------------------------------------------
@@ -219,48 +219,61 @@ def show_lengths_plan(found: Any, batch_size: int, batches: int) -> None:
     """Print it."""
     title = f"{batches} random steps of {batch_size} samples, by what they take"
     optional = (Column("with mean microbatches", 2), Column("peak memory", 1))
-    made = table("mesh", "microbatches", "step", "+-", *optional, title=title)
-    for way in found.ways:
-        if way.mean is not None:
-            tried = ["", ""] if way.step is None else [seconds_text(way.step), seconds_text(way.spread or 0.0)]
-            made.add_row(way.mesh, str(way.microbatches), *tried, seconds_text(way.mean), bytes_text(way.peak or 0.0))
-    console.print(made)
-    for way in found.ways:
-        if way.why:
-            console.print(f"{way.mesh}, microbatches={way.microbatches}: {escape(way.why)}", highlight=False)
+    rows_table = table("mesh", "microbatches", "step", "+-", *optional, title=title)
+    for alternative in found.ways:
+        if alternative.mean is not None:
+            tried = (
+                ["", ""]
+                if alternative.step is None
+                else [seconds_text(alternative.step), seconds_text(alternative.spread or 0.0)]
+            )
+            rows_table.add_row(
+                alternative.mesh,
+                str(alternative.microbatches),
+                *tried,
+                seconds_text(alternative.mean),
+                bytes_text(alternative.peak or 0.0),
+            )
+    console.print(rows_table)
+    for alternative in found.ways:
+        if alternative.why:
+            console.print(
+                f"{alternative.mesh}, microbatches={alternative.microbatches}: {escape(alternative.why)}",
+                highlight=False,
+            )
     _show_chosen(found, batch_size)
 
 
-def _show_chosen(found: Any, batch_size: int) -> None:
+def _show_chosen(report: Any, batch_size: int) -> None:
     """The stages, and what the choice is worth."""
-    first = found.ways[0]
+    first = report.ways[0]
     console.print(
-        f"chosen: {first.mesh}, microbatches={first.microbatches}, {escape(found.schedule)}, the best of "
-        f"{found.partitions} partitions: {escape(first.layout)}",
+        f"chosen: {first.mesh}, microbatches={first.microbatches}, {escape(report.schedule)}, the best of "
+        f"{report.partitions} partitions: {escape(first.layout)}",
         highlight=False,
     )
-    for number, (regions, rank) in enumerate(zip(found.stages, found.placement)):
+    for number, (regions, rank) in enumerate(zip(report.stages, report.placement)):
         console.print(
             f"stage {number}, rank {rank}: {escape(regions[0])} ... {escape(regions[-1])} ({len(regions)} regions)",
             highlight=False,
         )
     console.print(
-        f"a step takes {seconds_text(found.static)}; with a plan for each batch {seconds_text(found.replanned)}: the "
-        f"one plan loses {found.loss:.2%}",
+        f"a step takes {seconds_text(report.static)}; with a plan for each batch {seconds_text(report.replanned)}: the "
+        f"one plan loses {report.loss:.2%}",
         highlight=False,
     )
-    shares = ", ".join(f"{count} of 59 at {size}" for size, count in found.alike.items())
+    shares = ", ".join(f"{count} of 59 at {size}" for size, count in report.alike.items())
     console.print(f"batches that choose these stages, by batch size: {shares}", highlight=False)
-    if found.enough is None:
+    if report.enough is None:
         console.print("the choice depends on the batch at all of these sizes", highlight=False)
-    elif found.enough <= batch_size:
-        console.print(f"the choice is stable from {found.enough} samples on", highlight=False)
+    elif report.enough <= batch_size:
+        console.print(f"the choice is stable from {report.enough} samples on", highlight=False)
     else:
         console.print(
-            f"the choice is stable from {found.enough} samples on: steps of {batch_size} choose otherwise at times",
+            f"the choice is stable from {report.enough} samples on: steps of {batch_size} choose otherwise at times",
             highlight=False,
         )
-    console.print(f"costs of samples are off by {found.error:.1%}", highlight=False)
+    console.print(f"costs of samples are off by {report.error:.1%}", highlight=False)
 
 
 # --- What limits a step, as a table of idle time by cause and a few sentences ----------------------------------------
@@ -284,8 +297,8 @@ def show_limits(limits: Limits) -> None:
     size, name = unit(limits.makespan)
     causes = [cause for cause in CAUSES if limits.causes[cause] > 1e-6 * limits.makespan]
     rows = table("rank", "work", "idle", *causes, title=f"work and idle time by cause, in {name}")
-    for rank, (work, one) in enumerate(zip(limits.work, limits.idle)):
-        figures = (work, limits.makespan - work, *(one[cause] for cause in causes))
+    for rank, (work, idle) in enumerate(zip(limits.work, limits.idle)):
+        figures = (work, limits.makespan - work, *(idle[cause] for cause in causes))
         rows.add_row(str(rank), *(_number(seconds / size) for seconds in figures))
     console.print(rows)
     if causes:
@@ -305,13 +318,15 @@ def sentences(limits: Limits) -> list[str]:
     own = limits.idle[rank]
     parts = [f"{cause} {_number(own[cause] / size)}" for cause in CAUSES if own[cause] > LEAST * limits.makespan]
     idle = f"is idle for the rest ({', '.join(parts)})" if parts else "is hardly idle"
-    found = [f"rank {rank} is the busiest: it works for {_number(limits.work[rank] / size)} {name} and {idle}"]
+    lines = [f"rank {rank} is the busiest: it works for {_number(limits.work[rank] / size)} {name} and {idle}"]
     ranked = sorted(limits.path.work.items(), key=lambda item: -item[1])
     shares = [(f"rank {r}", seconds) for r, seconds in ranked[:MOST]]
     shares.append(("other ranks", sum(seconds for _, seconds in ranked[MOST:])))
     shares += [("messages", limits.path.messages), ("gathers", limits.path.gathers)]
-    named = [f"{one} {seconds / limits.makespan:.1%}" for one, seconds in shares if seconds > LEAST * limits.makespan]
-    return [*found, f"the longest path through the step spends its time on {', '.join(named)}"] if named else found
+    named = [
+        f"{cause} {seconds / limits.makespan:.1%}" for cause, seconds in shares if seconds > LEAST * limits.makespan
+    ]
+    return [*lines, f"the longest path through the step spends its time on {', '.join(named)}"] if named else lines
 
 
 def _number(value: float) -> str:
@@ -335,16 +350,16 @@ def memory_table(rows: Sequence[RankMemory], limit: float | None, devices: Seque
         above = f", limits: {'; '.join(dict.fromkeys(devices))}"
     kinds = [*KINDS, *(["recorded"] if any(row.recorded for row in rows) else [])]
     columns = [Column(kind, OPTIONAL.get(kind, 0)) for kind in kinds]
-    made = table("rank", *columns, "all", title=f"memory of a rank at its fullest, as planned{above}")
+    rows_table = table("rank", *columns, "all", title=f"memory of a rank at its fullest, as planned{above}")
     position = 0
     while position < len(rows):
         end = position
         while end + 1 < len(rows) and _sizes(rows[end + 1], kinds) == _sizes(rows[position], kinds):
             end += 1
         named = str(position) if end == position else f"{position} to {end}"
-        made.add_row(named, *map(bytes_text, (*_sizes(rows[position], kinds), rows[position].total)))
+        rows_table.add_row(named, *map(bytes_text, (*_sizes(rows[position], kinds), rows[position].total)))
         position = end + 1
-    return made
+    return rows_table
 
 
 def _sizes(row: RankMemory, kinds: Sequence[str]) -> tuple[int, ...]:
@@ -362,16 +377,16 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
     limit = "" if choice.memory is None else f", memory limit {bytes_text(choice.memory)}"
     title = f"{choice.step} samples a step on {choice.devices} devices{limit}"
     split = ("mesh", "microbatches", Column("of", 4), Column("zero", 1), Column("recompute", 2))
-    made = table(*split, "step", Column("samples/s", 5), Column("idle", 3), "peak memory", title=title)
+    rows_table = table(*split, "step", Column("samples/s", 5), Column("idle", 3), "peak memory", title=title)
     for row in choice.rows[:MOST_MESHES]:
         peak = bytes_text(row.peak_memory) + ("" if row.fits else ", above the limit")
         mesh = "".join([row.mesh, *(f", context {name}={ranks}" for name, ranks in row.context.items())])
         mesh += ", sequence parallel" * row.sequence_parallel
-        made.add_row(
+        rows_table.add_row(
             mesh, str(row.microbatches), str(row.samples), str(row.zero), row.recompute, seconds_text(row.seconds),
             f"{choice.step / row.seconds:.3g}", f"{max(0.0, row.idle):.1%}", peak,
         )  # fmt: skip
-    console.print(made)
+    console.print(rows_table)
     if len(choice.rows) > MOST_MESHES:
         console.print(f"and {len(choice.rows) - MOST_MESHES} that take longer", highlight=False)
     if choice.slower:
@@ -391,10 +406,10 @@ def show_meshes(choice: MeshChoice, seconds: float) -> None:
         console.print(f"--limit {seconds:g} left no time for {choice.left} more{least}{gain}", highlight=False)
     best = choice.rows[0]
     if best.fits:
-        ways = f" --zero {best.zero}" * bool(best.zero) + f" --recompute {best.recompute}" * (best.recompute != "none")
-        ways += " --sequence-parallel" * best.sequence_parallel
-        ways += "".join(f" --context {name}={ranks}" for name, ranks in best.context.items())
-        console.print(f"best: --mesh {best.mesh} --microbatches {best.microbatches}{ways}", highlight=False)
+        flags = f" --zero {best.zero}" * bool(best.zero) + f" --recompute {best.recompute}" * (best.recompute != "none")
+        flags += " --sequence-parallel" * best.sequence_parallel
+        flags += "".join(f" --context {name}={ranks}" for name, ranks in best.context.items())
+        console.print(f"best: --mesh {best.mesh} --microbatches {best.microbatches}{flags}", highlight=False)
         for other in choice.room:
             needs = f"with at least {bytes_text(other.peak_memory)} on a device"
             text = f"{other.mesh} with {other.how}"
@@ -486,7 +501,7 @@ def unfit_table(parts: list[UnfitPart], stages: int) -> Rows | str:
             if stages > 1
             else ("cuda_graphs: nothing speaks against recording the stage")
         )
-    made = table("stage", "part", "why", title="what cuda_graphs leaves as it is")
+    rows_table = table("stage", "part", "why", title="what cuda_graphs leaves as it is")
     for row in parts:
-        made.add_row(str(row.stage), "all" if row.part == "F" else row.part, escape(row.why))
-    return made
+        rows_table.add_row(str(row.stage), "all" if row.part == "F" else row.part, escape(row.why))
+    return rows_table

@@ -20,10 +20,10 @@ from csc.errors import CscError, InputError, MissingPackage, user_line
 
 def load_value(target: str, name: str) -> Any:
     """What `path.py:name` names; of a path alone, `name` in it. InputError as of load_target."""
-    path, _, own = target.rpartition(":") if not target.endswith(".py") else (target, "", name)
-    if not path or not own:
+    path, _, attribute = target.rpartition(":") if not target.endswith(".py") else (target, "", name)
+    if not path or not attribute:
         raise InputError(f"{target!r} names no file", "target", f"write path.py, or path.py:name; {name} else")
-    return _attribute(_load(Path(path)), own, path)
+    return _attribute(_load(Path(path)), attribute, path)
 
 
 def load_target(target: str, example: str | None = None) -> CompiledModel:
@@ -36,14 +36,14 @@ def load_target(target: str, example: str | None = None) -> CompiledModel:
     if not path or not name:
         raise InputError(f"{target!r} names no model", "target", "write path.py:name, for example train.py:llava")
     module = _load(Path(path))
-    found = _attribute(module, name, path)
-    if isinstance(found, CompiledModel):
-        compiled = found
-    elif isinstance(found, nn.Module) or callable(found):
-        compiled = compiled_model(found, compile(lambda: nn.Module()).options, None)
+    value = _attribute(module, name, path)
+    if isinstance(value, CompiledModel):
+        compiled = value
+    elif isinstance(value, nn.Module) or callable(value):
+        compiled = compiled_model(value, compile(lambda: nn.Module()).options, None)
     else:
         raise InputError(
-            f"{name} is a {type(found).__name__}",
+            f"{name} is a {type(value).__name__}",
             target,
             "name a compiled model, an nn.Module or a function that makes one",
         )

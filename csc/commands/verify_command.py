@@ -63,9 +63,9 @@ def verify(
     """Compare with eager PyTorch on the example batch: loss and every gradient. Exit code 1 if they differ."""
     from csc.check.certificate import Certificate
 
-    there = None if against is None else Certificate.read(against)
+    stored = None if against is None else Certificate.read(against)
     with opening as compiled:
-        outcome = _outcome(compiled, there, against, certificate, float64, steps, tolerance)
+        outcome = _outcome(compiled, stored, against, certificate, float64, steps, tolerance)
     result, good, comparison = outcome.result, outcome.good, outcome.comparison
     same = comparison is None or comparison.good
     if json_output:
@@ -75,8 +75,8 @@ def verify(
         _print(result, outcome.tolerance, outcome.place, float64, steps)
         console.print("[green]equal[/]" if good else f"[red]different[/] (tolerance {outcome.tolerance:g})")
         _print_certificate(certificate, good and same)
-        if comparison is not None and there is not None:
-            _print_comparison(comparison, there, against)
+        if comparison is not None and stored is not None:
+            _print_comparison(comparison, stored, against)
     if not good or not same:
         raise typer.Exit(1)
 
@@ -93,7 +93,7 @@ class _Outcome:
 
 
 def _outcome(
-    compiled: CompiledModel, there: Certificate | None, against: Path | None, certificate: Path | None, float64: bool,
+    compiled: CompiledModel, stored: Certificate | None, against: Path | None, certificate: Path | None, float64: bool,
     steps: int, tolerance: float | None,
 ) -> _Outcome:  # fmt: skip
     """All comparisons; a certificate is written if nothing differs."""
@@ -101,12 +101,12 @@ def _outcome(
     from csc.reports.verification import default_tolerance, parting
     from csc.reports.verification import verify as compare
 
-    if there is not None:
-        certifying.same_step(there, compiled, where=str(against))
-    certify = certificate is not None or there is not None
+    if stored is not None:
+        certifying.same_step(stored, compiled, where=str(against))
+    certify = certificate is not None or stored is not None
     result = compare(compiled, float64=float64, steps=steps, rounding=tolerance is None, certify=certify)
     here = certifying.certificate(compiled, result) if certify else None
-    comparison = None if there is None or here is None else certifying.against(there, here, tolerance)
+    comparison = None if stored is None or here is None else certifying.against(stored, here, tolerance)
     if tolerance is None:
         tolerance = default_tolerance(compiled.options)
     else:
@@ -120,8 +120,8 @@ def _outcome(
 
 def _print_certificate(path: Path | None, written: bool) -> None:
     if path is not None:
-        said = "wrote" if written else "something differs, so there is no certificate in"
-        console.print(f"{said} {escape(str(path))}", soft_wrap=True)
+        outcome_text = "wrote" if written else "something differs, so there is no certificate in"
+        console.print(f"{outcome_text} {escape(str(path))}", soft_wrap=True)
 
 
 def _compared_as_json(comparison: CertificateComparison) -> dict[str, Any]:
@@ -133,10 +133,10 @@ def _compared_as_json(comparison: CertificateComparison) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print_comparison(comparison: CertificateComparison, there: Certificate, path: Path | None) -> None:
-    made_by = there.made_by
+def _print_comparison(comparison: CertificateComparison, stored: Certificate, path: Path | None) -> None:
+    made_by = stored.made_by
     maker = " ".join(str(made_by[key]) for key in ("program", "csc") if made_by.get(key))
-    layout = f", {there.layout['mesh']}" if there.layout.get("mesh") else ""
+    layout = f", {stored.layout['mesh']}" if stored.layout.get("mesh") else ""
     rows = table("parameter", "difference", "passes", title=f"largest differences to {path}")
     for name, value in sorted(comparison.differences.items(), key=lambda item: -item[1])[:WORST]:
         rows.add_row(escape(name), f"{value:.3g}", f"{comparison.allowed[name]:.3g}")

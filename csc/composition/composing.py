@@ -53,35 +53,37 @@ def compose(
     _check_placeholders(placeholders, vocabulary)
     modalities, modules = [], {}
     for name, keyword in keywords(kinds).items():
-        given, layer = projectors[name], _for_modality("feature_layer", feature_layer, name, kinds)
+        projector, layer = projectors[name], _for_modality("feature_layer", feature_layer, name, kinds)
         prefix = _for_modality("keep_prefix", keep_prefix, name, kinds) or False
-        spec = None if isinstance(given, nn.Module) else projector_spec(name, given)
+        spec = None if isinstance(projector, nn.Module) else projector_spec(name, projector)
         known.check_layer(name, encoders[name], kinds[name], layer)
         _check_reduction(name, kinds[name], spec, prefix)
-        if isinstance(given, nn.Module):
-            modules[name] = given
+        if isinstance(projector, nn.Module):
+            modules[name] = projector
         else:
             assert spec is not None
             modules[name] = build(spec, known.width(encoders[name], kinds[name]), hidden).to(
                 embedding.weight.device, embedding.weight.dtype
             )
         modalities.append(Modality(name, kinds[name], keyword, placeholders[name], spec, layer, prefix))
-    own = {name: one.module if isinstance(one, Tower) else one for name, one in encoders.items()}
-    return ComposedModel(language_model, modalities, own, modules)
+    encoder_modules = {
+        name: encoder.module if isinstance(encoder, Tower) else encoder for name, encoder in encoders.items()
+    }
+    return ComposedModel(language_model, modalities, encoder_modules, modules)
 
 
 def _check_names(encoders: Any, projectors: Any, placeholders: Any) -> None:
-    for what, given in (("encoders", encoders), ("projectors", projectors), ("placeholders", placeholders)):
-        if not isinstance(given, Mapping) or not given:
-            raise InputError(f"{what} is {given!r}", "compose", f'give {what} by modality: {{"vision": ...}}')
+    for option, value in (("encoders", encoders), ("projectors", projectors), ("placeholders", placeholders)):
+        if not isinstance(value, Mapping) or not value:
+            raise InputError(f"{option} is {value!r}", "compose", f'give {option} by modality: {{"vision": ...}}')
     names = {*encoders, *projectors, *placeholders}
     for name in sorted(names, key=str):
         if not isinstance(name, str) or not name.isidentifier():
             raise InputError(f"{name!r} cannot name a modality", "compose", "names become attributes: use letters")
-        for what, given in (("encoders", encoders), ("projectors", projectors), ("placeholders", placeholders)):
-            if name not in given:
+        for option, value in (("encoders", encoders), ("projectors", projectors), ("placeholders", placeholders)):
+            if name not in value:
                 raise InputError(
-                    f"{what} has no entry {name!r}",
+                    f"{option} has no entry {name!r}",
                     "compose",
                     "every modality needs an encoder, a projector and a placeholder; give all three the same names",
                 )
@@ -118,14 +120,14 @@ def _check_placeholders(placeholders: Mapping[str, Any], vocabulary: int) -> Non
         names[token] = name
 
 
-def _for_modality(what: str, given: Any, name: str, kinds: Mapping[str, Any]) -> Any:
+def _for_modality(option: str, value: Any, name: str, kinds: Mapping[str, Any]) -> Any:
     """An option that is given for all modalities or by modality; one that is not mentioned has the default."""
-    if not isinstance(given, Mapping):
-        return given
-    for key in given:
+    if not isinstance(value, Mapping):
+        return value
+    for key in value:
         if key not in kinds:
-            raise InputError(f"{what} names {key!r}", "compose", f"the modalities are {', '.join(kinds)}")
-    return given.get(name)
+            raise InputError(f"{option} names {key!r}", "compose", f"the modalities are {', '.join(kinds)}")
+    return value.get(name)
 
 
 def _check_reduction(name: str, kind: known.EncoderFamily, spec: ProjectorSpec | None, keep_prefix: bool) -> None:

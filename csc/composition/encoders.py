@@ -113,8 +113,8 @@ def token_count(
     """
     count, where = math.prod(grid) + prefix, f"projector {modality!r}"
     if spec is None:
-        own: Any = getattr(projector, "tokens", None)
-        return own(count) if callable(own) else count
+        declared: Any = getattr(projector, "tokens", None)
+        return declared(count) if callable(declared) else count
     if spec.kind == "pixel-shuffle-mlp":
         if len(set(grid)) > 1 or grid[0] % spec.factor:
             raise InputError(

@@ -112,8 +112,8 @@ class Processor:
         self.tokenizer = tokenizer
         self.preprocessors = dict(preprocessors)
         self.slots = dict(slots or {})
-        for given in (self.preprocessors, self.slots):
-            for name in given:
+        for names in (self.preprocessors, self.slots):
+            for name in names:
                 if name not in model.modalities:
                     raise InputError(
                         f"the model has no modality {name!r}", "processor", f"it has {', '.join(model.modalities)}"
@@ -196,20 +196,20 @@ class Processor:
             ids += [token] * count
             labels += [IGNORED if token in marks or (answer is not None and mask_prompt) else token] * count
         if answer is not None:
-            said = list(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
+            answer_ids = list(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
             for it in marks.values():
-                self._check_marks(sample, it, said.count(it.placeholder), 0)
+                self._check_marks(sample, it, answer_ids.count(it.placeholder), 0)
             if self.tokenizer.eos_token_id is not None:
-                said.append(self.tokenizer.eos_token_id)
-            ids += said
-            labels += said
+                answer_ids.append(self.tokenizer.eos_token_id)
+            ids += answer_ids
+            labels += answer_ids
         return ids, labels
 
-    def _check_marks(self, sample: int, it: Modality, found: int, expected: int) -> None:
-        if found != expected:
+    def _check_marks(self, sample: int, it: Modality, count: int, expected: int) -> None:
+        if count != expected:
             mark = self.tokenizer.convert_ids_to_tokens(it.placeholder)
             raise InputError(
-                f"sample {sample} has {expected} items of {it.name!r}, and {found} marks {mark!r} in its text",
+                f"sample {sample} has {expected} items of {it.name!r}, and {count} marks {mark!r} in its text",
                 "processor",
                 f"write {mark!r} (token {it.placeholder}, which must be one token of the tokenizer) in the text, once "
                 "for each item, and never in an answer",
@@ -227,8 +227,8 @@ class Processor:
         shape = (len(rows), longest if length is None else length)
         ids = torch.full(shape, self.tokenizer.pad_token_id)
         mask, labels = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
-        for i, (row, said) in enumerate(rows):
-            ids[i, : len(row)], labels[i, : len(said)] = torch.tensor(row), torch.tensor(said)
+        for i, (row, label_ids) in enumerate(rows):
+            ids[i, : len(row)], labels[i, : len(label_ids)] = torch.tensor(row), torch.tensor(label_ids)
             mask[i, : len(row)] = 1
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
@@ -268,17 +268,17 @@ class Processor:
         return torch.zeros(32, 32, 3, dtype=torch.uint8).numpy()
 
 
-def _lists(name: str, given: Sequence[Any] | None, samples: int) -> list[list[Any]]:
+def _lists(name: str, items: Sequence[Any] | None, samples: int) -> list[list[Any]]:
     """For each sample the list of its items."""
-    if given is None:
+    if items is None:
         return [[] for _ in range(samples)]
-    if len(given) != samples:
+    if len(items) != samples:
         raise InputError(
-            f"{len(given)} entries of {name!r} for {samples} texts",
+            f"{len(items)} entries of {name!r} for {samples} texts",
             "processor",
             "give one a sample: an item, a list of items, or None",
         )
-    return [list(items) if isinstance(items, (list, tuple)) else [] if items is None else [items] for items in given]
+    return [list(items) if isinstance(items, (list, tuple)) else [] if items is None else [items] for items in items]
 
 
 # --- A composed model on disk: config.json and safetensors, as Hugging Face lays them out. Nothing is pickled --------
@@ -320,12 +320,12 @@ def save_config(model: nn.Module, modalities: Mapping[str, Modality], directory:
     _replace(directory / CONFIG, lambda file: file.write_text(json.dumps(table, indent=2) + "\n"))
 
 
-def _part(module: Any, made: str) -> dict[str, Any]:
-    """made: the class that its configuration makes."""
+def _part(module: Any, expected: str) -> dict[str, Any]:
+    """expected: the class that its configuration makes."""
     kind = type(module).__name__
-    if kind != made:
+    if kind != expected:
         raise InputError(
-            f"{kind} cannot be made again: its configuration makes a {made}",
+            f"{kind} cannot be made again: its configuration makes a {expected}",
             "save_pretrained",
             "save a model of Hugging Face's own classes: merge adapters first (merge_and_unload)",
         )
@@ -335,8 +335,8 @@ def _part(module: Any, made: str) -> dict[str, Any]:
 def _causal(language_model: Any) -> str:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    made = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(language_model.config), None)
-    return getattr(made, "__name__", "model of another kind")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(language_model.config), None)
+    return getattr(model_class, "__name__", "model of another kind")
 
 
 def save_weights(model: nn.Module, directory: Path) -> None:
@@ -391,51 +391,51 @@ def _built(table: Any, modules: Mapping[str, nn.Module | Tower], where: str) -> 
     with no_init_weights():  # `fill` gives every parameter its value
         language_model = AutoModelForCausalLM.from_config(_hf_config(table["language_model"]["config"]))
     language_model.tie_weights()
-    made: dict[str, nn.Module] = {}
+    towers: dict[str, nn.Module] = {}
     projectors: dict[str, nn.Module] = {}
     kinds: dict[str, encoders.EncoderFamily] = {}
-    given = dict(modules)
+    unused = dict(modules)
     hidden = language_model.get_input_embeddings().weight.shape[1]
     specs: dict[str, ProjectorSpec | None] = {}
     for name, it in table["modalities"].items():
         part = it["encoder"]
         same = part.get("same_as")
         if same:
-            kinds[name], made[name] = kinds[same], made[same]
+            kinds[name], towers[name] = kinds[same], towers[same]
         elif "tower" in part:
-            tower = _given(given, f"{name}_encoder", part["tower"], where)
+            tower = _given(unused, f"{name}_encoder", part["tower"], where)
             kinds[name] = encoders.kind_of(name, tower)
-            made[name] = tower.module if isinstance(tower, Tower) else tower
+            towers[name] = tower.module if isinstance(tower, Tower) else tower
         else:
             kinds[name] = encoders.KINDS[part["class"]]
             with no_init_weights():
-                made[name] = _encoder(kinds[name], part)
+                towers[name] = _encoder(kinds[name], part)
         if "kind" in it["projector"]:
             spec = specs[name] = ProjectorSpec(**it["projector"])
-            projectors[name] = build(spec, encoders.width(made[name], kinds[name]), hidden)
+            projectors[name] = build(spec, encoders.width(towers[name], kinds[name]), hidden)
             continue
         specs[name] = None
-        projectors[name] = _given(given, f"{name}_projector", it["projector"]["class"], where)
-    if given:
+        projectors[name] = _given(unused, f"{name}_projector", it["projector"]["class"], where)
+    if unused:
         raise InputError(
-            f"modules names {next(iter(given))!r}", where, "give only encoders and projectors that were your own"
+            f"modules names {next(iter(unused))!r}", where, "give only encoders and projectors that were your own"
         )
     modalities = [
         Modality(name, kinds[name], keyword, it["placeholder"], specs[name], it["feature_layer"], it["keep_prefix"])
         for (name, keyword), it in zip(keywords(kinds).items(), table["modalities"].values())
     ]
-    return language_model, modalities, made, projectors
+    return language_model, modalities, towers, projectors
 
 
-def _given(given: dict[str, Any], component: str, kind: str, where: str) -> Any:
+def _given(modules: dict[str, Any], component: str, kind: str, where: str) -> Any:
     """Taken out of the user's modules."""
-    if component not in given:
+    if component not in modules:
         raise InputError(
             f"{component} was a module of your own, a {kind}",
             where,
             f'pass one: from_pretrained(directory, modules={{"{component}": ...}})',
         )
-    return given.pop(component)
+    return modules.pop(component)
 
 
 def _hf_config(table: dict[str, Any]) -> Any:
@@ -549,9 +549,9 @@ class ComposedModel(nn.Module):
             self.check_batch({"input_ids": input_ids, **items})
         embeddings = self.get_input_embeddings()(input_ids)
         for modality in self.modalities.values():
-            given = items.get(modality.keyword)
-            if given is not None:
-                embeddings = merge(embeddings, input_ids == modality.placeholder, self.features(modality.name, given))
+            value = items.get(modality.keyword)
+            if value is not None:
+                embeddings = merge(embeddings, input_ids == modality.placeholder, self.features(modality.name, value))
         return self.language_model(
             inputs_embeds=embeddings, attention_mask=attention_mask, position_ids=position_ids, labels=labels
         )

@@ -69,8 +69,8 @@ class PlaceholderCounts:
 def token_ids(model: nn.Module) -> dict[str, int]:
     """The placeholders of each kind."""
     config = getattr(model, "config", None)
-    found = {kind: getattr(config, f"{kind}_token_{end}", None) for kind in KINDS for end in ("index", "id")}
-    return {kind: token for kind, token in found.items() if isinstance(token, int)}
+    tokens = {kind: getattr(config, f"{kind}_token_{end}", None) for kind in KINDS for end in ("index", "id")}
+    return {kind: token for kind, token in tokens.items() if isinstance(token, int)}
 
 
 def belongings(tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -> dict[str, Belonging]:
@@ -83,30 +83,30 @@ def belongings(tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -
     if text is None:
         return {}
     samples = len(text)
-    found: dict[str, Belonging] = {}
+    belonging_of: dict[str, Belonging] = {}
     for kind in KINDS:
         of_kind = {name: tensor for name, tensor in tensors.items() if kind_of(name) == kind and tensor.dim()}
         of_kind = {name: tensor for name, tensor in of_kind.items() if tensor.shape[:2] != text.shape}
         if of_kind:
-            found |= _ofkind_of(of_kind, samples, _places(kind, tensors, tokens))
+            belonging_of |= _ofkind_of(of_kind, samples, _places(kind, tensors, tokens))
     for name, tensor in tensors.items():
-        if name not in found and kind_of(name) is None and tensor.dim():
+        if name not in belonging_of and kind_of(name) is None and tensor.dim():
             if sample_axis(name, tensors) == 1:  # position ids of several axes
-                found[name] = Belonging((1,) * samples, dim=1)
+                belonging_of[name] = Belonging((1,) * samples, dim=1)
             elif len(tensor) == samples and tensor.dim() > 1:
-                found[name] = Belonging((1,) * samples)
+                belonging_of[name] = Belonging((1,) * samples)
             elif tensor.shape[1:3] == text.shape:
-                found[name] = Belonging((1,) * samples, dim=1)
-    return found
+                belonging_of[name] = Belonging((1,) * samples, dim=1)
+    return belonging_of
 
 
 def miscounted(tensors: Mapping[str, torch.Tensor], known: Collection[str]) -> tuple[str, str, int] | None:
     """(entry, grid, patches by the grid) of packed rows of patches that are not as many; known: other entries."""
     for name, tensor in tensors.items():
-        beside = {one: tensors[one] for one in tensors if kind_of(one) == kind_of(name)}
+        beside = {entry: tensors[entry] for entry in tensors if kind_of(entry) == kind_of(name)}
         patches = _patches(beside) if kind_of(name) is not None else None
         if patches is not None and name not in known and tensor.is_floating_point() and tensor.dim() == 2:
-            return name, next(one for one in beside if one.endswith(GRIDS)), sum(patches)
+            return name, next(entry for entry in beside if entry.endswith(GRIDS)), sum(patches)
     return None
 
 
@@ -144,16 +144,16 @@ def _ofkind_of(
         counts = [items // samples] * samples
     if counts is None:
         return {}
-    found = {}
+    belonging_of = {}
     patches = _patches(entries) if measure is not None else None
     for name, tensor in entries.items():
         if len(tensor) == items:
-            found[name] = Belonging(tuple(counts))
+            belonging_of[name] = Belonging(tuple(counts))
         elif patches is not None and len(tensor) == sum(patches):
-            found[name] = Belonging(tuple(sum(own) for own in _split(patches, counts)))
+            belonging_of[name] = Belonging(tuple(sum(part) for part in _split(patches, counts)))
         elif len(tensor) == samples:
-            found[name] = Belonging((1,) * samples)
-    return found
+            belonging_of[name] = Belonging((1,) * samples)
+    return belonging_of
 
 
 def _told(entries: Mapping[str, torch.Tensor], samples: int, items: int) -> list[int] | None:
@@ -169,28 +169,28 @@ def _counted(
 ) -> list[int] | None:
     """How many items have these places."""
     alike = measure is None or bool((measure == measure[:1]).all())
-    found = _in_order(places.of, [1] * items if alike else _weights(entries))
-    if found is None and sum(places.runs) == items:
-        found = list(places.runs)
-    if found is None and sum(map(bool, places.of)) == items:
-        found = [int(own > 0) for own in places.of]
-    return found
+    items_of_sample = _in_order(places.of, [1] * items if alike else _weights(entries))
+    if items_of_sample is None and sum(places.runs) == items:
+        items_of_sample = list(places.runs)
+    if items_of_sample is None and sum(map(bool, places.of)) == items:
+        items_of_sample = [int(place > 0) for place in places.of]
+    return items_of_sample
 
 
 def _in_order(places: Sequence[int], weights: Sequence[int]) -> list[int] | None:
     """How many of the items, which come in order and have places in proportion to their weights, are each sample's;
     None if that does not come out even.
     """
-    found, following = [], 0
-    for own in places:
-        first, missing = following, own * sum(weights)
+    counts, following = [], 0
+    for place in places:
+        first, missing = following, place * sum(weights)
         while missing > 0 and following < len(weights):
             missing -= weights[following] * sum(places)
             following += 1
         if missing:
             return None
-        found.append(following - first)
-    return found if following == len(weights) else None
+        counts.append(following - first)
+    return counts if following == len(weights) else None
 
 
 def _measure(entries: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -234,17 +234,17 @@ def check_entries(example: BatchOrMicrobatches, batch: BatchOrMicrobatches, mode
     """Each microbatch of a list, or the batch. What the model's own `check_batch` raises is raised."""
     expected, extra = split_batch(fullest(example) if isinstance(example, (list, tuple)) else example)
     for microbatch in batch if isinstance(batch, (list, tuple)) else [batch]:
-        found, other = split_batch(microbatch)
-        for name in expected.keys() | found.keys():
-            if name not in found and not _may_lack(found, expected, name):
+        entries, other = split_batch(microbatch)
+        for name in expected.keys() | entries.keys():
+            if name not in entries and not _may_lack(entries, expected, name):
                 raise InputError(f"the batch has no entry {name!r}", "batch", _keys_remedy(expected))
             if name not in expected:
                 raise InputError(
                     f"the batch has an entry {name!r} that the example had not", "batch", _keys_remedy(expected)
                 )
-            if name in found and found[name].dtype != expected[name].dtype:
+            if name in entries and entries[name].dtype != expected[name].dtype:
                 raise InputError(
-                    f"the batch entry {name!r} is {found[name].dtype}, the example's was {expected[name].dtype}",
+                    f"the batch entry {name!r} is {entries[name].dtype}, the example's was {expected[name].dtype}",
                     "batch", f"convert it with .to({expected[name].dtype}), or compile with such an example",
                 )  # fmt: skip
         if other.keys() != extra.keys() or any(repr(other[name]) != repr(extra[name]) for name in extra):
@@ -258,15 +258,15 @@ def check_entries(example: BatchOrMicrobatches, batch: BatchOrMicrobatches, mode
                    "(one program serves all its values); or " if changed else "")
                 + "compile again with an example that has these",
             )  # fmt: skip
-        _check_lacking(expected.keys() - found.keys(), found, model)
-        own = getattr(model, "check_batch", None)
-        if callable(own):
-            own({**found, **other})
+        _check_lacking(expected.keys() - entries.keys(), entries, model)
+        check = getattr(model, "check_batch", None)
+        if callable(check):
+            check({**entries, **other})
 
 
 def fullest_first(microbatches: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Those with the most entries first: a program for the others runs beside one for them."""
-    return sorted(microbatches, key=lambda one: -len(one))
+    return sorted(microbatches, key=lambda microbatch: -len(microbatch))
 
 
 def fullest(microbatches: Sequence[Any]) -> Any:
@@ -278,15 +278,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _may_lack(found: Mapping[str, Any], expected: Mapping[str, Any], name: str) -> bool:
+def _may_lack(entries: Mapping[str, Any], expected: Mapping[str, Any], name: str) -> bool:
     """Whether an entry may be absent: of images, videos or sounds, of which the batch has no entry at all."""
     kind = kind_of(name)
-    return kind is not None and not any(other in found and kind_of(other) == kind for other in expected)
+    return kind is not None and not any(other in entries and kind_of(other) == kind for other in expected)
 
 
-def _check_lacking(names: Set[str], found: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+def _check_lacking(names: Set[str], entries: Mapping[str, torch.Tensor], model: nn.Module) -> None:
     """InputError if the text has places for what a batch lacks: the model would read them as words."""
-    ids = found.get("input_ids")
+    ids = entries.get("input_ids")
     tokens = token_ids(model)
     for name in sorted(names):
         token = tokens.get(kind_of(name) or "")
@@ -327,9 +327,9 @@ class Dividing:
 
     def check_names(self, entries: Set[str], model: nn.Module) -> None:
         """InputError if it is said of a name that is no entry of batches. entries: those of the example."""
-        arguments = {type(one) for one in model.modules()} if self._unknown - entries else ()
+        arguments = {type(module) for module in model.modules()} if self._unknown - entries else ()
         for name in sorted(self._unknown - entries):
-            if not any(name in inspect.signature(one.forward).parameters for one in arguments):
+            if not any(name in inspect.signature(module.forward).parameters for module in arguments):
                 close = difflib.get_close_matches(name, sorted(entries), n=1)
                 raise InputError(
                     f"divide says how {name!r} is divided, which is no entry of the batch", "compile",
@@ -382,8 +382,8 @@ class Dividing:
 
     def _known(self, tensors: Mapping[str, torch.Tensor], compiler: Compiler) -> dict[str, Belonging]:
         """Whose rows are whose, of the entries that it is said or known of."""
-        found = belongings(tensors, token_ids(compiler.model)) | _divided_as_told(self._said, tensors)
-        return {name: belonging for name, belonging in found.items() if name not in self._said_whole}
+        belonging_of = belongings(tensors, token_ids(compiler.model)) | _divided_as_told(self._said, tensors)
+        return {name: belonging for name, belonging in belonging_of.items() if name not in self._said_whole}
 
 
 def _check_patches(tensors: Mapping[str, torch.Tensor], known: Collection[str]) -> None:
@@ -419,11 +419,11 @@ def _divided_as_told(
     divide: Mapping[str, str | int | Rows], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Belonging]:
     """What a user's mapping says of a batch."""
-    found: dict[str, Belonging] = {}
+    belonging_of: dict[str, Belonging] = {}
     for name, how in divide.items():
         if how == WHOLE or name not in tensors:
             continue
-        samples = samples_of(tensors, {one: axis for one, axis in divide.items() if isinstance(axis, int)})
+        samples = samples_of(tensors, {entry: axis for entry, axis in divide.items() if isinstance(axis, int)})
         if isinstance(how, int):
             if tensors[name].shape[how : how + 1] != (samples,):
                 raise InputError(
@@ -431,18 +431,18 @@ def _divided_as_told(
                     f"{list(tensors[name].shape)}, for {samples} samples", "batch",
                     "name the dimension that has as many places as the batch has samples",
                 )  # fmt: skip
-            found[name] = Belonging((1,) * samples, how)
+            belonging_of[name] = Belonging((1,) * samples, how)
             continue
-        given = [1] * samples if isinstance(how, str) else how(tensors)
-        rows = given.tolist() if isinstance(given, torch.Tensor) else given
-        good = isinstance(rows, (list, tuple)) and all(isinstance(one, int) and one >= 0 for one in rows)
+        counts = [1] * samples if isinstance(how, str) else how(tensors)
+        rows = counts.tolist() if isinstance(counts, torch.Tensor) else counts
+        good = isinstance(rows, (list, tuple)) and all(isinstance(row, int) and row >= 0 for row in rows)
         if not good or len(rows) != samples or sum(rows) != len(tensors[name]):
             raise InputError(
                 f"divide says {rows!r} of the batch entry {name!r}, which has {len(tensors[name])} rows, for {samples} "
                 "samples", "batch", "give each sample's number of rows; together they are all of the entry's",
             )  # fmt: skip
-        found[name] = Belonging(tuple(rows))
-    return found
+        belonging_of[name] = Belonging(tuple(rows))
+    return belonging_of
 
 
 def samples_of(tensors: Mapping[str, torch.Tensor], axes: Mapping[str, int] = NOTHING_TOLD) -> int:
@@ -454,14 +454,18 @@ def samples_of(tensors: Mapping[str, torch.Tensor], axes: Mapping[str, int] = NO
 
 def _by_function(divide: Callable[[Batch, int], Any], batch: Batch, parts: int) -> list[Batch]:
     """The microbatches that a user's function makes. InputError if they are not so many mappings."""
-    found = divide(batch, parts)
-    if not isinstance(found, (list, tuple)) or len(found) != parts or not all(hasattr(one, "items") for one in found):
-        gave = f"{len(found)}" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+    microbatches = divide(batch, parts)
+    if (
+        not isinstance(microbatches, (list, tuple))
+        or len(microbatches) != parts
+        or not all(hasattr(microbatch, "items") for microbatch in microbatches)
+    ):
+        gave = f"{len(microbatches)}" if isinstance(microbatches, (list, tuple)) else f"a {type(microbatches).__name__}"
         raise InputError(
             f"divide was asked for {parts} microbatches and gave {gave}", "batch",
             f"return a list of {parts} mappings with the entries of the batch",
         )  # fmt: skip
-    return list(found)
+    return list(microbatches)
 
 
 def _divided(
@@ -475,14 +479,14 @@ def _divided(
                 f"take a multiple of {parts} samples (drop_last=True), give a list of {parts} ready microbatches, or "
                 "change microbatches or the mesh's dp",
             )  # fmt: skip
-    found = slices({name: tensor for name, tensor in tensors.items() if name not in known}, parts, whole)
+    microbatches = slices({name: tensor for name, tensor in tensors.items() if name not in known}, parts, whole)
     for name, belonging in known.items():
-        each = len(belonging.rows) // parts
-        rows = [sum(belonging.rows[i * each : (i + 1) * each]) for i in range(parts)]
-        for microbatch, tensor in zip(found, tensors[name].split(rows, belonging.dim), strict=True):
+        samples_each = len(belonging.rows) // parts
+        rows = [sum(belonging.rows[i * samples_each : (i + 1) * samples_each]) for i in range(parts)]
+        for microbatch, tensor in zip(microbatches, tensors[name].split(rows, belonging.dim), strict=True):
             if tensor.shape[belonging.dim] or not len(tensors[name]):
                 microbatch[name] = tensor.contiguous()
-    return [{name: microbatch[name] for name in tensors if name in microbatch} for microbatch in found]
+    return [{name: microbatch[name] for name in tensors if name in microbatch} for microbatch in microbatches]
 
 
 # --- Whose samples a process brings to a step, and what ranks tell each other of them before it ----------------------
@@ -663,7 +667,9 @@ class Widths:
         if given is None or isinstance(given, bool):
             return cls(given)
         listed = list(given) if isinstance(given, (list, tuple, range)) else []
-        if not listed or not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in listed):
+        if not listed or not all(
+            isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in listed
+        ):
             raise InputError(
                 f"widths is {shown(given)}", "compile",
                 "pass a list of widths such as [512, 1024, 2048], True for csc's own, False for none, or nothing",
@@ -676,13 +682,13 @@ class Widths:
         if width is None or self.wanted is False:
             return None
         if isinstance(self.wanted, tuple):
-            found = next((one for one in self.wanted if one >= width), width)
+            target = next((wanted for wanted in self.wanted if wanted >= width), width)
         elif self.wanted is None:
-            known = [one for one in example if width <= one <= rounded(width)]
-            found = min(known, default=rounded(width))
+            known = [known_width for known_width in example if width <= known_width <= rounded(width)]
+            target = min(known, default=rounded(width))
         else:
-            found = rounded(width)
-        return found if found != width else None
+            target = rounded(width)
+        return target if target != width else None
 
     def padded(self, microbatch: Batch, example: Set[int], trials: Trials, model: nn.Module) -> dict[str, Any]:
         """A microbatch as programs are made for it. InputError: it is to be padded, and nobody knows with what."""
@@ -718,7 +724,7 @@ def rounded(width: int) -> int:
 def widths_of(batch: Any) -> frozenset[int]:
     """Of a batch, or of listed microbatches."""
     listed = batch if isinstance(batch, (list, tuple)) else [batch]
-    return frozenset(width for one in listed if (width := _width(one)) is not None)
+    return frozenset(width for entry in listed if (width := _width(entry)) is not None)
 
 
 def pad(microbatch: Batch, width: int, token: int) -> dict[str, Any]:
@@ -750,11 +756,13 @@ def filling(microbatch: Batch, model: nn.Module) -> list[int]:
     """Tokens to pad with, no placeholders: what pads the microbatch already, what the model's config names, any."""
     ids, mask = microbatch[IDS], microbatch[MASK]
     config = getattr(model, "config", None)
-    named = [getattr(one, "pad_token_id", None) for one in (config, getattr(config, "text_config", None))]
-    held = [] if ids.is_meta else [*ids[mask == 0][:1].tolist(), *(one for one in named if isinstance(one, int)), 0]
-    others = [] if ids.is_meta else ids.flatten().unique().tolist()
+    named = [getattr(source, "pad_token_id", None) for source in (config, getattr(config, "text_config", None))]
+    held = (
+        [] if ids.is_meta else [*ids[mask == 0][:1].tolist(), *(token for token in named if isinstance(token, int)), 0]
+    )
+    tokens_seen = [] if ids.is_meta else ids.flatten().unique().tolist()
     placeholders = set(token_ids(model).values())
-    return [token for token in dict.fromkeys([*held, *others]) if token >= 0 and token not in placeholders] or [0]
+    return [token for token in dict.fromkeys([*held, *tokens_seen]) if token >= 0 and token not in placeholders] or [0]
 
 
 def tried(model: nn.Module, microbatch: Batch, width: int, trainable: Set[str]) -> str:
@@ -772,14 +780,18 @@ def tried(model: nn.Module, microbatch: Batch, width: int, trainable: Set[str]) 
         right = Reference(model, microbatch, trainable, "auto")
         step = right.step()
         padded = pad(microbatch, width, tokens[0])
-        others = _disordered(padded, tokens, microbatch[IDS].shape[1])
-        found = [Reference(model, one, trainable, "auto").step() for one in (padded, others)]
+        disordered = _disordered(padded, tokens, microbatch[IDS].shape[1])
+        steps = [Reference(model, batch, trainable, "auto").step() for batch in (padded, disordered)]
     except Exception as error:  # of the user's model: a table of positions may end
         log.info("a trial with padding to %d failed: %s: %s", width, type(error).__name__, error)
         return f"it fails then ({type(error).__name__})"
-    if not _same_bits(*found):
+    if not _same_bits(*steps):
         return "its loss or gradients depend on the token that it is padded with"
-    return SAME if all(_alike(right, step, one) for one in found) else "its loss or gradients are others then"
+    return (
+        SAME
+        if all(_alike(right, step, step_tried) for step_tried in steps)
+        else "its loss or gradients are others then"
+    )
 
 
 def _disordered(padded: Batch, tokens: Sequence[int], width: int) -> dict[str, Any]:
@@ -798,7 +810,7 @@ def _same_bits(one: EagerStep, other: EagerStep) -> bool:
     )
 
 
-def _alike(eager: Reference, right: EagerStep, found: EagerStep) -> bool:
+def _alike(eager: Reference, right: EagerStep, tried_step: EagerStep) -> bool:
     """Whether two steps are the same to rounding, in float32."""
 
     def rounding() -> Mapping[str, float]:
@@ -806,8 +818,8 @@ def _alike(eager: Reference, right: EagerStep, found: EagerStep) -> bool:
             return dict.fromkeys([LOSS, *right.gradients], 0.0)
         return eager.moved(right, torch.finfo(torch.float32).eps / 2)
 
-    drawn = right.unknown | found.unknown
-    return not drawn and judge(right, found.loss, found.gradients, [EXACT], rounding).good
+    drawn = right.unknown | tried_step.unknown
+    return not drawn and judge(right, tried_step.loss, tried_step.gradients, [EXACT], rounding).good
 
 
 def _width(microbatch: Batch) -> int | None:

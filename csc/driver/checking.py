@@ -49,11 +49,11 @@ CHECKED = "the program was checked"
 
 def can_share(tensors: Callable[[], Iterable[torch.Tensor]], group: dist.ProcessGroup) -> bool:
     """Whether ranks 0 and 1 have these tensors alike, and both have values for them."""
-    own = _checksums(tensors)
+    checksums = _checksums(tensors)
     if dist.get_rank() == SECOND:
-        _send_json(own, group)
+        _send_json(checksums, group)
         return bool(_received_json(FIRST, group))
-    same = own is not None and own == _received_json(SECOND, group)
+    same = checksums is not None and checksums == _received_json(SECOND, group)
     _send_json(same, group, to=SECOND)
     return same
 
@@ -95,8 +95,8 @@ def received_step(group: dist.ProcessGroup, device: torch.device) -> Iterator[Ca
         for name, dtype, shape in header["gradients"]:
             gradients[name] = torch.empty(shape, dtype=getattr(torch, dtype))
             _receive(gradients[name], SECOND, group)
-        found = {name: gradient.to(device) for name, gradient in gradients.items()}
-        return EagerStep(float(header["loss"]), found, frozenset(header["unknown"]))
+        received = {name: gradient.to(device) for name, gradient in gradients.items()}
+        return EagerStep(float(header["loss"]), received, frozenset(header["unknown"]))
 
     try:
         yield step
@@ -278,18 +278,18 @@ class Checking:
             self.due(asked.options.microbatches).difference_update(asked.names)
             self.met(asked.pairs)
 
-    def _remember(self, asked: Comparison) -> None:
+    def _remember(self, comparison: Comparison) -> None:
         """The cache knows what was compared, if it was, on the rank that did."""
-        made, kept = self._made[asked.options.microbatches], self._compiler.kept
-        for name in self._new(asked) if self._compared else ():
-            kept.keep_checked(str(self.latest), made[name].match, made[name].options)
-        for pair in asked.pairs if self._compared == WHOLE else ():
-            kept.keep_met(pair, asked.ready[0], asked.options)
+        programs, kept = self._made[comparison.options.microbatches], self._compiler.kept
+        for name in self._new(comparison) if self._compared else ():
+            kept.keep_checked(str(self.latest), programs[name].match, programs[name].options)
+        for pair in comparison.pairs if self._compared == WHOLE else ():
+            kept.keep_met(pair, comparison.ready[0], comparison.options)
 
-    def _warn_of_caches(self, asked: Comparison) -> None:
+    def _warn_of_caches(self, comparison: Comparison) -> None:
         """Where the eager step that programs are compared with is not the one of the model's own default."""
-        caches = any(one.use_cache for one in caching(self._compiler.model.modules()))
-        if caches and not self._told_of_caches and any(map(_starts_again, asked.ready)):
+        caches = any(module.use_cache for module in caching(self._compiler.model.modules()))
+        if caches and not self._told_of_caches and any(map(_starts_again, comparison.ready)):
             self._told_of_caches = True
             log.warning(
                 "position_ids start again within a row: csc trains such documents apart, and compares with eager "
@@ -298,101 +298,101 @@ class Checking:
                 "model.config.use_cache = False there"
             )
 
-    def _alone(self, asked: Comparison) -> None:
+    def _alone(self, comparison: Comparison) -> None:
         """On this rank, whose trainer runs all ranks of the program."""
-        how = self._how(asked)
+        how = self._how(comparison)
         if not how:
             return
-        random = asked.trainer.program.manifest.random
+        random = comparison.trainer.program.manifest.random
         keeps = self._kept is not None and how == WHOLE and not self._opaque
-        masks = self._masks(asked, self._drawn(asked, how)) if keeps else None
-        if masks is not None and self._with_masks(asked, masks):
+        masks = self._masks(comparison, self._drawn(comparison, how)) if keeps else None
+        if masks is not None and self._with_masks(comparison, masks):
             return
         keeps = keeps and not random
-        own: list[ComparedStep] = []
+        steps: list[ComparedStep] = []
 
         def untouched() -> AbstractContextManager[None]:
             return nullcontext() if keeps else undisturbed(self._compiler.model)
 
         def own_step() -> EagerStep:
             with untouched():  # what rounding does is asked of eager PyTorch behind it, from where it began
-                own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready))))
-            self._idle = asked.trainer.idle
-            return own[0].step
+                steps.append(compared_step(comparison.trainer, list(map(comparison.complete, comparison.ready))))
+            self._idle = comparison.trainer.idle
+            return steps[0].step
 
         with untouched():
-            found = self._found(how, asked, own_step, keeps)
-        if found.kept:
-            self._keep(own)
+            result = self._found(how, comparison, own_step, keeps)
+        if result.kept:
+            self._keep(steps)
 
-    def _keep(self, own: Sequence[ComparedStep]) -> None:
+    def _keep(self, steps: Sequence[ComparedStep]) -> None:
         assert self._kept is not None
-        self._kept.extend(own)
+        self._kept.extend(steps)
 
-    def _drawn(self, asked: Comparison, how: str) -> int:
+    def _drawn(self, comparison: Comparison, how: str) -> int:
         """The seed of the training step that comes, where eager PyTorch can be given its masks: the same program for
         all of a batch, dropout alone, and a batch that the model takes at once. NO_CHANCE elsewhere.
         """
-        manifest = asked.trainer.program.manifest
-        at_once = isinstance(asked.batch, Mapping) and asked.options.loss_weight == "auto"
-        alike = len(set(asked.names)) == 1 and all(draw.p is not None for draw in manifest.draws)
+        manifest = comparison.trainer.program.manifest
+        at_once = isinstance(comparison.batch, Mapping) and comparison.options.loss_weight == "auto"
+        alike = len(set(comparison.names)) == 1 and all(draw.p is not None for draw in manifest.draws)
         if how != WHOLE or not manifest.random or not at_once or not alike or self._opaque:
             return executor.NO_CHANCE
-        with devices.forked(asked.trainer.device):
+        with devices.forked(comparison.trainer.device):
             return executor.draw()
 
-    def _masks(self, asked: Comparison, drawn: int) -> SameMasks | None:
+    def _masks(self, comparison: Comparison, drawn: int) -> SameMasks | None:
         """Of a step with this seed."""
         if drawn == executor.NO_CHANCE:
             return None
-        return SameMasks(asked.trainer.program.manifest.draws, drawn, len(asked.ready))
+        return SameMasks(comparison.trainer.program.manifest.draws, drawn, len(comparison.ready))
 
-    def _with_masks(self, asked: Comparison, masks: SameMasks) -> bool:
+    def _with_masks(self, comparison: Comparison, masks: SameMasks) -> bool:
         """Compare the training step with an eager one that has its dropout. False: nothing came of it, nothing is left
         of it.
         """
-        own: list[ComparedStep] = []
+        steps: list[ComparedStep] = []
         drawing = torch.get_rng_state()
 
         def own_step() -> EagerStep:
-            own.append(compared_step(asked.trainer, list(map(asked.complete, asked.ready)), None))
-            self._idle = asked.trainer.idle
-            return own[0].step
+            steps.append(compared_step(comparison.trainer, list(map(comparison.complete, comparison.ready)), None))
+            self._idle = comparison.trainer.idle
+            return steps[0].step
 
-        found = self._found(WHOLE, asked, own_step, keeps=True, masks=masks)
-        if found.kept:
-            self._keep(own)
+        result = self._found(WHOLE, comparison, own_step, keeps=True, masks=masks)
+        if result.kept:
+            self._keep(steps)
             return True
         torch.set_rng_state(drawing)
         return False
 
-    def _of_several(self, asked: Comparison, group: dist.ProcessGroup) -> None:
+    def _of_several(self, comparison: Comparison, group: dist.ProcessGroup) -> None:
         """On all ranks: the training step that comes; where nothing came of that, with nothing left to chance."""
 
         def planned() -> dict[str, bytes]:
-            how = self._how(asked)
-            return {how: str(self._drawn(asked, how)).encode()} if how else {}
+            how = self._how(comparison)
+            return {how: str(self._drawn(comparison, how)).encode()} if how else {}
 
         for how, drawn in (first_makes(planned, group) or {}).items():
-            if not self._between(asked, group, how, int(drawn)):
-                self._between(asked, group, how, executor.NO_CHANCE)
+            if not self._between(comparison, group, how, int(drawn)):
+                self._between(comparison, group, how, executor.NO_CHANCE)
 
-    def _between(self, asked: Comparison, group: dist.ProcessGroup, how: str, drawn: int) -> bool:
+    def _between(self, comparison: Comparison, group: dist.ProcessGroup, how: str, drawn: int) -> bool:
         """Rank 0 compares; rank 1 runs the program meanwhile, if it has the same model and batch; the others wait.
         False: nothing came of it.
         """
 
         def on_first() -> dict[str, bytes]:
             with ExitStack() as stack:
-                own_step = lambda: self._own_step(asked, drawn)  # noqa: E731
-                if how == WHOLE and can_share(lambda: self._shared(asked), group):
+                own_step = lambda: self._own_step(comparison, drawn)  # noqa: E731
+                if how == WHOLE and can_share(lambda: self._shared(comparison), group):
                     own_step = stack.enter_context(received_step(group, device_of(self._compiler.model)))
-                masks = self._masks(asked, drawn)
-                found = self._found(how, asked, own_step, masks=masks)
-            return {} if found.skipped and masks is not None else {how: b""}
+                masks = self._masks(comparison, drawn)
+                result = self._found(how, comparison, own_step, masks=masks)
+            return {} if result.skipped and masks is not None else {how: b""}
 
-        if how == WHOLE and dist.get_rank() == SECOND and can_share(lambda: self._shared(asked), group):
-            send_step(lambda: self._own_step(asked, drawn), group)
+        if how == WHOLE and dist.get_rank() == SECOND and can_share(lambda: self._shared(comparison), group):
+            send_step(lambda: self._own_step(comparison, drawn), group)
         return bool(first_makes(on_first, group))
 
     @property
@@ -400,31 +400,31 @@ class Checking:
         """Whether the model has modules that draw nobody knows what."""
         return any(map(is_opaque, self._compiler.model.modules()))
 
-    def _how(self, asked: Comparison) -> str:
+    def _how(self, comparison: Comparison) -> str:
         """WHOLE, BY_LAYER, or "" if there is nothing to compare."""
-        made, kept = self._made[asked.options.microbatches], self._compiler.kept
-        known = all(self._known(made[name]) for name in self._new(asked))
-        together = all(kept.met(pair, asked.ready[0], asked.options) for pair in asked.pairs)
-        if not asked.again and known and together:
+        programs, kept = self._made[comparison.options.microbatches], self._compiler.kept
+        known = all(self._known(programs[name]) for name in self._new(comparison))
+        together = all(kept.met(pair, comparison.ready[0], comparison.options) for pair in comparison.pairs)
+        if not comparison.again and known and together:
             return ""
         if not too_much(self._compiler.model):
             return WHOLE
-        if not asked.again and known:
+        if not comparison.again and known:
             log.warning("microbatches of other kinds or sizes than before meet: the model is too large to compare that")
             return ""
         return BY_LAYER
 
-    def _apart(self, asked: Comparison) -> str:
+    def _apart(self, comparison: Comparison) -> str:
         """How microbatches differ that were right in steps of their own, and meet now; "" if there are none."""
-        if not asked.pairs or self._new(asked):
+        if not comparison.pairs or self._new(comparison):
             return ""
-        made = self._made[asked.options.microbatches]
-        differ = _difference([made[name].match for name in asked.names])
+        programs = self._made[comparison.options.microbatches]
+        differ = _difference([programs[name].match for name in comparison.names])
         return f"its microbatches were right in steps of their own, and meet first in this one; they differ in {differ}"
 
-    def _new(self, asked: Comparison) -> list[Name]:
-        due = self.due(asked.options.microbatches)
-        return [name for name in dict.fromkeys(asked.names) if name in due]
+    def _new(self, comparison: Comparison) -> list[Name]:
+        due = self.due(comparison.options.microbatches)
+        return [name for name in dict.fromkeys(comparison.names) if name in due]
 
     def _found(
         self,
@@ -438,58 +438,58 @@ class Checking:
         masks: of its dropout.
         """
         asked.progress(CHECK)
-        made = self._made[asked.options.microbatches]
+        programs = self._made[asked.options.microbatches]
         if how == BY_LAYER:
-            files = {name: text for one in made.values() for name, text in one.packed.files.items()}
-            found = check_by_layer(self._compiler, asked.ready, asked.options, files)
+            files = {name: text for program in programs.values() for name, text in program.packed.files.items()}
+            result = check_by_layer(self._compiler, asked.ready, asked.options, files)
         else:
             draws = asked.trainer.program.manifest.random
-            found = check(
+            result = check(
                 self._compiler, own_step, asked.trainable, asked.batch, asked.ready, asked.options, self._steady,
                 masks, draws, self._apart(asked),
             )  # fmt: skip
-            self._steady = self._steady or not found.skipped
-        found = replace(found, kept=keeps and not found.skipped)
-        if found.skipped and masks is not None:
-            log.info("compared with nothing left to chance: %s", found.skipped)
-            return found
-        self.latest = found
-        (log.warning if found.skipped else log.info)("%s", found)
-        self._compared = "" if found.skipped else how
-        return found
+            self._steady = self._steady or not result.skipped
+        result = replace(result, kept=keeps and not result.skipped)
+        if result.skipped and masks is not None:
+            log.info("compared with nothing left to chance: %s", result.skipped)
+            return result
+        self.latest = result
+        (log.warning if result.skipped else log.info)("%s", result)
+        self._compared = "" if result.skipped else how
+        return result
 
-    def _shared(self, asked: Comparison) -> list[torch.Tensor]:
+    def _shared(self, comparison: Comparison) -> list[torch.Tensor]:
         """What ranks 0 and 1 must have alike to share a comparison."""
         model = self._compiler.model
-        entries = [value for microbatch in asked.ready for value in microbatch.values()]
+        entries = [value for microbatch in comparison.ready for value in microbatch.values()]
         return [
             *weights_of(model).values(),
             *model.buffers(),
-            *(one for one in entries if isinstance(one, torch.Tensor)),
+            *(value for value in entries if isinstance(value, torch.Tensor)),
         ]
 
-    def _own_step(self, asked: Comparison, drawn: int) -> EagerStep:
+    def _own_step(self, comparison: Comparison, drawn: int) -> EagerStep:
         """Of all ranks in this process, with the model's weights, in the programs that decide as those asked for."""
         weights = weights_of(self._compiler.model)
         with TemporaryFolder() as folder:
             programs = []
-            made = self._made[asked.options.microbatches]
-            variants = made[asked.names[0]].variants
-            for number, one in enumerate(one for one in made.values() if one.variants == variants):
+            made = self._made[comparison.options.microbatches]
+            variants = made[comparison.names[0]].variants
+            for number, new in enumerate(new for new in made.values() if new.variants == variants):
                 directory = Path(folder) / str(number)
-                install(one.packed.files, directory, one.match.batch)
+                install(new.packed.files, directory, new.match.batch)
                 programs.append(load(directory))
             trainer = Trainer(programs[0], weights, InProcess(programs[0]))
             for program in programs[1:]:
                 trainer.add(program)
             with undisturbed(self._compiler.model):
-                own = step_of(trainer, list(map(asked.complete, asked.ready)), drawn)
+                step = step_of(trainer, list(map(comparison.complete, comparison.ready)), drawn)
             self._idle = trainer.idle
-            return own
+            return step
 
-    def _known(self, made: NewProgram) -> bool:
+    def _known(self, program: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""
-        return bool(self._compiler.kept.checked(made.match, made.options))
+        return bool(self._compiler.kept.checked(program.match, program.options))
 
 
 def meeting_in(matches: Sequence[Match]) -> frozenset[str]:
@@ -507,8 +507,8 @@ def meeting_in(matches: Sequence[Match]) -> frozenset[str]:
 def _difference(matches: Sequence[Match]) -> str:
     """In what microbatches differ, in a phrase."""
     captures = [match.capture for match in matches if match.capture is not None]
-    entries = [frozenset[str](one.sizes.entries) for one in captures]
-    read = sorted({entry for one in captures for entry in one.values})
+    entries = [frozenset[str](capture.sizes.entries) for capture in captures]
+    read = sorted({entry for capture in captures for entry in capture.values})
     lacked = sorted(frozenset[str]().union(*entries).difference(frozenset[str].intersection(*entries)))
     how = [f"what Python reads of {', '.join(map(repr, read))}"] * bool(read)
     how += [f"whether they have {', '.join(map(repr, lacked))}"] * bool(lacked)

@@ -66,15 +66,15 @@ def _groups(model: Any, keys: Iterable[str]) -> list[FileTensors]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = get_model_conversion_mapping(model)
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    there = model.state_dict()
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    weights = model.state_dict()
     groups: list[FileTensors] = []
     joined: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, there)
-        if name not in there and key in there:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, weights)
+        if name not in weights and key in weights:
             name, pattern = key, None
         if pattern is None:
             groups.append(_renamed(key, name))
@@ -95,11 +95,11 @@ def _converted(model: Any, converter: Any, name: str, sources: list[tuple[str, s
     names = tuple(name.replace(first, target) for target in converter.target_patterns)
 
     def make(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        own = copy.deepcopy(converter)
+        copied = copy.deepcopy(converter)
         for key, pattern in sources:
-            own.add_tensor(name, key, pattern, tensors[key])
-        made = own.convert(name, model=model, config=model.config)
-        return {n: found[0] if isinstance(found, list) else found for n, found in made.items()}
+            copied.add_tensor(name, key, pattern, tensors[key])
+        converted = copied.convert(name, model=model, config=model.config)
+        return {n: value[0] if isinstance(value, list) else value for n, value in converted.items()}
 
     return FileTensors(tuple(key for key, _ in sources), names, make)
 
@@ -122,11 +122,11 @@ def put_rest(model: nn.Module, format: WeightLayout, found: Mapping[str, torch.T
         if not format.rest[name].is_meta:
             format.rest[name].copy_(tensor)
             continue
-        path, _, own = name.rpartition(".")
+        path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        before = getattr(module, own)
+        before = getattr(module, leaf)
         trains = before.requires_grad
-        setattr(module, own, nn.Parameter(tensor, trains) if isinstance(before, nn.Parameter) else tensor)
+        setattr(module, leaf, nn.Parameter(tensor, trains) if isinstance(before, nn.Parameter) else tensor)
 
 
 def write_config(model: Any, directory: str | Path) -> None:
@@ -140,8 +140,8 @@ def write_config(model: Any, directory: str | Path) -> None:
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-        for made in sorted(Path(folder).iterdir()):
-            published(Path(directory) / made.name, partial(shutil.copyfile, made))
+        for file in sorted(Path(folder).iterdir()):
+            published(Path(directory) / file.name, partial(shutil.copyfile, file))
 
 
 # --- Weights of a checkpoint as files of Hugging Face, which `from_pretrained` reads ---------------------------------
@@ -166,12 +166,12 @@ def write_pretrained(index: StepIndex, out: Path, tell: Callable[[str], None]) -
     form = OWN if model is None else format_of(model, list(index.parameters))
     metas = {n: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta") for n, s in index.parameters.items()}
     groups = list(_stored_groups(form, metas))
-    made = _each(index, form, groups, tell)
-    shards = list(_shards({key: tensor for one in groups for key, tensor in one.tensors.items()}))
+    tensors = _each(index, form, groups, tell)
+    shards = list(_shards({key: tensor for group in groups for key, tensor in group.tensors.items()}))
     files_of: dict[str, str] = {}
     for number, about in enumerate(shards, 1):
         file = SINGLE[0] if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        files.write_each(out / file, about, (next(made) for _ in range(len(about))), in_header=True)
+        files.write_each(out / file, about, (next(tensors) for _ in range(len(about))), in_header=True)
         files_of |= dict.fromkeys(about, file)
     if len(shards) > 1:
         table = {"metadata": {"total_size": sum(s.nbytes for a in shards for s in a.values())}, "weight_map": files_of}
@@ -185,11 +185,11 @@ def _stored_groups(form: WeightLayout, metas: Mapping[str, torch.Tensor]) -> Ite
     """Those that a conversion of their own parameters makes; the rest, if there is one, together."""
     stored = dict(form.stored(metas))
     left, of_rest = dict(stored), set(metas)
-    for one in form.groups(stored):
-        names = tuple(name for name in one.names if name in metas)
-        tensors = {key: stored[key] for key in one.keys}
-        made = form.stored({name: metas[name] for name in names})
-        if _sizes(made) == _sizes(tensors) and tensors.keys() <= left.keys():
+    for group in form.groups(stored):
+        names = tuple(name for name in group.names if name in metas)
+        tensors = {key: stored[key] for key in group.keys}
+        stored_names = form.stored({name: metas[name] for name in names})
+        if _sizes(stored_names) == _sizes(tensors) and tensors.keys() <= left.keys():
             yield StoredGroup(tensors, names)
             left = {key: tensor for key, tensor in left.items() if key not in tensors}
             of_rest -= set(names)
@@ -205,25 +205,25 @@ def _each(
     index: StepIndex, form: WeightLayout, groups: list[StoredGroup], tell: Callable[[str], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the files, group by group."""
-    done, size = 0, sum(tensor.nbytes for one in groups for tensor in one.tensors.values())
-    for one in groups:
-        tell(f"{next(iter(one.tensors))}, {done / 1e9:.1f} of {size / 1e9:.1f} GB written")
-        whole = {name: restoring.whole(index, index.parameters[name], repr(name)) for name in one.names}
-        made = form.stored(whole)
-        yield from ((key, made[key].contiguous()) for key in one.tensors)
-        done += sum(tensor.nbytes for tensor in one.tensors.values())
+    done, size = 0, sum(tensor.nbytes for group in groups for tensor in group.tensors.values())
+    for group in groups:
+        tell(f"{next(iter(group.tensors))}, {done / 1e9:.1f} of {size / 1e9:.1f} GB written")
+        weights = {name: restoring.whole(index, index.parameters[name], repr(name)) for name in group.names}
+        stored_weights = form.stored(weights)
+        yield from ((key, stored_weights[key].contiguous()) for key in group.tensors)
+        done += sum(tensor.nbytes for tensor in group.tensors.values())
 
 
 def _shards(stored: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    found: dict[str, torch.Tensor] = {}
+    shard: dict[str, torch.Tensor] = {}
     size = 0
     for key, tensor in stored.items():
-        if found and size + tensor.nbytes > SHARD:
-            yield found
-            found, size = {}, 0
-        found[key] = tensor
+        if shard and size + tensor.nbytes > SHARD:
+            yield shard
+            shard, size = {}, 0
+        shard[key] = tensor
         size += tensor.nbytes
-    yield found
+    yield shard
 
 
 def model_of(folder: Path) -> Any:
@@ -232,8 +232,8 @@ def model_of(folder: Path) -> Any:
     if not file.is_file():
         return None
 
-    def fail(what: str) -> InputError:
-        return InputError(what, str(file), "take another copy of it; without the file, names stay the model's own")
+    def fail(fault: str) -> InputError:
+        return InputError(fault, str(file), "take another copy of it; without the file, names stay the model's own")
 
     read_json(file, fail)
     try:
@@ -245,11 +245,11 @@ def model_of(folder: Path) -> Any:
         ) from None  # fmt: skip
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        made = getattr(transformers, (config.architectures or [""])[0], None)
-        if not isinstance(made, type) or not issubclass(made, transformers.PreTrainedModel):
+        model_class = getattr(transformers, (config.architectures or [""])[0], None)
+        if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
             return None
         with torch.device("meta"):
-            return made._from_config(config, dtype=config.dtype)
+            return model_class._from_config(config, dtype=config.dtype)
     except Exception as error:  # transformers says all kinds of things
         raise fail(f"transformers makes no model of it: {first_line(error)}") from error
 
@@ -270,7 +270,7 @@ def note_adapters(model: Any, folder: Path) -> None:
         (folder / ADAPTERS).unlink(missing_ok=True)  # of another model that was saved there
         return
     try:
-        told = {name: _told(config) for name, config in model.peft_config.items()}
+        configs = {name: _told(config) for name, config in model.peft_config.items()}
     except Exception as error:  # PEFT says all kinds of things
         notice(
             f"{folder.name} does not tell its adapters, and `csc checkpoint convert` names weights as the model does: "
@@ -278,7 +278,7 @@ def note_adapters(model: Any, folder: Path) -> None:
         )
         return
     write_config(model.get_base_model(), folder)
-    published(folder / ADAPTERS, lambda path: path.write_text(json.dumps(told, indent=2) + "\n"))
+    published(folder / ADAPTERS, lambda path: path.write_text(json.dumps(configs, indent=2) + "\n"))
 
 
 def _told(config: Any) -> Any:
@@ -297,7 +297,7 @@ def write_adapters(index: StepIndex, out: Path, tell: Callable[[str], None]) -> 
         write_pretrained(index, out, tell)
         return
     wrapped, of_base = _wrapped(index.folder, made)
-    own = {name: stored for name, stored in index.parameters.items() if name not in of_base}
+    adapters = {name: stored for name, stored in index.parameters.items() if name not in of_base}
     base = {of_base[name]: stored for name, stored in index.parameters.items() if name in of_base}
     lacking = [name for name, _ in wrapped.named_parameters() if name not in index.parameters]
     if lacking:
@@ -305,8 +305,8 @@ def write_adapters(index: StepIndex, out: Path, tell: Callable[[str], None]) -> 
             f"it has no parameter {lacking[0]!r}, and {len(lacking) - 1} more that {ADAPTERS} tells of",
             str(index.folder), "take another checkpoint, or save_adapter of the compiled model where it is trained",
         )  # fmt: skip
-    tell(f"adapters, {sum(one.nbytes() for one in own.values()) / 1e9:.1f} GB")
-    values = {name: restoring.whole(index, stored, repr(name)) for name, stored in own.items()}
+    tell(f"adapters, {sum(parameter.nbytes() for parameter in adapters.values()) / 1e9:.1f} GB")
+    values = {name: restoring.whole(index, stored, repr(name)) for name, stored in adapters.items()}
     wrapped.save_pretrained(str(out), state_dict=values)
     for file in out.iterdir():
         flushed(file)
@@ -318,10 +318,10 @@ def _wrapped(folder: Path, base: Any) -> tuple[Any, Mapping[str, str]]:
     base}.
     """
 
-    def fail(what: str) -> InputError:
-        return InputError(what, str(folder / ADAPTERS), "take another copy of it, or an older checkpoint")
+    def fail(fault: str) -> InputError:
+        return InputError(fault, str(folder / ADAPTERS), "take another copy of it, or an older checkpoint")
 
-    told = read_json(folder / ADAPTERS, fail)
+    configs = read_json(folder / ADAPTERS, fail)
     try:
         from peft import PeftConfig, get_peft_model
     except ModuleNotFoundError as error:
@@ -331,15 +331,17 @@ def _wrapped(folder: Path, base: Any) -> tuple[Any, Mapping[str, str]]:
     wrapped: Any = None
     try:
         with TemporaryFolder() as made, torch.device("meta"):
-            for adapter, config in told.items():
+            for adapter, config in configs.items():
                 (Path(made) / ITS_CONFIG).write_text(json.dumps(config))
-                given = PeftConfig.from_pretrained(made)
-                if isinstance(getattr(given, "init_lora_weights", None), str):
-                    given.init_lora_weights = True  # the base has been changed for it: not once more where it is read
+                peft_config = PeftConfig.from_pretrained(made)
+                if isinstance(getattr(peft_config, "init_lora_weights", None), str):
+                    peft_config.init_lora_weights = (
+                        True  # the base has been changed for it: not once more where it is read
+                    )
                 if wrapped is None:
-                    wrapped = get_peft_model(base, given, adapter_name=adapter)
+                    wrapped = get_peft_model(base, peft_config, adapter_name=adapter)
                 else:
-                    wrapped.add_adapter(adapter, given)
+                    wrapped.add_adapter(adapter, peft_config)
     except Exception as error:  # PEFT says all kinds of things
         raise fail(f"PEFT makes no model of it: {first_line(error)}") from error
     if wrapped is None:
@@ -409,10 +411,14 @@ def convert(
             folder, left = _from_hf(source, stage, step or 0, tell)
             return Conversion(out / folder.name, left)
         if here == DCP:
-            found = dcp.read(source, optimizer)
-            about = {name: one.about for name, one in found.parameters.items()}
-            made = Contents(about, ((name, one.load()) for name, one in found.parameters.items()), found.optimizer)
-            return Conversion(out / converting.write(stage, step or 0, made, "model", tell).name, found.left)
+            checkpoint = dcp.read(source, optimizer)
+            about = {name: parameter.about for name, parameter in checkpoint.parameters.items()}
+            contents = Contents(
+                about,
+                ((name, parameter.load()) for name, parameter in checkpoint.parameters.items()),
+                checkpoint.optimizer,
+            )
+            return Conversion(out / converting.write(stage, step or 0, contents, "model", tell).name, checkpoint.left)
         index = files.read(files.find(source, step))
         if not index.parameters:
             raise InputError(
@@ -430,19 +436,19 @@ def convert(
 
 def _from_hf(path: Path, run: Path, step: int, tell: Tell) -> tuple[Path, list[str]]:
     """Weights alone; and what the files have that the model does not."""
-    model, there = None if path.is_file() else model_of(path), weights.headers(path)
-    about, form = dict(there), weights.OWN
+    model, headers = None if path.is_file() else model_of(path), weights.headers(path)
+    about, form = dict(headers), weights.OWN
     if model is not None:
         kept = model.state_dict()
         about = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in kept}}
         form = format_of(model, list(about))
-    given = weights.each(path, [_spec(name, tensor) for name, tensor in about.items()], format=form)
+    values = weights.each(path, [_spec(name, tensor) for name, tensor in about.items()], format=form)
     named: Any = type(model).__name__ if model is not None else "model"
-    folder = converting.write(run, step, Contents(about, given), named, tell)
+    folder = converting.write(run, step, Contents(about, values), named, tell)
     for name in CONFIGS:
         if path.is_dir() and (path / name).is_file():
             published(folder / name, partial(shutil.copyfile, path / name))
-    return folder, [key for one in form.groups(there) if about.keys().isdisjoint(one.names) for key in one.keys]
+    return folder, [key for group in form.groups(headers) if about.keys().isdisjoint(group.names) for key in group.keys]
 
 
 def _spec(name: str, tensor: torch.Tensor) -> ParameterSpec:

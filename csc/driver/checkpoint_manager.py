@@ -60,11 +60,11 @@ def _of(then: Mapping[str, Any], now: Mapping[str, Any], within: str) -> Iterato
     for name in dict.fromkeys([*then, *now]):
         if name in OF_NO_MODEL or name.startswith("_"):
             continue
-        one, other = then.get(name), now.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from _of(one, other, f"{within}{name}.")
-        elif one != other:
-            yield f"{within}{name} is {_told(one)} there, and {_told(other)} in the model"
+        before, other = then.get(name), now.get(name)
+        if isinstance(before, dict) and isinstance(other, dict):
+            yield from _of(before, other, f"{within}{name}.")
+        elif before != other:
+            yield f"{within}{name} is {_told(before)} there, and {_told(other)} in the model"
 
 
 def _told(value: Any) -> str:
@@ -143,11 +143,11 @@ def save_state(
     meeting, first = trainer.transport.meeting, 0 in trainer.transport.ranks
 
     def take() -> tuple[Vote, ProcessState]:
-        own = taken(state, beside is not None)
+        pieces = taken(state, beside is not None)
         if first and WEIGHTS in state.has:
             write_config(state.saved.model, folder)
             note_adapters(state.saved.model, folder)
-        return Vote(value=float(secrets.randbits(32)) if first else 0.0), own
+        return Vote(value=float(secrets.randbits(32)) if first else 0.0), pieces
 
     own, votes = meeting.votes("save a checkpoint", take)
     number = f"{int(sum(vote.value for vote in votes)):08x}"
@@ -156,18 +156,18 @@ def save_state(
     if beside is None:
         saving = BackgroundSave(folder, lambda: writing.write(own, save, meeting))
     else:
-        copied, seconds = sum(one.tensor.nbytes for one in own.pieces), time.perf_counter() - start
+        copied, seconds = sum(piece.tensor.nbytes for piece in own.pieces), time.perf_counter() - start
         saving = BackgroundSave(folder, lambda: _written(own, save, beside), copied, seconds)
         log.info("checkpoint of step %d: %.1f MB copied in %.2f s", step, copied / 1e6, seconds)
     saving.begin(beside is not None)
     return saving
 
 
-def _written(own: ProcessState, save: Save, beside: Meeting) -> None:
+def _written(state: ProcessState, save: Save, beside: Meeting) -> None:
     """In a thread, which does not see what else the process does with its groups."""
     several = beside.group is not None
     try:
-        writing.write(own, save, beside)
+        writing.write(state, save, beside)
     except Exception as error:
         if isinstance(error, CscError) and not isinstance(error, RankLost):
             raise
@@ -188,15 +188,15 @@ def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> 
             return NOTHING, (None, "no checkpoint")
         return NOTHING, (files.read(folder), f"{folder.name} ({files.digest_of(folder)[:12]})")
 
-    found, told = meeting.hold("load a checkpoint", read)
-    others = meeting.texts("load a checkpoint", told)
-    if len(set(others)) > 1:
-        rank = next(rank for rank, one in enumerate(others) if one != others[0])
+    step, told_text = meeting.hold("load a checkpoint", read)
+    texts = meeting.texts("load a checkpoint", told_text)
+    if len(set(texts)) > 1:
+        rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
         raise InputError(
-            f"rank 0 has found {others[0]} there, and rank {rank} {others[rank]}", str(where),
+            f"rank 0 has found {texts[0]} there, and rank {rank} {texts[rank]}", str(where),
             "give all ranks a directory that they share, or the number of a step that all have",
         )  # fmt: skip
-    return found
+    return step
 
 
 # --- Checkpoints of a training run: saved at one mesh and frozen set, taken up at any other --------------------------
@@ -350,24 +350,24 @@ class CheckpointManager:
                 f"the optimizer begins without a state for {_named(restored.begun)}: frozen, or not in the optimizer, "
                 f"when {restored.folder.name} was saved"
             )
-        found = differences(state.saved.model, restored.folder) if WEIGHTS in state.has else []
-        if found:
-            notice(f"{restored.folder.name} was saved with another config.json: {_named(found, '; ')}")
+        changes = differences(state.saved.model, restored.folder) if WEIGHTS in state.has else []
+        if changes:
+            notice(f"{restored.folder.name} was saved with another config.json: {_named(changes, '; ')}")
 
     def _state(self, extra: Mapping[str, Any], only: Collection[str] | None) -> State:
-        given = {OPTIMIZER: self._optimizer, SCHEDULER: self._scheduler, LOADER: self._loader}
-        lacking = [what for what, one in given.items() if one is None]
-        has = [what for what in ALL if what not in lacking] if only is None else list(only)
-        for what in has:
-            if what not in ALL or what in lacking:
+        objects = {OPTIMIZER: self._optimizer, SCHEDULER: self._scheduler, LOADER: self._loader}
+        lacking = [part for part, obj in objects.items() if obj is None]
+        has = [part for part in ALL if part not in lacking] if only is None else list(only)
+        for part in has:
+            if part not in ALL or part in lacking:
                 raise InputError(
-                    f"only has {what!r}" + (", and the manager was given none" if what in lacking else ""), "load",
-                    f"name some of {', '.join(one for one in ALL if one not in lacking)}",
+                    f"only has {part!r}" + (", and the manager was given none" if part in lacking else ""), "load",
+                    f"name some of {', '.join(part for part in ALL if part not in lacking)}",
                 )  # fmt: skip
         saved = self._compiled.saved(self._loader, self._optimizer)
         return State(saved, self._scheduler, extra, has)
 
 
-def _named(found: Sequence[str], between: str = ", ") -> str:
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return between.join(found[:NAMED]) + more
+def _named(differences: Sequence[str], between: str = ", ") -> str:
+    more = f" and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
+    return between.join(differences[:NAMED]) + more

@@ -60,7 +60,7 @@ class Cut:
     def parts(self, results: Entries) -> list[dict[str, torch.Tensor]]:
         """The results of each part."""
         split = {name: results[name].split(rows) if rows else [results[name]] for name, rows in self.results.items()}
-        return [{name: each[number] for name, each in split.items()} for number in range(self.count)]
+        return [{name: entry[number] for name, entry in split.items()} for number in range(self.count)]
 
 
 def equal_cuts(entries: Mapping[str, Sequence[int]], results: Mapping[str, Sequence[int]]) -> list[Cut]:
@@ -90,10 +90,10 @@ def are_apart(encode: Encode, entries: Entries, cut: Cut) -> bool:
             return False
     generator = torch.Generator().manual_seed(0)
     first, other = _noise(entries, cut, generator), _noise(entries, cut, generator)
-    made = cut.parts(encode(first))
+    parts_alone = cut.parts(encode(first))
     for kept in (0, 1):
-        found = cut.parts(encode({**first, **_mixed(first, other, cut, kept)}))
-        for number, (before, after) in enumerate(zip(made, found, strict=True)):
+        parts_among = cut.parts(encode({**first, **_mixed(first, other, cut, kept)}))
+        for number, (before, after) in enumerate(zip(parts_alone, parts_among, strict=True)):
             if any(torch.equal(before[name], after[name]) != (number % 2 == kept) for name in before):
                 return False
     return True
@@ -106,11 +106,11 @@ def probes(encode: Encode, entries: Entries, cut: Cut) -> list[dict[str, torch.T
     def noise(rows: int, like: torch.Tensor) -> torch.Tensor:
         return _random((rows, *like.shape[1:]), like, torch.Generator().manual_seed(0))
 
-    given = {
-        name: torch.cat([noise(each, entries[name]) for each in rows])
+    replaced = {
+        name: torch.cat([noise(number, entries[name]) for number in rows])
         for name, rows in cut.entries.items() if _is_noisy(entries[name])
     }  # fmt: skip
-    return cut.parts(encode({**entries, **given}))
+    return cut.parts(encode({**entries, **replaced}))
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -125,14 +125,14 @@ def _mixed(one: Entries, other: Entries, cut: Cut, kept: int) -> dict[str, torch
     mixed = {}
     for name, rows in cut.entries.items():
         pairs = enumerate(zip(one[name].split(rows), other[name].split(rows), strict=True))
-        mixed[name] = torch.cat([own if number % 2 == kept else new for number, (own, new) in pairs])
+        mixed[name] = torch.cat([old if number % 2 == kept else new for number, (old, new) in pairs])
     return mixed
 
 
 def _noise(entries: Entries, cut: Cut, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {
-        name: _random(one.shape, one, generator) if name in cut.entries and _is_noisy(one) else one
-        for name, one in entries.items()
+        name: _random(entry.shape, entry, generator) if name in cut.entries and _is_noisy(entry) else entry
+        for name, entry in entries.items()
     }
 
 
@@ -168,8 +168,10 @@ class Units:
     def labels(self) -> list[str]:
         """Of each unit. Equal ones have equal sizes."""
         rows = dict((*self.cut.entries.items(), *self.cut.results.items()))
-        own = [str({name: sizes[number] for name, sizes in sorted(rows.items())}) for number in range(self.cut.count)]
-        return [f"{one} {beside}" for one, beside in zip(own, self.beside)] if self.beside else own
+        labels = [
+            str({name: sizes[number] for name, sizes in sorted(rows.items())}) for number in range(self.cut.count)
+        ]
+        return [f"{label} {beside}" for label, beside in zip(labels, self.beside)] if self.beside else labels
 
     def shape(self, value: ValueSpec, number: int) -> tuple[int, ...]:
         """Of a value of one unit."""
@@ -190,7 +192,7 @@ class Units:
 
 def whole(entries: Entries, values: Sequence[ValueSpec]) -> Units:
     """A microbatch as one unit, whatever its rows have of each other: it is none among others."""
-    rows = {name: _all(one.shape) for name, one in entries.items()}
+    rows = {name: _all(entry.shape) for name, entry in entries.items()}
     return Units(Cut(rows, {value.name: _all(value.shape) for value in values}), context="whole")
 
 
@@ -204,19 +206,19 @@ def packed(given: Mapping[str, object], entries: Entries, values: Sequence[Value
 
     given: the microbatch as the user gives it; entries: what the encoder takes.
     """
-    own = {name: one for name, one in entries.items() if name in given and one.is_floating_point()}
-    name = _grid(given, own)
+    images = {name: entry for name, entry in entries.items() if name in given and entry.is_floating_point()}
+    name = _grid(given, images)
     if name is None:
         return None
     grid = given[name]
     assert isinstance(grid, torch.Tensor)
     patches = tuple(grid.prod(1).tolist())
-    if min(patches, default=0) < 1 or any(len(one) != sum(patches) for one in own.values()):
+    if min(patches, default=0) < 1 or any(len(entry) != sum(patches) for entry in images.values()):
         return None
     results = {value.name: _in_proportion(patches, value) for value in values}
     if not all(results.values()):
         return None
-    cut = Cut(dict.fromkeys(own, patches), {name: rows for name, rows in results.items() if rows is not None})
+    cut = Cut(dict.fromkeys(images, patches), {name: rows for name, rows in results.items() if rows is not None})
     return Units(cut, tuple(f"{name} {row}" for row in grid.tolist()))
 
 
@@ -224,13 +226,13 @@ def are_made_of_images(given: Mapping[str, object], entries: Entries, made: Call
     """Whether what the encoder takes beside packed images is made of their rows and their grid alone. made: what the
     model's functions on the host make of entries.
     """
-    images = {name: one for name, one in entries.items() if name in given and one.is_floating_point()}
+    images = {name: entry for name, entry in entries.items() if name in given and entry.is_floating_point()}
     name = _grid(given, images)
     grid = given.get(name or "")
     alone = {**images, name: grid} if name is not None and isinstance(grid, torch.Tensor) else images
-    others = entries.keys() - alone.keys()
-    host = made(alone) if others else {}
-    return all(one in host and torch.equal(host[one], entries[one]) for one in others)
+    made_on_host = entries.keys() - alone.keys()
+    host = made(alone) if made_on_host else {}
+    return all(entry in host and torch.equal(host[entry], entries[entry]) for entry in made_on_host)
 
 
 def _grid(given: Mapping[str, object], images: Entries) -> str | None:
@@ -248,12 +250,12 @@ def _in_proportion(patches: Sequence[int], value: ValueSpec) -> tuple[int, ...] 
     rows = value.shape[0] if value.shape else 0
     if not rows or sum(patches) % rows:
         return None
-    each = sum(patches) // rows
-    return None if any(own % each for own in patches) else tuple(own // each for own in patches)
+    patches_each = sum(patches) // rows
+    return None if any(count % patches_each for count in patches) else tuple(count // patches_each for count in patches)
 
 
 def _shapes(entries: Entries, values: Sequence[ValueSpec]) -> tuple[dict[str, Sequence[int]], dict[str, Sequence[int]]]:
-    return {name: one.shape for name, one in entries.items()}, {value.name: value.shape for value in values}
+    return {name: entry.shape for name, entry in entries.items()}, {value.name: value.shape for value in values}
 
 
 def _all(shape: Sequence[int]) -> tuple[int, ...]:
@@ -317,8 +319,8 @@ class UnitTrials:
         key = _hash("free", identity, json.dumps([(n, list(e.shape)) for n, e in sorted(entries.items())]), *labels)
         if key not in self._places:
             first: dict[str, Entries] = {}
-            found = zip(labels, probes(encode, entries, units.cut), strict=True)
-            self._places[key] = all(_identical(first.setdefault(label, probe), probe) for label, probe in found)
+            label_probes = zip(labels, probes(encode, entries, units.cut), strict=True)
+            self._places[key] = all(_identical(first.setdefault(label, probe), probe) for label, probe in label_probes)
             known.append(self._places[key])
         return self._places[key]
 
@@ -351,11 +353,11 @@ class UnitTrials:
         beyond = str([(name, list(entries[name].shape[1:])) for name in sorted(units.cut.entries)])
         for label, probe in zip(units.labels, probes(encode, entries, units.cut), strict=True):
             here = {name: _sampled(value) for name, value in probe.items()}
-            there = self._probe(_hash("probe", identity, beyond, label), here, among)
-            if there.keys() != {*here, AMONG} or any(not _alike(there[name], here[name]) for name in here):
+            remote = self._probe(_hash("probe", identity, beyond, label), here, among)
+            if remote.keys() != {*here, AMONG} or any(not _alike(remote[name], here[name]) for name in here):
                 self.meet(identity)  # elsewhere it is another: what lies beside a unit counts
                 return False, False
-            shown = shown or not torch.equal(there[AMONG], _number(among))
+            shown = shown or not torch.equal(remote[AMONG], _number(among))
         return True, shown
 
     def _probe(self, key: str, here: Entries, among: str) -> Entries:
@@ -371,8 +373,8 @@ def _alike(there: torch.Tensor, here: torch.Tensor) -> bool:
     return there.shape == here.shape and there.dtype == here.dtype and close(there, here)
 
 
-def _identical(one: Entries, other: Entries) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
+def _identical(first: Entries, other: Entries) -> bool:
+    return all(torch.equal(first[name], other[name]) for name in first)
 
 
 def _sampled(value: torch.Tensor) -> torch.Tensor:
@@ -422,48 +424,48 @@ class EncoderRun:
     @property
     def keys(self) -> list[str]:
         """Of the unit in each place."""
-        return [one.keys[place] for one, place in self.filled]
+        return [run.keys[place] for run, place in self.filled]
 
     @property
     def is_whole(self) -> bool:
         """Whether the microbatch is encoded as it is."""
-        return all(one is self.at for one, _ in self.filled)
+        return all(run is self.at for run, _ in self.filled)
 
     def entries(self) -> Entries:
         """What the encoder takes."""
         if self.is_whole:
             return self.at.entries
-        moved = {name: torch.cat([one.rows(name, place) for one, place in self.filled])
+        moved = {name: torch.cat([run.rows(name, place) for run, place in self.filled])
                  for name in self.at.units.cut.entries}  # fmt: skip
         return {**self.at.entries, **moved}
 
 
 def runs(partly: Sequence[Partly]) -> Iterator[EncoderRun]:
     """partly: microbatches of one program."""
-    done = {key for one in partly for key in one.kept}
+    done = {key for microbatch in partly for key in microbatch.kept}
     waiting: dict[str, deque[tuple[Partly, int]]] = {}
-    for one in partly:
-        for place, label in enumerate(one.units.labels):
-            waiting.setdefault(label, deque()).append((one, place))
-    for at in partly:
-        if done.issuperset(at.keys):
+    for microbatch in partly:
+        for place, label in enumerate(microbatch.units.labels):
+            waiting.setdefault(label, deque()).append((microbatch, place))
+    for target in partly:
+        if done.issuperset(target.keys):
             continue
-        free = [key in done for key in at.keys]
-        done.update(at.keys)
+        free = [key in done for key in target.keys]
+        done.update(target.keys)
         filled = []
-        for place, (label, is_free) in enumerate(zip(at.units.labels, free, strict=True)):
+        for place, (label, is_free) in enumerate(zip(target.units.labels, free, strict=True)):
             other = _next(waiting[label], done) if is_free else None
-            filled.append(other or (at, place))
-        yield EncoderRun(at, filled)
+            filled.append(other or (target, place))
+        yield EncoderRun(target, filled)
 
 
 def _next(waiting: deque[tuple[Partly, int]], done: set[str]) -> tuple[Partly, int] | None:
     """The first unit that is not done, which it is from then on; those before it are not looked at again."""
     while waiting:
-        one, place = waiting.popleft()
-        if one.keys[place] not in done:
-            done.add(one.keys[place])
-            return one, place
+        microbatch, place = waiting.popleft()
+        if microbatch.keys[place] not in done:
+            done.add(microbatch.keys[place])
+            return microbatch, place
     return None
 
 
@@ -497,9 +499,9 @@ class FrozenEncoder:
     def encode(self, entries: Entries) -> dict[str, torch.Tensor]:
         """The features by value, on the encoder's device."""
         weights = {name: weight.detach().to(self.spec.parameters[name]) for name, weight in self.weights.items()}
-        given = {name: entry.to(self.device) for name, entry in entries.items()}
-        made, _ = self.forward(given, {}, weights, self.constants)
-        return {value.name: made[value.name] for value in self.spec.values}
+        inputs = {name: entry.to(self.device) for name, entry in entries.items()}
+        values, _ = self.forward(inputs, {}, weights, self.constants)
+        return {value.name: values[value.name] for value in self.spec.values}
 
 
 Asked = tuple[FrozenEncoder, Match, str]  # what is made of a microbatch, and the encoder's identity
@@ -546,9 +548,9 @@ class FrozenEncoders:
             )
         device = device_of(self._model)
         constants = program.named_constants(spec.constants, device)
-        own = {name: parameters[name] for name in spec.parameters}
+        weights_here = {name: parameters[name] for name in spec.parameters}
         code = _code(self._model, match, program)
-        self._of[match.key] = FrozenEncoder(spec, encoder(program), own, constants, device, code)
+        self._of[match.key] = FrozenEncoder(spec, encoder(program), weights_here, constants, device, code)
 
     def of(self, match: Match) -> FrozenEncoder | None:
         """None: nothing of the microbatch is encoded."""
@@ -562,10 +564,17 @@ class FrozenEncoders:
     def complete(self, matches: Sequence[Match], here: Sequence[bool]) -> list[Mapping[str, Any]]:
         """Microbatches with their features; those that only other processes read, on the meta device."""
         encoders = [self.of(match) for match in matches]
-        read = [n for n, (one, own) in enumerate(zip(encoders, here, strict=True)) if one is not None and own]
-        asked = [(one, matches[n], self.identity(one)) for n in read if (one := encoders[n]) is not None]
-        made = dict(zip(read, self.source.features(asked) if asked else [], strict=True))
-        return [{**match.batch, **_entries(one, made.get(n))} for n, (match, one) in enumerate(zip(matches, encoders))]
+        read = [
+            n
+            for n, (encoder, reads_here) in enumerate(zip(encoders, here, strict=True))
+            if encoder is not None and reads_here
+        ]
+        requests = [(encoder, matches[n], self.identity(encoder)) for n in read if (encoder := encoders[n]) is not None]
+        features = dict(zip(read, self.source.features(requests) if requests else [], strict=True))
+        return [
+            {**match.batch, **_entries(encoder, features.get(n))}
+            for n, (match, encoder) in enumerate(zip(matches, encoders))
+        ]
 
     def identity(self, one: FrozenEncoder) -> str:
         """Hashed anew where a weight was written, or is another tensor."""
@@ -594,11 +603,11 @@ class _Identity:
     text: str
 
 
-def _entries(one: FrozenEncoder | None, features: Entries | None) -> dict[str, torch.Tensor]:
+def _entries(encoder: FrozenEncoder | None, features: Entries | None) -> dict[str, torch.Tensor]:
     """What a program takes in place of what is encoded; without features, only their sizes."""
-    if one is None:
+    if encoder is None:
         return {}
-    named = zip(one.spec.entries, one.spec.values, strict=True)
+    named = zip(encoder.spec.entries, encoder.spec.values, strict=True)
     if features is None:
         return {entry: torch.empty(value.shape, dtype=value.dtype, device="meta") for entry, value in named}
     return {entry: features[value.name] for entry, value in named}
@@ -654,70 +663,70 @@ class KeptFeatures:
 
     def counts(self) -> dict[str, float]:
         """As metrics of a step, from 0 again."""
-        found = {"features_read": float(self.read), "features_made": float(self.made)}
+        counts = {"features_read": float(self.read), "features_made": float(self.made)}
         self.read = self.made = 0
-        return found
+        return counts
 
     @torch.no_grad()
     def features(self, asked: Sequence[Asked]) -> list[Entries]:
         """From disk, or encoded and kept there."""
-        found: dict[int, Entries] = {}
+        features: dict[int, Entries] = {}
         later: dict[tuple[Any, str], list[Partly]] = {}
-        for number, (one, match, identity) in enumerate(asked):
-            partly = self._partly(number, one, match, identity)
+        for number, (frozen, match, identity) in enumerate(asked):
+            partly = self._partly(number, frozen, match, identity)
             if len(partly.kept) == len(set(partly.keys)):
-                found[number] = self._laid_out(one, partly)
+                features[number] = self._laid_out(frozen, partly)
                 self.read += len(partly.keys)
-            elif partly.kept and self._may_move(partly, one, identity):
+            elif partly.kept and self._may_move(partly, frozen, identity):
                 later.setdefault((match.key, identity), []).append(partly)
             else:
-                found[number] = self._whole(one, partly, identity)
-        for own in later.values():
-            one, _, identity = asked[own[0].number]
-            found.update(self._together(one, own, identity))
-        return [found[number] for number in range(len(asked))]
+                features[number] = self._whole(frozen, partly, identity)
+        for same_program in later.values():
+            frozen, _, identity = asked[same_program[0].number]
+            features.update(self._together(frozen, same_program, identity))
+        return [features[number] for number in range(len(asked))]
 
-    def _partly(self, number: int, one: FrozenEncoder, match: Match, identity: str) -> Partly:
-        entries = one.entries(match)
-        units = self._units(one, identity, match, entries)
+    def _partly(self, number: int, encoder: FrozenEncoder, match: Match, identity: str) -> Partly:
+        entries = encoder.entries(match)
+        units = self._units(encoder, identity, match, entries)
         keys = units.keys(identity, entries)
-        kept = [self._read(key, one.spec.values, units, place) for place, key in enumerate(keys)]
-        there = {key: unit for key, unit in zip(keys, kept) if unit is not None}
-        return Partly(number, units, keys, entries, there)
+        kept = [self._read(key, encoder.spec.values, units, place) for place, key in enumerate(keys)]
+        kept_units = {key: unit for key, unit in zip(keys, kept) if unit is not None}
+        return Partly(number, units, keys, entries, kept_units)
 
-    def _may_move(self, partly: Partly, one: FrozenEncoder, identity: str) -> bool:
+    def _may_move(self, partly: Partly, encoder: FrozenEncoder, identity: str) -> bool:
         """Whether units may stand in each other's place."""
         enough = self._compared[identity] >= COMPARED and not self._trials.meets(identity)
-        return enough and self._trials.place_is_free(partly.units, identity, one.encode, partly.entries)
+        return enough and self._trials.place_is_free(partly.units, identity, encoder.encode, partly.entries)
 
-    def _whole(self, one: FrozenEncoder, partly: Partly, identity: str) -> Entries:
+    def _whole(self, encoder: FrozenEncoder, partly: Partly, identity: str) -> Entries:
         """Of a microbatch as it is; what is new in it is kept, what was kept is compared."""
-        made = one.encode(partly.entries)
-        self._keep(partly, partly.keys, partly.units.cut.parts(made), identity)
-        return made
+        values = encoder.encode(partly.entries)
+        self._keep(partly, partly.keys, partly.units.cut.parts(values), identity)
+        return values
 
-    def _together(self, one: FrozenEncoder, partly: Sequence[Partly], identity: str) -> dict[int, Entries]:
+    def _together(self, encoder: FrozenEncoder, partly: Sequence[Partly], identity: str) -> dict[int, Entries]:
         """By number, of microbatches of one program."""
-        found: dict[int, Entries] = {}
-        made: dict[str, Entries] = {}
-        there = {key: unit for other in partly for key, unit in other.kept.items()}  # what one has found serves all
+        features: dict[int, Entries] = {}
+        encoded: dict[str, Entries] = {}
+        shared = {key: unit for other in partly for key, unit in other.kept.items()}  # what one has found serves all
         for run in runs(partly):
             if run.is_whole or self._trials.meets(identity):
-                found[run.at.number] = self._whole(one, run.at, identity)
-                made.update(zip(run.at.keys, run.at.units.cut.parts(found[run.at.number]), strict=True))
+                features[run.at.number] = self._whole(encoder, run.at, identity)
+                encoded.update(zip(run.at.keys, run.at.units.cut.parts(features[run.at.number]), strict=True))
                 continue
-            parts = run.at.units.cut.parts(one.encode(run.entries()))
+            parts = run.at.units.cut.parts(encoder.encode(run.entries()))
             self._keep(run.at, run.keys, parts, identity)
-            made.update(zip(run.keys, parts, strict=True))
+            encoded.update(zip(run.keys, parts, strict=True))
         for other in partly:
-            if other.number in found:
+            if other.number in features:
                 continue
             if self._trials.meets(identity):  # it has come out in between
-                found[other.number] = self._whole(one, other, identity)
+                features[other.number] = self._whole(encoder, other, identity)
                 continue
             self.read += sum(key in other.kept for key in other.keys)
-            found[other.number] = self._laid_out(one, replace(other, kept={**there, **made, **other.kept}))
-        return found
+            features[other.number] = self._laid_out(encoder, replace(other, kept={**shared, **encoded, **other.kept}))
+        return features
 
     def _keep(self, at: Partly, keys: Sequence[str], parts: Sequence[Entries], identity: str) -> None:
         """Of a run of the encoder at a microbatch's sizes."""
@@ -735,9 +744,9 @@ class KeptFeatures:
                 self._trials.meet(identity)
         self.made += len(keys)
 
-    def _laid_out(self, one: FrozenEncoder, partly: Partly) -> Entries:
+    def _laid_out(self, encoder: FrozenEncoder, partly: Partly) -> Entries:
         units = [partly.kept[key] for key in partly.keys]
-        return {value.name: _laid_out(value, [unit[value.name] for unit in units]) for value in one.spec.values}
+        return {value.name: _laid_out(value, [unit[value.name] for unit in units]) for value in encoder.spec.values}
 
     def _read(self, key: str, values: Sequence[ValueSpec], units: Units, number: int) -> Entries | None:
         """What is kept of a unit. One of another program that happens to have the key is not."""
@@ -750,20 +759,20 @@ class KeptFeatures:
         )
         return unit if fits else None
 
-    def _units(self, one: FrozenEncoder, identity: str, match: Match, entries: Entries) -> Units:
+    def _units(self, encoder: FrozenEncoder, identity: str, match: Match, entries: Entries) -> Units:
         """Those of a microbatch: packed images, or as many equal ones as do not meet; else the whole of it."""
-        key, values, images = match.key, one.spec.values, packed(match.given, entries, one.spec.values)
+        key, values, images = match.key, encoder.spec.values, packed(match.given, entries, encoder.spec.values)
         if images is not None and key not in self._of_images:
             self._of_images[key] = are_made_of_images(match.given, entries, self.made_by_host)
         images = images if self._of_images.get(key) else None
-        if images is not None and self._trials.allow(images, identity, one.encode, entries):
+        if images is not None and self._trials.allow(images, identity, encoder.encode, entries):
             return images
-        said = self._units_of.get(key)
-        if said is None or self._trials.meets(identity):
+        units_before = self._units_of.get(key)
+        if units_before is None or self._trials.meets(identity):
             tried = equal(entries, values) if images is None else []
-            best = next((u for u in tried if self._trials.allow(u, identity, one.encode, entries)), None)
+            best = next((u for u in tried if self._trials.allow(u, identity, encoder.encode, entries)), None)
             self._units_of[key] = best or whole(entries, values)
-            if said != self._units_of[key]:
+            if units_before != self._units_of[key]:
                 log.info("features: %s", _said(self._units_of[key], images is not None))
         return self._units_of[key]
 
@@ -777,8 +786,8 @@ def _said(units: Units, images: bool) -> str:
 
 def _laid_out(value: ValueSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The units one behind the other, in memory as the encoder leaves them: kernels may go another way otherwise."""
-    made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
-    return torch.cat([part.cpu() for part in parts], out=made) if len(parts) > 1 else made.copy_(parts[0])
+    buffer = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+    return torch.cat([part.cpu() for part in parts], out=buffer) if len(parts) > 1 else buffer.copy_(parts[0])
 
 
 # --- What a frozen encoder makes of the batch to come, made in the step before, where ranks would wait ---------------
@@ -802,19 +811,19 @@ class FeaturesAhead:
 
     def counts(self) -> dict[str, float]:
         """As metrics of a step, from 0 again: microbatches encoded before their step, and at its beginning."""
-        found = {"features_ahead": float(self._ahead), "features_made": float(self._made)}
+        counts = {"features_ahead": float(self._ahead), "features_made": float(self._made)}
         self._ahead = self._made = 0
-        return found
+        return counts
 
     def features(self, asked: Sequence[Asked]) -> list[Entries]:
         """What was made ahead, or is made now."""
-        return [self._features(*one) for one in asked]
+        return [self._features(*request) for request in asked]
 
-    def _features(self, one: FrozenEncoder, match: Match, identity: str) -> Entries:
-        entries = one.entries(match)
-        found = self._there.get(_key(one, entries, identity))
-        self._ahead, self._made = self._ahead + (found is not None), self._made + (found is None)
-        return one.encode(entries) if found is None else found
+    def _features(self, encoder: FrozenEncoder, match: Match, identity: str) -> Entries:
+        entries = encoder.entries(match)
+        features = self._there.get(_key(encoder, entries, identity))
+        self._ahead, self._made = self._ahead + (features is not None), self._made + (features is None)
+        return encoder.encode(entries) if features is None else features
 
     def encoding(self, encoders: FrozenEncoders, matches: Sequence[Match], trainer: Trainer) -> Encoding | None:
         """matches: of the microbatches of the next step, of all replicas or of this process' own. None: nothing is
@@ -824,30 +833,32 @@ class FeaturesAhead:
         order, count = orders(manifest), manifest.microbatches
         if order is None:
             return None
-        own = (
+        replicas = (
             sorted(trainer.replicas) if len(matches) == count * len(trainer.replicas) else list(manifest.mesh.replicas)
         )
-        placed = {(replica, mb): matches[n * count + mb] for n, replica in enumerate(own) for mb in range(count)}
-        found = {
-            place: (one, one.entries(match))
+        placed = {(replica, mb): matches[n * count + mb] for n, replica in enumerate(replicas) for mb in range(count)}
+        encoders_at = {
+            place: (encoder, encoder.entries(match))
             for place, match in placed.items()
-            if place[0] in trainer.replicas and (one := encoders.of(match)) is not None
+            if place[0] in trainer.replicas and (encoder := encoders.of(match)) is not None
         }
-        if any(entry.is_meta for _, entries in found.values() for entry in entries.values()):
+        if any(entry.is_meta for _, entries in encoders_at.values() for entry in entries.values()):
             return None
 
         def make(place: Place) -> Made:
-            one, entries = found[place]
-            return Made(_key(one, entries, encoders.identity(one)), one.encode(entries))
+            encoder, entries = encoders_at[place]
+            return Made(_key(encoder, entries, encoders.identity(encoder)), encoder.encode(entries))
 
-        return Encoding(manifest, order, {place: one.spec.values for place, (one, _) in found.items()}, make)
+        return Encoding(
+            manifest, order, {place: encoder.spec.values for place, (encoder, _) in encoders_at.items()}, make
+        )
 
     def keep(self, encoding: Encoding | None) -> None:
         """What was made in the step that is over, in place of what was made for it."""
         arrived = encoding.arrived if encoding is not None else {}
-        self._there = {made.key: made.values for made in arrived.values()}
+        self._there = {values.key: values.values for values in arrived.values()}
 
 
-def _key(one: FrozenEncoder, entries: Entries, identity: str) -> bytes:
-    (key,) = whole(entries, one.spec.values).keys(identity, entries)
+def _key(encoder: FrozenEncoder, entries: Entries, identity: str) -> bytes:
+    (key,) = whole(entries, encoder.spec.values).keys(identity, entries)
     return bytes.fromhex(key)

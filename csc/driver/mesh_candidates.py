@@ -80,12 +80,12 @@ class MeshIfRoom:
         return _how(self)
 
 
-def _how(one: MeshRow | MeshIfRoom) -> str:
+def _how(row: MeshRow | MeshIfRoom) -> str:
     """What it takes besides the mesh, in words."""
-    extras = [f"{one.microbatches} microbatches", f"zero={one.zero}", f"recompute={one.recompute}"]
-    if one.context:
-        extras.append(f"context={dict(one.context)}")
-    return ", ".join([*extras, "sequence_parallel=True"] if one.sequence_parallel else extras)
+    extras = [f"{row.microbatches} microbatches", f"zero={row.zero}", f"recompute={row.recompute}"]
+    if row.context:
+        extras.append(f"context={dict(row.context)}")
+    return ", ".join([*extras, "sequence_parallel=True"] if row.sequence_parallel else extras)
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ class FixedChoices:
 
     def ways(self) -> list[tuple[int, Any]]:
         """(zero, recompute), in the order in which they are tried."""
-        found = [
+        ways_found = [
             (zero if self.zero is None else self.zero, recompute if self.recompute is None else self.recompute)
             for zero, recompute in WAYS
         ]
-        return [way for number, way in enumerate(found) if way not in found[:number]]
+        return [way for number, way in enumerate(ways_found) if way not in ways_found[:number]]
 
 
 NOTHING_FIXED = FixedChoices()
@@ -159,8 +159,8 @@ class UndividedAxes:
         if not isinstance(error, Indivisible):
             return
         for component, axes in error.axes.items():
-            own = self._axes.setdefault(component, [])
-            own += [axis for axis in axes if not axis.why and axis not in own]
+            kept_axes = self._axes.setdefault(component, [])
+            kept_axes += [axis for axis in axes if not axis.why and axis not in kept_axes]
 
     def why(self, division: MeshDivision) -> str | None:
         """Returns a sentence that says why this division cannot divide a component; None where nothing is known against
@@ -202,12 +202,12 @@ def forms(names: Sequence[str], options: Options, division: MeshDivision) -> lis
     free = tuple(name for name in names if name not in dict(options.context))
     groups = [(), free, *((name,) for name in free if len(free) > 1)] if free else [()]
     sequences = (True, *(() if options.sequence_parallel else (False,)))
-    found = [PLAIN]
+    found_forms = [PLAIN]
     if division.tp > 1:
         owns = [tuple((name, 1) for name in sorted(apart)) for apart in groups]
-        found = [MeshForm(own, sequence) for sequence in sequences for own in owns]
+        found_forms = [MeshForm(own_sizes, sequence) for sequence in sequences for own_sizes in owns]
     whole = tuple(sorted(free)) if division.cp > 1 else ()
-    return [*(replace(form, whole=whole) for form in found), *found] if whole else found
+    return [*(replace(form, whole=whole) for form in found_forms), *found_forms] if whole else found_forms
 
 
 def forms_of(name: str, division: MeshDivision, form: MeshForm) -> list[MeshForm]:
@@ -215,28 +215,31 @@ def forms_of(name: str, division: MeshDivision, form: MeshForm) -> list[MeshForm
     between 1 and all of tp are the same for all components: the time that more would take is better given to other
     meshes (VALM-L of benchmarks.mesh on 64 H100: 14.6 s a step in place of 14.0).
     """
-    others = tuple(one for one in form.own if one[0] != name)
-    between = {tp for _, tp in others if tp > 1}
+    other_sizes = tuple(size for size in form.own if size[0] != name)
+    between = {tp for _, tp in other_sizes if tp > 1}
     sizes = [tp for tp in range(1, division.tp + 1) if division.tp % tp == 0]
     fitting = [tp for tp in sizes if tp in (1, division.tp) or not between or tp in between]
     if name in form.spread:
         return []
-    found = [replace(form, own=tuple(sorted((*others, (name, tp)))) if tp < division.tp else others) for tp in fitting]
+    new_forms = [
+        replace(form, own=tuple(sorted((*other_sizes, (name, tp)))) if tp < division.tp else other_sizes)
+        for tp in fitting
+    ]
     if division.cp > 1:
-        whole = tuple(one for one in form.whole if one != name)
-        found.append(replace(form, own=others, whole=whole, spread=tuple(sorted((*form.spread, name)))))
-    return [one for one in found if one != form]
+        undivided = tuple(component for component in form.whole if component != name)
+        new_forms.append(replace(form, own=other_sizes, whole=undivided, spread=tuple(sorted((*form.spread, name)))))
+    return [new_form for new_form in new_forms if new_form != form]
 
 
 def own_stages(names: Sequence[str], numbers: Problem) -> list[OwnStages]:
     """Of a pipeline with more ranks than encoders, so many that the rest has at least one."""
-    whole = sum(unit.work for unit in numbers.units)
-    shares = {name: sum(unit.work for unit in numbers.units if unit.component == name) / whole for name in names}
-    found = [
+    work = sum(unit.work for unit in numbers.units)
+    shares = {name: sum(unit.work for unit in numbers.units if unit.component == name) / work for name in names}
+    divisions = [
         tuple((name, max(1, rounded(numbers.ranks * share))) for name, share in shares.items())
         for rounded in (math.floor, math.ceil)
     ]
-    fitting = [one for one in found if one and sum(stages for _, stages in one) < numbers.ranks]
+    fitting = [division for division in divisions if division and sum(stages for _, stages in division) < numbers.ranks]
     return list(dict.fromkeys(fitting))
 
 
@@ -282,8 +285,8 @@ class DividedProblems:
         """Returns the program of the fewest samples that csc can divide, on one device. Raises CscError if there is
         none.
         """
-        *others, last = self.model.sizes
-        for samples in others:
+        *fewer, last = self.model.sizes
+        for samples in fewer:
             try:
                 return self._whole(samples)
             except CscError:  # others may do
@@ -310,8 +313,8 @@ class DividedProblems:
     def program(self, layout: MeshLayout, options: Options) -> Program:
         """Returns the program of a layout's division; of the layout itself where its memory decides what is kept."""
         automatic = any(choice == AUTO for _, choice in options.recompute)
-        own = (layout, options.zero) if automatic else None
-        key = (layout.division, options.recompute, options.context, own)
+        choice = (layout, options.zero) if automatic else None
+        key = (layout.division, options.recompute, options.context, choice)
         if key not in self.programs:
             self.programs[key] = self.model.divided(options, layout.samples)
         return self.programs[key]
@@ -329,7 +332,7 @@ class DividedProblems:
         """Returns the candidates of layouts of one division, bounded without memory. ways: of (zero, recompute).
         before: how many other candidates there are.
         """
-        found: list[MeshCandidate] = []
+        candidates: list[MeshCandidate] = []
         for zero, recompute in ways:
             base: Problem | None = None
             for layout in listed:
@@ -341,14 +344,14 @@ class DividedProblems:
                         self._note_extra(layout, base)
                 numbers = replace(base, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None)
                 least = least_seconds(numbers) + least_behind(program, options)
-                found.append(MeshCandidate(layout, options, recompute, least, before + len(found), least))
-        return found
+                candidates.append(MeshCandidate(layout, options, recompute, least, before + len(candidates), least))
+        return candidates
 
     def _note_extra(self, layout: MeshLayout, divided: Problem) -> None:
-        whole = self._of_one(layout.samples)
-        if whole is not None:
+        undivided = self._of_one(layout.samples)
+        if undivided is not None:
             ranks = layout.mesh.tp * layout.mesh.cp
-            self.extras[layout.division] = ranks * _work(divided) / _work(whole) - 1
+            self.extras[layout.division] = ranks * _work(divided) / _work(undivided) - 1
 
     def ideal(self, layout: MeshLayout) -> float:
         """Returns the seconds that no form of the division takes less than, if tp and cp divided all work evenly and
@@ -358,9 +361,9 @@ class DividedProblems:
         parts = layout.mesh.tp * layout.mesh.cp
         key = (layout.samples, layout.microbatches, layout.mesh.pp, parts)
         if key not in self.ideals:
-            whole = self._of_one(layout.samples)
-            self.ideals[key] = 0.0 if whole is None else least_seconds(
-                in_parts(replace(whole, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None), parts)
+            undivided = self._of_one(layout.samples)
+            self.ideals[key] = 0.0 if undivided is None else least_seconds(
+                in_parts(replace(undivided, ranks=layout.mesh.pp, microbatches=layout.microbatches, memory=None), parts)
             )  # fmt: skip
         return self.ideals[key]
 
@@ -369,8 +372,8 @@ class DividedProblems:
         compute alike. All of its work where nothing is known of one device.
         """
         assert one.problem is not None
-        whole, ranks = self._of_one(one.layout.samples), one.layout.mesh.tp * one.layout.mesh.cp
-        least = 0.0 if whole is None else _work(whole, component) / ranks
+        undivided, ranks = self._of_one(one.layout.samples), one.layout.mesh.tp * one.layout.mesh.cp
+        least = 0.0 if undivided is None else _work(undivided, component) / ranks
         return max(0.0, _work(one.problem, component) - least) / _work(one.problem)
 
     def _of_one(self, samples: int) -> Problem | None:
@@ -436,7 +439,7 @@ class UntracedDivisions:
         if not self._begun:
             simplest = next(iter(self._layouts))
             return self._seconds(simplest), simplest
-        return min(((self._seconds(each), each) for each in self._layouts), key=lambda one: one[0])
+        return min(((self._seconds(layout), layout) for layout in self._layouts), key=lambda pair: pair[0])
 
     def take(self, division: MeshDivision) -> list[MeshLayout]:
         self._begun = True
@@ -447,17 +450,19 @@ class UntracedDivisions:
         layers, which have no other forms to trace. The best are in turn.
         """
         least: dict[MeshDivision | MeshLayout, float] = {}
-        for one in traced:
-            least[_of_one_part(one)] = min(one.seconds, least.get(_of_one_part(one), math.inf))
+        for candidate in traced:
+            least[_of_one_part(candidate)] = min(candidate.seconds, least.get(_of_one_part(candidate), math.inf))
         every = least | {division: self._seconds(division) for division in self._layouts}
-        turn = {division: i % count for i, division in enumerate(sorted(every, key=lambda each: every[each]))}
-        found: list[Part] = []
+        turn = {division: i % count for i, division in enumerate(sorted(every, key=lambda division: every[division]))}
+        parts: list[Part] = []
         for number in range(count):
-            own = UntracedDivisions(self._problems, ())
-            own._begun = self._begun
-            own._layouts = {one: layouts for one, layouts in self._layouts.items() if turn[one] == number}
-            found.append(([one for one in traced if turn[_of_one_part(one)] == number], own))
-        return found
+            part = UntracedDivisions(self._problems, ())
+            part._begun = self._begun
+            part._layouts = {
+                division: layouts for division, layouts in self._layouts.items() if turn[division] == number
+            }
+            parts.append(([candidate for candidate in traced if turn[_of_one_part(candidate)] == number], part))
+        return parts
 
     def _seconds(self, division: MeshDivision) -> float:
         """Those of the shortest pipeline, which has the least to wait for."""
@@ -472,9 +477,9 @@ class UntracedDivisions:
         return _grown(of_tp, division.tp) + _grown(of_cp, division.cp)
 
 
-def _of_one_part(one: MeshCandidate) -> MeshDivision | MeshLayout:
+def _of_one_part(candidate: MeshCandidate) -> MeshDivision | MeshLayout:
     """What a worker has all of."""
-    layout = one.layout.in_form(PLAIN)
+    layout = candidate.layout.in_form(PLAIN)
     return layout if layout.mesh.tp * layout.mesh.cp == 1 else layout.division
 
 
@@ -514,9 +519,9 @@ class BestOfWorkers:
 
     def least(self, seconds: float) -> float:
         """Without a lock: what one process overwrites, the other says again the next time."""
-        found = min(seconds, self._seconds.value)
-        self._seconds.value = found
-        return float(found)
+        best = min(seconds, self._seconds.value)
+        self._seconds.value = best
+        return float(best)
 
 
 @dataclass
@@ -559,8 +564,8 @@ class FoundMeshes:
     def merge(self, other: FoundMeshes) -> None:
         """Adds what another worker has told."""
         self.best = min(self.best, other.best)
-        for own, others in ((self.rows, other.rows), (self.bytes, other.bytes), (self.refused, other.refused)):
-            own |= others  # type: ignore[operator]
+        for mine, theirs in ((self.rows, other.rows), (self.bytes, other.bytes), (self.refused, other.refused)):
+            mine |= theirs  # type: ignore[operator]
         self.slow |= other.slow
         self.far |= other.far
         for layout, seconds in other.left.items():
@@ -574,23 +579,23 @@ class FoundMeshes:
     def fastest(self) -> dict[MeshLayout, float]:
         """Seconds of each layout on which something fits."""
         seconds: dict[MeshLayout, float] = {}
-        for one, row in self.rows.items():
+        for candidate, row in self.rows.items():
             if row.fits:
-                seconds[one.layout] = min(row.seconds, seconds.get(one.layout, math.inf))
+                seconds[candidate.layout] = min(row.seconds, seconds.get(candidate.layout, math.inf))
         return seconds
 
     def answer(self, devices: int, step: int, memory: float | None, told: Mapping[str, str]) -> MeshChoice:
         """Returns what was found for so many devices. told: why there is no mesh, by division."""
         by_layout: dict[MeshLayout, MeshRow] = {}
-        for one, row in self.rows.items():
-            before = by_layout.get(one.layout, row)
-            by_layout[one.layout] = min(before, row, key=fitting_first)
+        for candidate, row in self.rows.items():
+            before = by_layout.get(candidate.layout, row)
+            by_layout[candidate.layout] = min(before, row, key=fitting_first)
         rows = tuple(sorted(by_layout.values(), key=fitting_first))
         left = {layout: least for layout, least in self.left.items() if layout not in by_layout}
         known = by_layout.keys() | left.keys()
         far = self.far - known
         rest = self.slow - known - far
-        large = {one.layout for one in self.bytes} - known - far - rest
+        large = {candidate.layout for candidate in self.bytes} - known - far - rest
         return MeshChoice(
             devices, step, memory, rows, len(rest), len(large), told, len(left), self._room(rows[0], memory or 0.0),
             min(left.values(), default=math.inf), len(far),
@@ -598,18 +603,18 @@ class FoundMeshes:
 
     def _room(self, best: MeshRow, memory: float) -> tuple[MeshIfRoom, ...]:
         """What may be faster than the best with more memory, each at least as much faster as it needs more."""
-        found: list[MeshIfRoom] = []
-        for one, size in sorted(self.bytes.items(), key=lambda each: (each[1], each[0].seconds)):
-            least = min([best.seconds * (1 - GAIN), *(each.seconds * (1 - GAIN) for each in found)])
+        rooms: list[MeshIfRoom] = []
+        for one, size in sorted(self.bytes.items(), key=lambda item: (item[1], item[0].seconds)):
+            least = min([best.seconds * (1 - GAIN), *(room.seconds * (1 - GAIN) for room in rooms)])
             if best.fits and one.seconds < least and memory < size < math.inf:
                 layout = one.layout
-                found.append(
+                rooms.append(
                     MeshIfRoom(
                         str(layout.mesh), layout.microbatches, one.options.zero, one.choice, one.seconds, size,
                         layout.sequence, layout.context,
                     )
                 )  # fmt: skip
-        return tuple(found)
+        return tuple(rooms)
 
 
 def fitting_first(row: MeshRow) -> tuple[bool, float]:
@@ -653,8 +658,8 @@ class MeshTraces:
                 self._undivided[division] = why = self._why_undivided(layouts[0], listed)
             if why is not None:
                 refused[replace(division, form=form)] = why
-            elif replace(division, form=form) not in refused and (made := self.in_form(layouts, form)):
-                return made
+            elif replace(division, form=form) not in refused and (candidate := self.in_form(layouts, form)):
+                return candidate
         return []
 
     def _why_undivided(self, layout: MeshLayout, listed: Sequence[MeshForm]) -> str | None:
@@ -673,24 +678,28 @@ class MeshTraces:
 
     def in_form(self, listed: Sequence[MeshLayout], form: MeshForm) -> list[MeshCandidate]:
         """Returns the candidates of layouts of one division in this form; none if csc cannot divide the model so."""
-        own = [layout.in_form(form) for layout in listed]
-        known = self._odd.why(own[0].division)
+        layouts_in_form = [layout.in_form(form) for layout in listed]
+        known = self._odd.why(layouts_in_form[0].division)
         if known is not None:
-            self._found.refused[own[0].division] = known
+            self._found.refused[layouts_in_form[0].division] = known
             return []
-        self._tell(str(own[0].division))
-        found: list[MeshCandidate] = []
+        self._tell(str(layouts_in_form[0].division))
+        candidates: list[MeshCandidate] = []
         try:
             with self._clock.of(TRACE):
                 for zero, recompute in self._fixed.ways():
-                    possible = [one for one in own if zero < 3 or self._fixed.zero is not None or are_several(one)]
-                    found += self._problems.bounded(possible, [(zero, recompute)], self.made + len(found))
+                    possible = [
+                        layout
+                        for layout in layouts_in_form
+                        if zero < 3 or self._fixed.zero is not None or are_several(layout)
+                    ]
+                    candidates += self._problems.bounded(possible, [(zero, recompute)], self.made + len(candidates))
         except CscError as error:  # or microbatches of this size
             self._odd.note(error)
-            self._found.refused[own[0].division] = self._odd.why(own[0].division) or str(error)
+            self._found.refused[layouts_in_form[0].division] = self._odd.why(layouts_in_form[0].division) or str(error)
             return []
-        self.made += len(found)
-        return found
+        self.made += len(candidates)
+        return candidates
 
     def recomputed(self, one: MeshCandidate) -> list[MeshCandidate]:
         """Returns the candidates of the same layout in which cheap work is done again in B."""
@@ -702,11 +711,11 @@ class MeshTraces:
         difference.
         """
         samples, refused = {layout.division.samples for layout in asked}, self._found.refused
-        told = {}
+        reasons = {}
         for division, why in refused.items():
             forms = (PLAIN, *self._forms(division))
             if all(refused.get(replace(division, form=form)) == why for form in forms):
                 division = replace(division, form=PLAIN)
-            alike = {refused.get(replace(division, samples=each)) for each in samples} == {why}
-            told[str(division) if alike else f"{division} with microbatches of {division.samples}"] = why
-        return told
+            alike = {refused.get(replace(division, samples=count)) for count in samples} == {why}
+            reasons[str(division) if alike else f"{division} with microbatches of {division.samples}"] = why
+        return reasons

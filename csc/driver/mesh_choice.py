@@ -44,9 +44,9 @@ def choose(
     the samples cannot be divided, or there is no mesh at all, and for hardware or memory that is said of each pipeline
     rank. workers: processes that search; None: as many as there are cores, four at most.
     """
-    for what, number in (("devices", devices), ("samples", 1 if step is None else step)):
+    for name, number in (("devices", devices), ("samples", 1 if step is None else step)):
         if not isinstance(number, int) or number < 1:
-            raise InputError(f"{what} is {number!r}", "mesh", "give a whole number of at least 1")
+            raise InputError(f"{name} is {number!r}", "mesh", "give a whole number of at least 1")
     if not seconds >= 0:
         raise InputError(f"the search for a mesh may take {seconds!r} seconds", "mesh", "give 0 or more")
     for name in ("hardware", "memory"):
@@ -78,8 +78,8 @@ def choose(
     sizes = [n for n in range(1, min(samples, LARGEST) + 1) if samples % n == 0 and n & (n - 1) == 0]
     model = DividedModel(plain.options, tuple(sizes), divided)
     with uncollected():
-        asked = model, devices, samples if step is None else step, seconds, tell, fixed
-        return MeshSearch(*asked, workers=workers or workers_here()).choice()
+        arguments = model, devices, samples if step is None else step, seconds, tell, fixed
+        return MeshSearch(*arguments, workers=workers or workers_here()).choice()
 
 
 # --- The mesh of a model that was compiled for a number of ranks: csc.Mesh(ranks=64) ---------------------------------
@@ -111,14 +111,14 @@ def with_chosen_mesh(programs: ModelPrograms, given: GivenBatches, options: Opti
     files = first_makes(make, broadcast_group()) if several else make()
     assert files is not None
     chosen = json.loads(files[CHOSEN])
-    found = changed(options, **chosen["options"])
-    programs.chosen = found.mesh, chosen["why"]
-    return found
+    chosen_options = changed(options, **chosen["options"])
+    programs.chosen = chosen_options.mesh, chosen["why"]
+    return chosen_options
 
 
-def _kept(programs: ModelPrograms, given: GivenBatches, options: Options) -> str:
+def _kept(programs: ModelPrograms, batches: GivenBatches, options: Options) -> str:
     """The choice as text, from the cache if it is there."""
-    tensors, extra = split_batch(given.example)
+    tensors, extra = split_batch(batches.example)
     entries, example = programs.compiler.kept, tensors | extra
     known = entries.mesh(example, options)
     if known:
@@ -130,18 +130,18 @@ def _kept(programs: ModelPrograms, given: GivenBatches, options: Options) -> str
             return json.dumps(chosen)
         except (ValueError, KeyError, TypeError, CscError) as error:  # nothing that csc wrote
             log.info("the mesh in the cache is not used: %s", error)
-    text = json.dumps(_chosen(programs, given, options, options.mesh.size))
+    text = json.dumps(_chosen(programs, batches, options, options.mesh.size))
     entries.keep_mesh(text, example, options)
     return text
 
 
-def _refuse(options: Options, given: GivenBatches) -> None:
-    if not given.known:
+def _refuse(options: Options, batches: GivenBatches) -> None:
+    if not batches.known:
         raise InputError(
             f"{options.mesh} is a mesh that csc has to choose, and there is no example batch", "mesh",
             "pass example=, a batch as a step has it, or the sizes of the axes",
         )  # fmt: skip
-    if isinstance(given.example, (list, tuple)):
+    if isinstance(batches.example, (list, tuple)):
         raise InputError(
             f"the example is a list of ready microbatches, and {options.mesh} leaves their number to csc", "mesh",
             "pass one batch of all samples of a step, or the sizes of the axes",
@@ -157,14 +157,14 @@ def _refuse(options: Options, given: GivenBatches) -> None:
         )  # fmt: skip
 
 
-def _chosen(programs: ModelPrograms, given: GivenBatches, options: Options, ranks: int) -> dict[str, Any]:
+def _chosen(programs: ModelPrograms, batches: GivenBatches, options: Options, ranks: int) -> dict[str, Any]:
     """options: what is chosen of them, as `changed` takes them; why: in words."""
     start = time.perf_counter()
     recompute = options.recompute if options.recompute != Options().recompute else None
     fixed = FixedChoices(
         options.microbatches if options.microbatches > 1 else None, options.zero or None, recompute,
     )  # fmt: skip
-    plain = CompiledModel(programs, given, replace(options, mesh=Mesh(), microbatches=1, zero=0))
+    plain = CompiledModel(programs, batches, replace(options, mesh=Mesh(), microbatches=1, zero=0))
     choice = choose(plain, ranks, None, SECONDS, _told(programs), fixed)
     best = choice.rows[0]
     if not best.fits:
@@ -176,12 +176,12 @@ def _chosen(programs: ModelPrograms, given: GivenBatches, options: Options, rank
         )  # fmt: skip
     why = f"the mesh of {ranks} ranks was chosen in {time.perf_counter() - start:.1f} s: {_text(best)}{_next(choice)}"
     log.info("%s", why)
-    found = {
+    chosen = {
         "mesh": best.mesh, "microbatches": best.microbatches, "zero": best.zero,
         "sequence_parallel": best.sequence_parallel, "context": dict(options.context) | dict(best.context),
     }  # fmt: skip
-    way = None if best.recompute == NONE else best.recompute
-    return {"options": found if recompute is not None else {**found, "recompute": way}, "why": why}
+    recomputation = None if best.recompute == NONE else best.recompute
+    return {"options": chosen if recompute is not None else {**chosen, "recompute": recomputation}, "why": why}
 
 
 def _told(programs: ModelPrograms) -> Callable[[str], None]:

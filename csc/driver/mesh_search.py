@@ -87,14 +87,14 @@ def priced_orders(
     numbers: of the options' own order; their microbatches and memory are kept.
     """
     several = not numbers.kinds and options.mesh.size > profiles(program, options)[0].ranks_per_node
-    found = []
+    orders = []
     for mesh in options.mesh.orders() if several else [options.mesh]:
         other = replace(options, mesh=mesh)
         same = replace(problem(program, other), microbatches=numbers.microbatches, memory=numbers.memory)
-        own = pipeline(same, stages, placement)
-        run = makespan(own, with_gathers(own, schedule, same.limits))
-        found.append(Ordered(mesh, other, same, run + seconds_behind(program, other, stages, placement)))
-    return found
+        own_pipeline = pipeline(same, stages, placement)
+        run = makespan(own_pipeline, with_gathers(own_pipeline, schedule, same.limits))
+        orders.append(Ordered(mesh, other, same, run + seconds_behind(program, other, stages, placement)))
+    return orders
 
 
 # --- Parts of a search side by side, in processes that are forked from it and so know all that it knows --------------
@@ -126,42 +126,42 @@ def side_by_side(count: int, run: Callable[[int], T], patience: Callable[[], flo
         return [run(0)]
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(1, count)]
-    others = [
-        context.Process(target=_work, args=(there, run, number), daemon=True)
-        for number, (_, there) in enumerate(pipes, 1)
+    processes = [
+        context.Process(target=_work, args=(sending, run, number), daemon=True)
+        for number, (_, sending) in enumerate(pipes, 1)
     ]
-    for process, (_, there) in zip(others, pipes):
+    for process, (_, sending) in zip(processes, pipes):
         with suppress(OSError):  # there is no memory for another, or there may be no more
             process.start()
-        there.close()
+        sending.close()
     try:
         return [run(0), *(_answer(here, patience) for here, _ in pipes)]
     finally:
-        for process, (here, _) in zip(others, pipes):
+        for process, (here, _) in zip(processes, pipes):
             here.close()
             if process.pid is not None:
                 process.kill()
                 process.join()
 
 
-def _work(there: Connection, run: Callable[[int], T], number: int) -> None:
+def _work(connection: Connection, run: Callable[[int], T], number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted search ends without a traceback of each worker
     logging.disable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the threads of the process that was forked are not there
     with suppress(Exception):  # whatever it is, the search can do without this worker
-        there.send(run(number))
-    there.close()
+        connection.send(run(number))
+    connection.close()
 
 
 def _answer(here: Connection, patience: Callable[[], float]) -> T | None:
     try:
-        found: T | None = here.recv() if here.poll(max(0.0, patience())) else None
+        answer: T | None = here.recv() if here.poll(max(0.0, patience())) else None
     except (EOFError, OSError):  # it failed, or was killed
-        found = None
-    if found is None:
+        answer = None
+    if answer is None:
         log.info("a worker of the search found nothing: its part is searched here")
-    return found
+    return answer
 
 
 # --- The drafts and plans of a search for a mesh, each in the order of ranks in which it is the fastest --------------
@@ -190,8 +190,8 @@ class MeshPlans:
 
     def plan(self, one: MeshCandidate) -> MeshRow | None:
         """Returns the planned row of a candidate; None where nothing of it fits."""
-        made = self._ordered(one, self._planned, PLAN)
-        return None if made is None else made[0]
+        ordered = self._ordered(one, self._planned, PLAN)
+        return None if ordered is None else ordered[0]
 
     def on_own_stages(self, one: MeshCandidate, own: OwnStages) -> MeshRow | None:
         """Returns the planned row of a candidate with encoders on stages of their own; None where there is no such
@@ -227,44 +227,44 @@ class MeshPlans:
             return draft(numbers, LIMIT)
         return None
 
-    def _ordered(self, one: MeshCandidate, make: Make, kind: str) -> tuple[MeshRow, MeshCandidate] | None:
+    def _ordered(self, candidate: MeshCandidate, make: Make, kind: str) -> tuple[MeshRow, MeshCandidate] | None:
         """In the order of ranks in which this plan is the fastest; made for it if that may make it the best: with
         ZeRO-3 a plan for gathers between nodes says less of one for gathers within them.
         """
-        numbers = one.problem
+        numbers = candidate.problem
         assert numbers is not None
         planned = make(numbers)
         if planned is None:
             return None
-        best, at = self._row(one, one.options, planned), one
-        program = self._problems.program(one.layout, one.options)
+        best, best_candidate = self._row(candidate, candidate.options, planned), candidate
+        program = self._problems.program(candidate.layout, candidate.options)
         orders = priced_orders(
-            program, one.options, numbers, planned.stages, planned.placement, planned.schedule
+            program, candidate.options, numbers, planned.stages, planned.placement, planned.schedule
         )  # fmt: skip
-        room = (NEAR if one.options.zero == 3 else ROOM) * self._found.best
-        for other in sorted(orders[1:], key=lambda each: each.seconds):
+        room = (NEAR if candidate.options.zero == 3 else ROOM) * self._found.best
+        for other in sorted(orders[1:], key=lambda order: order.seconds):
             gains = other.seconds < min(best.seconds, room) * (1 - GAIN)
             again = make(other.problem) if gains and self._clock.ends(kind) else None
             if again is not None:
-                row = self._row(one, other.options, again)
+                row = self._row(candidate, other.options, again)
                 if fitting_first(row) < fitting_first(best):
-                    best, at = row, replace(one, options=other.options, problem=other.problem)
-        return best, at
+                    best, best_candidate = row, replace(candidate, options=other.options, problem=other.problem)
+        return best, best_candidate
 
-    def _row(self, one: MeshCandidate, options: Options, planned: PipelinePlan) -> MeshRow:
-        program = self._problems.program(one.layout, one.options)
+    def _row(self, candidate: MeshCandidate, options: Options, planned: PipelinePlan) -> MeshRow:
+        program = self._problems.program(candidate.layout, candidate.options)
         return MeshRow(
             mesh=str(options.mesh),
-            microbatches=one.layout.microbatches,
-            samples=one.layout.samples,
+            microbatches=candidate.layout.microbatches,
+            samples=candidate.layout.samples,
             zero=options.zero,
-            recompute=one.choice,
+            recompute=candidate.choice,
             seconds=planned.makespan + seconds_behind(program, options, planned.stages, planned.placement),
             idle=sum(planned.bubble) / len(planned.bubble),
             peak_memory=max(planned.peak_memory),
             fits=True,
-            sequence_parallel=one.layout.sequence,
-            context=one.layout.context,
+            sequence_parallel=candidate.layout.sequence,
+            context=candidate.layout.context,
         )
 
 
@@ -272,12 +272,16 @@ def in_turn(drafted: Sequence[MeshCandidate], unfit: Collection[MeshCandidate]) 
     """The fastest first, of those about as fast the smaller step, which is planned sooner; then those of which no draft
     fits, where a plan may. Seconds of a draft are what is expected of its candidate.
     """
-    fastest = min((one.expected for one in drafted if one not in unfit), default=0.0)
+    fastest = min((candidate.expected for candidate in drafted if candidate not in unfit), default=0.0)
 
-    def turn(one: MeshCandidate) -> tuple[bool, int, float]:
-        if one in unfit:
-            return True, 0, one.expected
-        return False, int(math.log(one.expected / fastest, ALIKE)), one.layout.mesh.pp * one.layout.microbatches
+    def turn(candidate: MeshCandidate) -> tuple[bool, int, float]:
+        if candidate in unfit:
+            return True, 0, candidate.expected
+        return (
+            False,
+            int(math.log(candidate.expected / fastest, ALIKE)),
+            candidate.layout.mesh.pp * candidate.layout.microbatches,
+        )
 
     return sorted(drafted, key=turn)
 
@@ -340,12 +344,15 @@ class MeshSearch:
         seconds = max(seconds - (clock() - begun), SEARCHING * seconds)
         hardware = chosen_hardware(first, model.options)
         self.asked = [
-            one for one in layouts(devices, step, model.sizes, hardware.ranks_per_node, len(first.regions))
-            if fixed.microbatches in (None, one.microbatches)
+            layout for layout in layouts(devices, step, model.sizes, hardware.ranks_per_node, len(first.regions))
+            if fixed.microbatches in (None, layout.microbatches)
         ]  # fmt: skip
         if not self.asked:
-            given = fixed.microbatches
-            many, other = "" if given is None else f" with microbatches={given}", ", or leave microbatches out"
+            microbatches = fixed.microbatches
+            many, other = (
+                "" if microbatches is None else f" with microbatches={microbatches}",
+                ", or leave microbatches out",
+            )
             raise InputError(
                 f"{step} samples of a step cannot be divided among {devices} devices alike{many}", "samples",
                 f"give a multiple of {devices}, or fewer devices{other if many else ''}",
@@ -366,16 +373,16 @@ class MeshSearch:
         answers = side_by_side(len(parts), partial(self._part, parts), self._patience)
         for part, answer in zip(parts, answers):
             self.found.merge(self._searched(*part) if answer is None else answer)
-        found = self.found
-        if not found.rows:
+        meshes = self.found
+        if not meshes.rows:
             self._without_room()
-        if not found.rows:
+        if not meshes.rows:
             raise InputError(
                 f"no mesh of {self.devices} devices was found", "mesh",
-                "; ".join(dict.fromkeys(found.refused.values())) or "allow more memory",
+                "; ".join(dict.fromkeys(meshes.refused.values())) or "allow more memory",
             )  # fmt: skip
         self._give_stages()
-        return found.answer(self.devices, self.step, self.memory, self.traces.told(self.asked))
+        return meshes.answer(self.devices, self.step, self.memory, self.traces.told(self.asked))
 
     def _part(self, parts: Sequence[Part], number: int) -> FoundMeshes:
         """What a worker finds."""
@@ -409,30 +416,30 @@ class MeshSearch:
         what there is no time for is left. until: a part of the time, after which all stay where they are if something
         fits.
         """
-        found = self.found
+        meshes = self.found
         heapq.heapify(waiting)
-        while not (found.hear() < math.inf and self.clock.over(until)):
+        while not (meshes.hear() < math.inf and self.clock.over(until)):
             division = untraced.next() if untraced is not None else None
             if untraced is not None and division and self._is_next(division[0], waiting):
-                for made in self._traced(untraced, *division):
-                    heapq.heappush(waiting, made)
+                for candidate in self._traced(untraced, *division):
+                    heapq.heappush(waiting, candidate)
                 continue
             if not waiting:
                 return
             one = heapq.heappop(waiting)
-            if one.seconds >= found.best:
-                self._leave(one, found.slow)
+            if one.seconds >= meshes.best:
+                self._leave(one, meshes.slow)
             elif self._late(DRAFT):
-                found.left[one.layout] = min(one.seconds, found.left.get(one.layout, math.inf))
-            elif one.expected > FAR * found.best:
-                self._leave(one, found.far)
+                meshes.left[one.layout] = min(one.seconds, meshes.left.get(one.layout, math.inf))
+            elif one.expected > FAR * meshes.best:
+                self._leave(one, meshes.far)
             else:
                 for again in self._look_at(one):
                     heapq.heappush(waiting, again)
 
-    def _leave(self, one: MeshCandidate, among: set[MeshLayout]) -> None:
-        among.add(one.layout)
-        self.behind.append(one)
+    def _leave(self, candidate: MeshCandidate, among: set[MeshLayout]) -> None:
+        among.add(candidate.layout)
+        self.behind.append(candidate)
 
     def _compare(self) -> None:
         """Draft what is behind, so that several meshes are priced."""
@@ -472,9 +479,9 @@ class MeshSearch:
 
     def _close(self) -> dict[MeshDivision, list[MeshLayout]]:
         known = self.found.fastest()
-        seconds = {layout: known.get(layout, one.expected) for layout, one in self.found.expected.items()}
+        seconds = {layout: known.get(layout, candidate.expected) for layout, candidate in self.found.expected.items()}
         close: dict[MeshDivision, list[MeshLayout]] = {}
-        for layout in sorted(seconds, key=lambda each: seconds[each]):
+        for layout in sorted(seconds, key=lambda layout: seconds[layout]):
             if layout.mesh.tp * layout.mesh.cp > 1 and seconds[layout] <= NEAR * self.found.best:
                 close.setdefault(layout.division, []).append(layout)
         return close
@@ -486,116 +493,122 @@ class MeshSearch:
         """The form, or which of the others is faster on a layout. name: of an encoder that they divide otherwise.
         until: a part of the time.
         """
-        found = self.found
+        meshes = self.found
         for other in others:
             for layout in listed:
                 new = layout.in_form(other)
-                if new in found.expected or new.division in found.refused:
+                if new in meshes.expected or new.division in meshes.refused:
                     continue
                 if name and not self._may_gain(layout.in_form(form), name):
                     continue
-                if self._late(TRACE) or (found.best < math.inf and self.clock.over(until)):
-                    found.left[new] = self.problems.ideal(layout)
+                if self._late(TRACE) or (meshes.best < math.inf and self.clock.over(until)):
+                    meshes.left[new] = self.problems.ideal(layout)
                 else:
                     self._draft(self.traces.in_form([layout], other))
-        seconds = found.fastest()
+        seconds = meshes.fastest()
         return min(
             [form, *others],
-            key=lambda each: min((seconds.get(one.in_form(each), math.inf) for one in listed), default=math.inf),
+            key=lambda new_form: min(
+                (seconds.get(layout.in_form(new_form), math.inf) for layout in listed), default=math.inf
+            ),
         )
 
     def _may_gain(self, layout: MeshLayout, name: str) -> bool:
         """Whether it would be the fastest without all that an encoder takes beside an even division of its work."""
-        one = self.found.expected.get(layout)
-        if one is None:
+        candidate = self.found.expected.get(layout)
+        if candidate is None:
             return False
-        spare, seconds = self.problems.spare(one, name), self.found.fastest().get(layout, one.expected)
+        spare, seconds = self.problems.spare(candidate, name), self.found.fastest().get(layout, candidate.expected)
         return spare > GAIN and seconds * (1 - spare) < self.found.best * (1 - GAIN)
 
-    def _look_at(self, one: MeshCandidate) -> list[MeshCandidate]:
+    def _look_at(self, candidate: MeshCandidate) -> list[MeshCandidate]:
         """Draft a candidate, unless that cannot help; or what to look at next: it with what it takes at least by its
         memory, or with some of its work done again where it does not fit.
         """
-        found = self.found
-        if one.options.zero == 3 and self.fixed.zero is None and (one.layout, one.choice) in found.settled:
-            found.slow.add(one.layout)
-        elif one.problem is None:
-            bounded = self._with_memory(one)
-            return self._recomputed(one) if bounded is None else [bounded]
+        meshes = self.found
+        if (
+            candidate.options.zero == 3
+            and self.fixed.zero is None
+            and (candidate.layout, candidate.choice) in meshes.settled
+        ):
+            meshes.slow.add(candidate.layout)
+        elif candidate.problem is None:
+            bounded = self._with_memory(candidate)
+            return self._recomputed(candidate) if bounded is None else [bounded]
         else:
-            self.tell(str(one.layout))
-            made = self.plans.draft(one)
-            if made is None:
-                found.bytes[one] = least_memory(one.problem)
-                self.drafted.append(one)
-                return self._recomputed(one)
-            row, ordered = made
-            found.add(ordered, row)
+            self.tell(str(candidate.layout))
+            drafted = self.plans.draft(candidate)
+            if drafted is None:
+                meshes.bytes[candidate] = least_memory(candidate.problem)
+                self.drafted.append(candidate)
+                return self._recomputed(candidate)
+            row, ordered = drafted
+            meshes.add(ordered, row)
             self.drafted.append(replace(ordered, expected=row.seconds))
         return []
 
     def _plan(self) -> None:
         """What was drafted."""
-        found = self.found
-        drafted, self.drafted = in_turn(self.drafted, found.bytes), []
-        for one in drafted:
-            fits = one not in found.bytes
-            if one.seconds >= found.hear() or (fits and one.expected > PLANNED * found.best):
+        meshes = self.found
+        drafted, self.drafted = in_turn(self.drafted, meshes.bytes), []
+        for candidate in drafted:
+            fits = candidate not in meshes.bytes
+            if candidate.seconds >= meshes.hear() or (fits and candidate.expected > PLANNED * meshes.best):
                 continue
             if self._late(PLAN):
                 return
-            row = self.plans.plan(one)
+            row = self.plans.plan(candidate)
             if row is not None:
-                found.bytes.pop(one, None)
-                found.add(one, row)
+                meshes.bytes.pop(candidate, None)
+                meshes.add(candidate, row)
 
-    def _recomputed(self, one: MeshCandidate) -> list[MeshCandidate]:
+    def _recomputed(self, candidate: MeshCandidate) -> list[MeshCandidate]:
         """What does not fit, with cheap work done again."""
-        if self.fixed.recompute is not None or one.recompute != NONE:
+        if self.fixed.recompute is not None or candidate.recompute != NONE:
             return []
-        return self.traces.recomputed(one)
+        return self.traces.recomputed(candidate)
 
-    def _with_memory(self, one: MeshCandidate) -> MeshCandidate | None:
+    def _with_memory(self, candidate: MeshCandidate) -> MeshCandidate | None:
         """None if it surely does not fit."""
-        found = self.found
+        meshes = self.found
         try:
-            numbers = self.problems.problem(one)
+            numbers = self.problems.problem(candidate)
         except CscError:  # recompute="auto" finds nothing to leave out that would make it fit
-            found.bytes[one] = math.inf
+            meshes.bytes[candidate] = math.inf
             return None
         least = least_memory(numbers)
         if numbers.memory is not None and least > numbers.memory:
-            found.bytes[one] = least
+            meshes.bytes[candidate] = least
             return None
-        behind = least_behind(self.problems.program(one.layout, one.options), one.options)
+        behind = least_behind(self.problems.program(candidate.layout, candidate.options), candidate.options)
         expected = expected_seconds(numbers) + behind
-        bounded = replace(one, seconds=least_seconds(numbers) + behind, expected=expected, problem=numbers)
-        found.expect(bounded)
+        bounded = replace(candidate, seconds=least_seconds(numbers) + behind, expected=expected, problem=numbers)
+        meshes.expect(bounded)
         return bounded
 
     def _without_room(self) -> None:
         """Nothing fits: what needs the least, as it is."""
-        known = {one: size for one, size in self.found.bytes.items() if size < math.inf}
+        known = {candidate: size for candidate, size in self.found.bytes.items() if size < math.inf}
         if known:
-            one = min(known, key=lambda each: known[each])
-            self.found.rows[one] = self.plans.without_room(one, self.problems.problem(one))
+            candidate = min(known, key=lambda candidate: known[candidate])
+            self.found.rows[candidate] = self.plans.without_room(candidate, self.problems.problem(candidate))
 
     def _give_stages(self) -> None:
         """Encoders of the best layout stages of their own, if that makes it faster."""
-        best = min(self.found.rows, key=lambda one: fitting_first(self.found.rows[one]))
+        best = min(self.found.rows, key=lambda candidate: fitting_first(self.found.rows[candidate]))
         row = self.found.rows[best]
         if not row.fits or best.problem is None:
             return
-        for own in own_stages(self.encoders, best.problem):
+        for stages in own_stages(self.encoders, best.problem):
             if self._late(PLAN):
                 return
-            other = self.plans.on_own_stages(best, own)
+            other = self.plans.on_own_stages(best, stages)
             if other is not None and other.seconds < self.found.best * (1 - GAIN):
                 self.found.add(best, other)
 
     def _enough(self) -> bool:
         """Whether there are others beside the best."""
-        return len({one.layout.mesh.with_own(tp={}, cp={}) for one in self.found.rows}) >= MESHES
+        return len({candidate.layout.mesh.with_own(tp={}, cp={}) for candidate in self.found.rows}) >= MESHES
 
     def _late(self, kind: Kind) -> bool:
         """Whether there is no time for another of this kind; for the first that fits there is more."""

@@ -112,8 +112,8 @@ class ModelPrograms:
     @property
     def name(self) -> str:
         """Of the model's class, or of the function that will make it."""
-        made = self._compiler.model if self._compiler is not None else self._model
-        return type(made).__name__ if isinstance(made, nn.Module) else getattr(made, "__name__", "a function")
+        model = self._compiler.model if self._compiler is not None else self._model
+        return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a function")
 
     @property
     def compiler(self) -> Compiler:
@@ -174,10 +174,10 @@ class ModelPrograms:
         was = self.set.guards.model
         if was is None or was.holds():
             return Changed()
-        found = was.changed()
-        if not found:
+        changes = was.changed()
+        if not changes:
             self.set.look()
-        return found
+        return changes
 
     def start_again(self) -> None:
         """What ranks share is built anew: others have come. The store of those that were left is still asked."""
@@ -204,9 +204,9 @@ class ModelPrograms:
         """Those that evaluate what these train, captured in eval mode."""
         compiler = self._compiler_of(self.compiler.model, gradients=False)
         settings = replace(self.settings, features=None)
-        made = ModelPrograms(self._model, settings, compiler=compiler, training=self.set)
-        made.progress = self.progress
-        return made
+        programs = ModelPrograms(self._model, settings, compiler=compiler, training=self.set)
+        programs.progress = self.progress
+        return programs
 
 
 # --- What a compiled model is given to run on: the example, and the batch of each step, divided into microbatches ----
@@ -256,9 +256,11 @@ class GivenBatches:
         is not a global one.
         """
         listed = isinstance(batch, (list, tuple))
-        split = [split_batch(one) for one in (batch or [None] if listed else [batch])]
+        split = [split_batch(microbatch) for microbatch in (batch or [None] if listed else [batch])]
         for number, (tensors, _) in enumerate(split):
-            if all(not len(one) for one in tensors.values() if one.dim()) and any(t.dim() for t in tensors.values()):
+            if all(not len(tensor) for tensor in tensors.values() if tensor.dim()) and any(
+                t.dim() for t in tensors.values()
+            ):
                 raise InputError(
                     f"microbatch {number} has no samples" if listed else "the batch has no samples", "batch",
                     "leave the step out on all ranks, or see why the loader gave nothing (drop_last=True)",
@@ -271,7 +273,7 @@ class GivenBatches:
         """A batch as `parts` microbatches of as many samples each. InputError: an entry cannot be divided."""
         example = self.example if self.known else batch
         listed = example if isinstance(example, (list, tuple)) else [example]
-        entries: set[str] = {name for one in listed if isinstance(one, Mapping) for name in one}
+        entries: set[str] = {name for microbatch in listed if isinstance(microbatch, Mapping) for name in microbatch}
         self.dividing.check_names(entries, self._programs.compiler.model)
         return self.dividing.cut(batch, parts, self._programs.compiler)
 
@@ -280,7 +282,7 @@ class GivenBatches:
         if not self._pads:
             return list(map(dict, ready))
         example, model = self._example_widths, self._programs.compiler.model
-        return [self.widths.padded(one, example, self._programs.set.trials, model) for one in ready]
+        return [self.widths.padded(microbatch, example, self._programs.set.trials, model) for microbatch in ready]
 
     def untried(self, ready: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
         """Those of the microbatches that a trial would tell of, and the widths; where programs are compared alone."""
@@ -299,8 +301,8 @@ class GivenBatches:
     def check_cut(self, batch: Any, trainer: Trainer, parts: int) -> None:
         """InputError if an entry was cut that has no sample dimension, as the program shows."""
         if parts > 1 and not isinstance(batch, (list, tuple)):
-            whole = {item.name for item in trainer.program.manifest.inputs if item.whole}
-            self.dividing.check(batch, parts, self._programs.compiler, whole)
+            undivided = {item.name for item in trainer.program.manifest.inputs if item.whole}
+            self.dividing.check(batch, parts, self._programs.compiler, undivided)
 
     def check(self, batch: Any, own: bool = False) -> None:
         """InputError for other entries than the example's. own: there is no example in it for other ranks."""
@@ -312,11 +314,11 @@ class GivenBatches:
 
     def microbatch(self, options: Options) -> dict[str, Any]:
         """The example's first microbatch of those with the most entries; all of the example if none has all entries."""
-        found = fullest(self.padded(self.ready(self.example, options)))
+        microbatch = fullest(self.padded(self.ready(self.example, options)))
         if isinstance(self.example, (list, tuple)):
-            return found
+            return microbatch
         tensors, extra = split_batch(self.example)
-        return found if found.keys() >= tensors.keys() else {**tensors, **extra}
+        return microbatch if microbatch.keys() >= tensors.keys() else {**tensors, **extra}
 
     def full(self, ready: Sequence[Mapping[str, Any]], options: Options) -> dict[str, Any] | None:
         """The example's fullest microbatch if it has entries that all of these lack."""

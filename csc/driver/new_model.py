@@ -44,9 +44,9 @@ def compiled_model(
     dividing = Dividing(divide)
     settings = Settings(cache, checks(check), timeout, features, dividing.axes, _survived(survive))
     programs = ModelPrograms(model, settings, directory, compiler)
-    given = GivenBatches(example, dividing, programs, Widths.of(widths))
+    batches = GivenBatches(example, dividing, programs, Widths.of(widths))
     if options.mesh.is_open:
-        options = with_chosen_mesh(programs, given, options)
+        options = with_chosen_mesh(programs, batches, options)
     if settings.survive:
         refused = {
             f"zero={options.zero}": (options.zero >= 3, "all replicas meet in each stage, and none finishes alone"),
@@ -55,9 +55,9 @@ def compiled_model(
             "encode_ahead or cache_features": (features, "a rank has features that others lack"),
         }
         check_survival(
-            options.mesh, settings.survive.failures, {what: why for what, (is_on, why) in refused.items() if is_on}
+            options.mesh, settings.survive.failures, {option: why for option, (is_on, why) in refused.items() if is_on}
         )
-    return CompiledModel(programs, given, options)
+    return CompiledModel(programs, batches, options)
 
 
 def made_features(kept: str | Path | FeatureCache | None, ahead: bool) -> MadeFeatures | None:

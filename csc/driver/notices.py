@@ -43,9 +43,9 @@ def what_trains(model: nn.Module, manifest: Manifest) -> str:
         row = counts.setdefault(component_of(name, modules), [0, 0])
         row[0] += entries(parameter) if name in reached else 0
         row[1] += entries(parameter)
-    trained, whole = (sum(row[place] for row in counts.values()) for place in (0, 1))
+    trained, total = (sum(row[place] for row in counts.values()) for place in (0, 1))
     shares = [f"{name}: {_share(*row)}" for name, row in counts.items() if row[0]]
-    text = f"{trained:,} of {whole:,} parameters train" + (f" ({', '.join(shares)})" if shares else "")
+    text = f"{trained:,} of {total:,} parameters train" + (f" ({', '.join(shares)})" if shares else "")
     missed = [name for name, _ in model.named_parameters() if name not in frozen | reached]
     if not missed:
         return f"{text}; each gets a gradient" if shares else text
@@ -53,8 +53,8 @@ def what_trains(model: nn.Module, manifest: Manifest) -> str:
     return f"{text}; the loss of this batch does not depend on {', '.join(missed[:NAMED])}{more}: no gradient"
 
 
-def _share(trained: int, whole: int) -> str:
-    return f"all {whole:,}" if trained == whole else f"{trained:,} of {whole:,}"
+def _share(trained: int, total: int) -> str:
+    return f"all {total:,}" if trained == total else f"{trained:,} of {total:,}"
 
 
 class NewSizes:

@@ -138,8 +138,8 @@ class Decided:
 
     def serves(self, regions: Set[str], entries: Set[str]) -> bool:
         """Whether a program of these regions is cut so: it has the same, or fewer for want of entries."""
-        own = {name for names in self.stages for name in names}
-        return regions == own or (regions <= own and not entries >= self.entries)
+        all_names = {name for names in self.stages for name in names}
+        return regions == all_names or (regions <= all_names and not entries >= self.entries)
 
     def settled(self, options: Options, entries: Set[str]) -> Options:
         """The options for another program, of microbatches with these entries."""
@@ -157,7 +157,8 @@ class Decided:
             if home[place] is None:
                 home[place] = home[place + 1] if place + 1 < len(regions) else len(self.stages) - 1
         stages = tuple(
-            tuple(name for name, at in zip(regions, home) if at == stage) for stage in range(len(self.stages))
+            tuple(name for name, stage_of in zip(regions, home) if stage_of == stage)
+            for stage in range(len(self.stages))
         )
         if not all(stages):
             return options
@@ -266,13 +267,13 @@ class CompiledPrograms:
             traced = self._compiler.checked(microbatch, traced, settled, self._compared)
             regions = [region.name for region in traced.program.regions]
             known = self._decided or (self._alike._decided if self._alike is not None else {})
-            own = self._cut_as(match, frozenset(regions))
-            anew = bool(known) and own is None
+            decided = self._cut_as(match, frozenset(regions))
+            anew = bool(known) and decided is None
             if anew:
                 first = next(iter(known.values()))[0]
                 settled = first.settled_anew(options, regions)
-            elif own is not None and _key(match, options) not in self._settled:
-                settled = own.settled(options, match.entries)
+            elif decided is not None and _key(match, options) not in self._settled:
+                settled = decided.settled(options, match.entries)
             try:
                 programs = self._compiler.planned(traced, settled, progress)
             except InputError as reason:
@@ -297,10 +298,10 @@ class CompiledPrograms:
 
     def _cut_as(self, match: Match, regions: Set[str] = frozenset()) -> Decided | None:
         """What was decided for programs of its capture, or for one of these regions after the same answers."""
-        own = self._decided.get(match.answers, [])
+        decisions = self._decided.get(match.answers, [])
         name = match.capture.name if match.capture is not None else ""
-        of_capture = next((one for one in own if name in one.captures), None)
-        return of_capture or next((one for one in own if one.serves(regions, match.entries)), None)
+        of_capture = next((decision for decision in decisions if name in decision.captures), None)
+        return of_capture or next((decision for decision in decisions if decision.serves(regions, match.entries)), None)
 
     def _settle(
         self,
@@ -312,14 +313,14 @@ class CompiledPrograms:
     ) -> None:
         self._settling()
         self._settled.setdefault(_key(match, settled), settled)
-        own = self._cut_as(match, {name for names in stages for name in names})
-        if own is None:
-            own = Decided(stages, placement, match.entries)
-            self._decided.setdefault(match.answers, []).append(own)
+        decided = self._cut_as(match, {name for names in stages for name in names})
+        if decided is None:
+            decided = Decided(stages, placement, match.entries)
+            self._decided.setdefault(match.answers, []).append(decided)
         if match.capture is not None:
-            own.captures.add(match.capture.name)
+            decided.captures.add(match.capture.name)
         if not settled.part:
-            own.schedules.setdefault(settled.microbatches, schedule)
+            decided.schedules.setdefault(settled.microbatches, schedule)
 
     def write(
         self,
@@ -405,8 +406,8 @@ class ProgramBroadcast:
         if self._home is None and self._temporary is None:
             self._temporary = TemporaryFolder()
         home = self._home or Path(self._temporary.name) / "program"  # type: ignore[union-attr]
-        own = own_rank()
-        rank = f"-rank{own[0]}" if own is not None else ""
+        rank_here = own_rank()
+        rank = f"-rank{rank_here[0]}" if rank_here is not None else ""
         return home.with_name(f"{home.name}{rank}{f'-{index}' if index else ''}")
 
     def shared(
@@ -416,19 +417,19 @@ class ProgramBroadcast:
         group = self.group
         if group is None:
             return self._written(microbatch, options, directory, progress)
-        made: list[tuple[Packed, str]] = []
+        programs: list[tuple[Packed, str]] = []
 
         def make() -> Files | None:
-            made.append(self._written(microbatch, options, directory, progress))
+            programs.append(self._written(microbatch, options, directory, progress))
             try:
-                return packed_bytes(made[0][0], self._compiler.model)
+                return packed_bytes(programs[0][0], self._compiler.model)
             except Unstorable as reason:
                 log.info("every rank compiles for itself: the program holds %s", reason)
                 return None
 
         files = first_makes(make, group)
-        if made:
-            return made[0]
+        if programs:
+            return programs[0]
         if files is None:
             return self._written(microbatch, options, directory, progress)
         packed = packed_from(files, self._compiler.model)
@@ -438,11 +439,11 @@ class ProgramBroadcast:
     def _written(
         self, microbatch: Microbatch, options: Options, directory: Path, progress: Progress
     ) -> tuple[Packed, str]:
-        own = own_rank()
+        rank_here = own_rank()
         match, packed, how = self._compiled.packed(microbatch, options, directory, progress)
-        if own is None and how == MADE:
+        if rank_here is None and how == MADE:
             return packed, how
-        files = packed.files if own is None else of_ranks(packed.files, options.mesh, own)
+        files = packed.files if rank_here is None else of_ranks(packed.files, options.mesh, rank_here)
         install(files, directory, match.batch)
         return packed, how
 
@@ -565,11 +566,11 @@ class ProgramSet:
         self.checking.idle = False
         if again or self._are_due(matches, options):
             trainer = self._trainers[self._variants(matches, options)]
-            trainer.check_batch([trainer.reads(one) for one in self.checked_places(matches)])
-            keys, given = [match.key for match in matches], [match.given for match in matches]
+            trainer.check_batch([trainer.reads(trainer_place) for trainer_place in self.checked_places(matches)])
+            keys, batches = [match.key for match in matches], [match.given for match in matches]
             pairs = self.checking.unmet(meeting_in(matches))
-            asked = Comparison(trainer, keys, pairs, given, batch, options, again, progress, self._complete_here)
-            self.checking.compare(asked, self.meeting(options), self._broadcast.group)
+            comparison = Comparison(trainer, keys, pairs, batches, batch, options, again, progress, self._complete_here)
+            self.checking.compare(comparison, self.meeting(options), self._broadcast.group)
 
     def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:
         """Compare the program of the first of these with eager PyTorch though the model has no weights: one layer of
@@ -582,11 +583,11 @@ class ProgramSet:
         with TemporaryFolder() as folder:
             written = self.compiled.write(first, options, Path(folder) / "program", progress, ranks=[0])
             progress(CHECK)
-            found = check_by_layer(self._compiler, ready, options, contents(written))
-        if not found.skipped:
+            result = check_by_layer(self._compiler, ready, options, contents(written))
+        if not result.skipped:
             match = self._compiler.match(first)
-            kept.keep_checked(str(found), match, self.compiled.options(match, options))
-        return found
+            kept.keep_checked(str(result), match, self.compiled.options(match, options))
+        return result
 
     def may_pad(
         self, microbatch: Microbatch, width: int, trainable: Set[str], options: Options, progress: Progress
@@ -639,7 +640,9 @@ class ProgramSet:
 
     def use(self, trainer: Trainer) -> Trainer:
         """What trains a batch. Whoever asks for parameters is given those of all programs."""
-        self.last = next(one for one in self._trainers.values() if one.microbatches == trainer.microbatches)
+        self.last = next(
+            candidate for candidate in self._trainers.values() if candidate.microbatches == trainer.microbatches
+        )
         return trainer
 
     def _variants(self, matches: Sequence[Match], options: Options) -> Variants:
@@ -690,7 +693,9 @@ class ProgramSet:
         """The batch entries that this process makes features of, or knows them by."""
         if self.features is None:
             return frozenset()
-        read = isinstance(self.features.source, FeaturesAhead) or any(one.reads_features for one in self.trainers)
+        read = isinstance(self.features.source, FeaturesAhead) or any(
+            trainer.reads_features for trainer in self.trainers
+        )
         return self.features.inputs if read else frozenset()
 
     def checked_places(self, matches: Sequence[Match], features: bool = True) -> list[Microbatch]:
@@ -718,8 +723,8 @@ class ProgramSet:
         their own.
         """
         trainer = next(iter(self._trainers.values()))
-        own = count == trainer.microbatches
-        return trainer.reads_features and (own or number // trainer.microbatches in trainer.replicas)
+        is_last = count == trainer.microbatches
+        return trainer.reads_features and (is_last or number // trainer.microbatches in trainer.replicas)
 
     def _add(self, microbatch: Microbatch, options: Options, progress: Progress) -> None:
         start = time.perf_counter()
@@ -746,24 +751,24 @@ class ProgramSet:
         if variants in self._trainers:
             self._trainers[variants].add(loaded)
         else:
-            own = weights_of(self._compiler.model)
+            weights = weights_of(self._compiler.model)
             if self._training is not None:
-                check_held([one.program.manifest for one in self._training.trainers], loaded.manifest)
-                own |= self._training.trained_now
+                check_held([held.program.manifest for held in self._training.trainers], loaded.manifest)
+                weights |= self._training.trained_now
                 self._shards |= self._training.shards_now
                 self._data = self._training.trained.own.data if self._training.trained is not None else None
-            made = Trainer(
-                loaded, own, timeout=self._timeout, meeting=meeting, fused=options.fuse,
+            trainer = Trainer(
+                loaded, weights, timeout=self._timeout, meeting=meeting, fused=options.fuse,
                 artifacts=self._fusing.folder if options.fuse else None, is_profiled=is_profiled,
                 within=below_autograd, kept=self._shards, data=self._data, graphs=options.cuda_graphs,
             )  # fmt: skip
-            if self._data is not None and made.own.data is not self._data:
+            if self._data is not None and trainer.own.data is not self._data:
                 self._data.replaced = True
-            self._shards, self._data = {**made.own.shards, **self._shards}, made.own.data
-            first = next((one for (number, *_), one in self._trainers.items() if number == count), None)
+            self._shards, self._data = {**trainer.own.shards, **self._shards}, trainer.own.data
+            first = next((known for (number, *_), known in self._trainers.items() if number == count), None)
             if first is not None:
-                first.own.know(made.own)
-            self._trainers[variants] = made
+                first.own.know(trainer.own)
+            self._trainers[variants] = trainer
         self._served.setdefault(count, {})[match.key] = variants
         self._places[match.key] = packed.places
         sizes = {name: list(value.shape) for name, value in microbatch.items() if isinstance(value, torch.Tensor)}
@@ -774,15 +779,15 @@ class ProgramSet:
     def _variants_of(self, manifest: Manifest, count: int, answers: Answers) -> Variants:
         """Those of a new program: values may decide, beside the answers, which regions and parameters it has."""
         regions, parameters = _regions(manifest), _parameters(manifest)
-        same = [one for one in self._trainers if one[:2] == (count, answers)]
-        for one in same:
-            first = self._trainers[one].program.manifest
+        same = [key for key in self._trainers if key[:2] == (count, answers)]
+        for key in same:
+            first = self._trainers[key].program.manifest
             if is_part(first, manifest):
                 alike = regions <= _regions(first) and parameters <= _parameters(first)
             else:
                 alike = regions == _regions(first) and parameters == _parameters(first)
             if alike:
-                return one
+                return key
         return count, answers, len(same)
 
     def of_first(self, make: Callable[[], dict[str, bytes]], options: Options) -> dict[str, bytes]:
@@ -802,7 +807,7 @@ class ProgramSet:
         """Of parameters that ranks divide, what this process trains, but for those that the model has others for."""
         kept = self.last.own.shards if self.last is not None else {}
         replaced = self.guards.changed().parameters
-        return {name: one for name, one in kept.items() if name not in replaced}
+        return {name: shard for name, shard in kept.items() if name not in replaced}
 
     @property
     def met(self) -> Meeting | None:
@@ -875,11 +880,13 @@ def _parameters(manifest: Manifest) -> set[str]:
 
 def _differing(first: Match, second: Match) -> list[str]:
     """What two microbatches decide differently: answers, else values."""
-    texts = [text for one in (first, second) for text in one.answers]
+    texts = [text for match in (first, second) for text in match.answers]
     if first.answers != second.answers:
         return [text for text in texts if text not in set(first.answers) & set(second.answers)]
     assert first.capture is not None and second.capture is not None
     deciding = [name for name in first.capture.values if name in second.capture.values]
-    given = [[one.given.get(name, one.batch[name]) for name in deciding] for one in (first, second)]
-    others = [name for name, own, other in zip(deciding, *given) if not torch.equal(own, other)]
-    return [f"{name} is {short(one.given.get(name, one.batch[name]))}" for name in others for one in (first, second)]
+    values = [[match.given.get(name, match.batch[name]) for name in deciding] for match in (first, second)]
+    names = [name for name, first_value, other in zip(deciding, *values) if not torch.equal(first_value, other)]
+    return [
+        f"{name} is {short(match.given.get(name, match.batch[name]))}" for name in names for match in (first, second)
+    ]

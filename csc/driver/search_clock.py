@@ -44,10 +44,10 @@ class SearchClock:
 
     def of_fork(self) -> SearchClock:
         """It goes on where this one was read last."""
-        found = SearchClock(self.seconds, self._read)
-        found._start -= self._spent
-        found._took = dict(self._took)
-        return found
+        clock = SearchClock(self.seconds, self._read)
+        clock._start -= self._spent
+        clock._took = dict(self._took)
+        return clock
 
     def over(self, part: float) -> bool:
         """Returns whether more than this part (0 to 1) of the seconds is spent."""

@@ -127,7 +127,7 @@ class ScaledGradients:
 
     def look(self) -> None:
         """Warn if one was written to in place, and not set to zeros."""
-        written = [one for one, counter, before in self._given if counter._version != before]
+        written = [gradient for gradient, counter, before in self._given if counter._version != before]
         least = min(written, key=torch.Tensor.numel, default=None)  # who sets gradients to zeros writes to all
         if least is not None and (least.grad is None or bool(least.grad.any())):
             self._has_said = True
@@ -185,10 +185,10 @@ class Steps:
 
     def trainer(self, batch: Any = None, microbatches: int | None = None, check: bool = True) -> Trainer:
         """The runtime for a batch, None for the example. check: False: without comparing new programs."""
-        given, options = self.given, self.options(microbatches)
-        batch = given.example if batch is None else batch
-        ready = given.padded(given.ready(batch, options))
-        full = given.full(ready, self._options)
+        batches, options = self.given, self.options(microbatches)
+        batch = batches.example if batch is None else batch
+        ready = batches.padded(batches.ready(batch, options))
+        full = batches.full(ready, self._options)
         return self.programs.current().trainer(
             ready, options, self.programs.progress, batch if check else None, full
         )  # fmt: skip
@@ -206,20 +206,20 @@ class Steps:
         programs, example = self.programs.set, self.given.example
         read = self.current.needs | programs.on_the_host | programs.encoded
         tensors, _ = split_batch(fullest(example) if isinstance(example, (list, tuple)) else example)
-        return frozenset(name for name, one in tensors.items() if name in read or not one.is_floating_point())
+        return frozenset(name for name, tensor in tensors.items() if name in read or not tensor.is_floating_point())
 
     def check(self) -> str:
         """Compare the example's program with eager PyTorch, unless that was done; what it gave. DifferenceError."""
-        programs, given, options = self.programs, self.given, self._options
+        programs, batches, options = self.programs, self.given, self._options
         if any(parameter.is_meta for parameter in programs.compiler.model.parameters()):
-            ready = given.ready(given.example, options)
+            ready = batches.ready(batches.example, options)
             return str(programs.current().check_by_layer(ready, options, programs.progress))
         self.trainer()
         return str(programs.set.checking.latest or Checked(skipped="that was done before, as the cache knows"))
 
     def complete(self, matches: Sequence[Match], trainer: Trainer) -> list[dict[str, Any]]:
         """Microbatches as the runtime takes them. InputError if one's placeholders do not fit its features."""
-        return [trainer.reads(one) for one in self.programs.set.checked_places(matches)]
+        return [trainer.reads(match) for match in self.programs.set.checked_places(matches)]
 
     def train(self, batch: Any, microbatches: int | None, local: bool, following: Any = None) -> torch.Tensor:
         """One training step; the loss."""
@@ -313,8 +313,8 @@ class Steps:
         """Those in eval mode, cut as the training programs of now. All ranks ask for it."""
         _ = self.current  # whose programs are followed
         if self._evaluating is None or self._evaluating.programs.training is not self.programs.set:
-            made = self.programs.evaluating()
-            self._evaluating = Steps(made, self.given.of(made), options_for(self._options))
+            programs = self.programs.evaluating()
+            self._evaluating = Steps(programs, self.given.of(programs), options_for(self._options))
         return self._evaluating
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -355,7 +355,7 @@ class Steps:
         """Within the context all ranks are about to make the step of a batch: its trainer, the microbatches, and what
         any rank has said of it; the step itself, if the check has made it just now; and what is encoded in it.
         """
-        given, programs, options = self.given, self.programs.set, self.options(microbatches)
+        batches, programs, options = self.given, self.programs.set, self.options(microbatches)
         meeting = programs.meeting(options)
         divided = batch if isinstance(batch, ReplicaShare) else ReplicaShare()
         share = Share(options.mesh, options.microbatches, meeting, local or batch is divided, divided.said)
@@ -365,10 +365,10 @@ class Steps:
             was = self.programs.set.guards.model
             refuse_eval(was, self.programs.compiler.model)
             refuse_torch(was, operation)
-            return given.ready(batch, options, share.parts)
+            return batches.ready(batch, options, share.parts)
 
         def prepare(ready: list[dict[str, Any]]) -> tuple[Vote, tuple[Trainer, Microbatches, Encoding | None] | None]:
-            given.check(ready if share.own else batch, share.own)
+            batches.check(ready if share.own else batch, share.own)
             ready = self._of_widths(ready, batch)
             changed = self.programs.changed()
             changes.append(str(changed))
@@ -382,41 +382,43 @@ class Steps:
                 return known(ready, matches, trainer, share.known)
 
         def known(
-            ready: list[dict[str, Any]], matches: Sequence[Match], made: Trainer, say: Any
+            ready: list[dict[str, Any]], matches: Sequence[Match], trainer: Trainer, say: Any
         ) -> tuple[Vote, tuple[Trainer, Microbatches, Encoding | None]]:
-            given.check_cut(batch, made, share.parts)
+            batches.check_cut(batch, trainer, share.parts)
             if operation == STEP:
-                refuse_no_gradient(made.program.manifest)
-            vote, dealt = made.ready(self.complete(matches, made), local=share.own)
-            coming, encoding = self._coming(following, made, options, share.parts)
+                refuse_no_gradient(trainer.program.manifest)
+            vote, dealt = trainer.ready(self.complete(matches, trainer), local=share.own)
+            coming, encoding = self._coming(following, trainer, options, share.parts)
             vote = replace(vote, step=replace(vote.step, nothing_ahead=encoding is None))
             decides, meets = programs.decides(matches, options), meeting_in(matches)
-            return say([*ready, *coming], vote, decides, meets), (made, dealt, encoding)
+            return say([*ready, *coming], vote, decides, meets), (trainer, dealt, encoding)
 
         with meeting.turn(operation):
             compared: list[ComparedStep] = []
             try:
                 ready, found, votes = share.agree(operation, lambda: ready_from(batch), prepare)
             except StepFailed as error:
-                for what in filter(None, changes):
-                    error.add_note(f"on this rank the model has changed since it was compiled: {what}")
+                for change in filter(None, changes):
+                    error.add_note(f"on this rank the model has changed since it was compiled: {change}")
                 raise
             served = share.served(votes) and found is not None and not programs.unmet(share.meets(votes))
             if (due := served and self._is_due) or not served:
                 meeting.began()  # what is made now has meetings of its own
                 programs = self.programs.current()
-                made, compared = self._for_all(share, ready, batch, options, due, any(changes))
+                trainer, compared = self._for_all(share, ready, batch, options, due, any(changes))
                 ready = self._of_widths(ready, batch)
-                found, votes = meeting.votes(FIRST_STEP, lambda: known(ready, programs.match(ready), made, share.first))
+                found, votes = meeting.votes(
+                    FIRST_STEP, lambda: known(ready, programs.match(ready), trainer, share.first)
+                )
                 if not programs.checking.idle:
                     programs.checking.met(programs.unmet(share.meets(votes)))
             assert found is not None
             programs.use(found[0])
             if operation not in STEPS or compared:
                 meeting.began()
-            made, dealt, encoding = found
+            trainer, dealt, encoding = found
             said = StepVote.of_any(vote.step for vote in votes)
-            yield made, dealt, said, compared[-1] if compared else None, encoding
+            yield trainer, dealt, said, compared[-1] if compared else None, encoding
 
     def _of_widths(self, ready: list[dict[str, Any]], batch: Any) -> list[dict[str, Any]]:
         """Microbatches padded to the widths that programs are for. A batch that was divided for all has its widths."""
@@ -433,14 +435,14 @@ class Steps:
             self._try_widths(everyone, options)
         parts = self._of_widths(everyone, batch)
         try:
-            made, compared = self._made(parts, options, everyone if share.own else batch, share.own, due)
+            trainer, compared = self._made(parts, options, everyone if share.own else batch, share.own, due)
         except DifferenceError as error:
             if widths_of(parts) != widths_of(everyone):
                 error.add_note("microbatches were padded: widths=False of csc.compile leaves them as they come")
             raise
-        if not due and not changed and made.transport.ranks[0] == 0:
+        if not due and not changed and trainer.transport.ranks[0] == 0:
             self._new_sizes.waited(time.perf_counter() - start, self._count)
-        return made, compared
+        return trainer, compared
 
     def _coming(
         self, following: Any, trainer: Trainer, options: Options, parts: int
@@ -460,24 +462,24 @@ class Steps:
         return coming, features.encoding(programs.features, matches, trainer) if served else None
 
     def _made(
-        self, ready: list[dict[str, Any]], options: Options, batch: Any, own: bool, due: bool
+        self, ready: list[dict[str, Any]], options: Options, batch: Any, own_samples: bool, due: bool
     ) -> tuple[Trainer, list[ComparedStep]]:
         """The trainer for the microbatches of all replicas, compared if that is due, and the steps that the check made.
-        own: ranks brought samples of their own.
+        own_samples: ranks brought samples of their own.
         """
         programs, progress = self.programs.set, self.programs.progress
-        if own and not self.given.known:
+        if own_samples and not self.given.known:
             self.given.example = ready
         before = programs.checking.latest
         with programs.checking.compared_steps() as compared:
-            made = programs.trainer(ready, options, progress, batch, self.given.full(ready, self._options))
+            trainer = programs.trainer(ready, options, progress, batch, self.given.full(ready, self._options))
             if due:
                 self.gather()
                 programs.check(programs.match(ready), options, batch, progress)
-        found = programs.checking.latest
-        if found is not None and found is not before and not found.skipped and made.transport.ranks[0] == 0:
-            unlogged(str(found))
-        return made, compared
+        check = programs.checking.latest
+        if check is not None and check is not before and not check.skipped and trainer.transport.ranks[0] == 0:
+            unlogged(str(check))
+        return trainer, compared
 
     def _try_widths(self, ready: list[dict[str, Any]], options: Options) -> None:
         """Find out whether microbatches of all replicas may be padded to the few widths. All ranks call it."""
@@ -537,7 +539,7 @@ class Steps:
             trainer = programs.serves(matches, self._options)
             if trainer is None:
                 return
-            complete = [trainer.reads(one) for one in programs.checked_places(matches, features=False)]
+            complete = [trainer.reads(match) for match in programs.checked_places(matches, features=False)]
         trainer.prepare(complete, depth)
 
     def ahead(self, batches: Iterable[Any], depth: int) -> Iterator[Any]:
@@ -553,9 +555,9 @@ class Steps:
         that one was the last.
         """
         try:
-            for one in fetched:
-                self._handed = loader, one
-                yield one.batch
+            for batch in fetched:
+                self._handed = loader, batch
+                yield batch.batch
             self._handed = None
         finally:
             fetched.close()  # type: ignore[attr-defined]

@@ -84,10 +84,10 @@ def read(directory: str | Path, place: tuple[int, int]) -> Any:
     """The state. InputError if there is no position for this share."""
     file = _file(directory, place)
     if not file.is_file():
-        found = sorted(path.name for path in Path(directory).glob("loader_*.pt") if _FILE.fullmatch(path.name))
-        what = f"the positions there are {', '.join(found)}" if found else "no position of a loader was saved there"
+        files = sorted(path.name for path in Path(directory).glob("loader_*.pt") if _FILE.fullmatch(path.name))
+        fault = f"the positions there are {', '.join(files)}" if files else "no position of a loader was saved there"
         raise InputError(
-            f"{what}, and this process loads share {place[0]} of {place[1]}", str(directory),
+            f"{fault}, and this process loads share {place[0]} of {place[1]}", str(directory),
             "resume with the dp that it was saved with, or load without loader= and start at the data's beginning",
         )  # fmt: skip
     try:
@@ -133,7 +133,7 @@ class Saved:
         trainers = [trainer]
         if dist.is_initialized() and dist.get_world_size() > 1:
             trainers += programs.trainers  # what those use is trained on another rank, not in this copy
-        form = format_of(model, {spec.name for one in trainers for spec in one.program.manifest.parameters})
+        form = format_of(model, {spec.name for trainer in trainers for spec in trainer.program.manifest.parameters})
         return cls(model, trainer, form, mesh, loader, optimizer, programs.look)
 
 
@@ -150,9 +150,9 @@ def load(path: str | Path, saved: Saved) -> None:
         keeps = 0 in saved.trainer.transport.ranks or not on_meta(saved.form)
         return NOTHING, read_rest(path, saved.form) if keeps else {}
 
-    found = meeting.hold("load", rest)
+    rest_found = meeting.hold("load", rest)
     saved.trainer.load(path, saved.form)
-    put_rest(saved.model, saved.form, found)
+    put_rest(saved.model, saved.form, rest_found)
     if saved.optimizer is not None:
         optimizer.load(path, saved.optimizer, saved.trainer)
     for position in positions:
@@ -186,10 +186,10 @@ def save_adapter(model: nn.Module, gather: Callable[[], nn.Module], directory: s
             f"{type(model).__name__} has no adapters", "save_adapter",
             "save all weights with save(directory), or make the model with peft.get_peft_model",
         )  # fmt: skip
-    whole = gather()
+    gathered = gather()
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or dist.get_rank() == 0:
-        whole.save_pretrained(str(directory))  # type: ignore[operator]
+        gathered.save_pretrained(str(directory))  # type: ignore[operator]
     if not alone:
         dist.barrier()
 
@@ -248,17 +248,17 @@ def taken(state: State, copied: bool) -> ProcessState:
     """InputError for what has no values, or cannot be saved."""
     saved, trainer = state.saved, state.saved.trainer
     trainer.own.check_step("save")
-    found: list[writing.Piece] = []
-    told, written = None, writing.boxes_written(trainer)
+    pieces: list[writing.Piece] = []
+    optimizer_state, written = None, writing.boxes_written(trainer)
     if WEIGHTS in state.has:
         form = state.form
         if 0 in trainer.transport.ranks:
             check_rest(form)
-        found += writing.weights(trainer, written, form.rest)
+        pieces += writing.weights(trainer, written, form.rest)
     if OPTIMIZER in state.has:
         assert saved.optimizer is not None
-        more, told = writing.optimizer(trainer, written, saved.optimizer)
-        found += more
+        more, optimizer_state = writing.optimizer(trainer, written, saved.optimizer)
+        pieces += more
     other: dict[str, Any] = {}
     if SCHEDULER in state.has:
         other[SCHEDULER] = packed(state.scheduler.state_dict(), "the scheduler's state")
@@ -271,7 +271,7 @@ def taken(state: State, copied: bool) -> ProcessState:
         other[RANDOM] = packed(_drawn(trainer.device), "random numbers")
     if EXTRA in state.has and 0 in trainer.transport.ranks:
         other[EXTRA] = packed(dict(state.extra), "extra")
-    return ProcessState(writing.copies(found) if copied else found, told, other)
+    return ProcessState(writing.copies(pieces) if copied else pieces, optimizer_state, other)
 
 
 def about(state: State, step: int) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def about(state: State, step: int) -> dict[str, Any]:
     manifest = state.saved.trainer.program.manifest
     return {
         "step": step, "model": type(state.saved.model).__name__, "mesh": str(manifest.mesh), "zero": manifest.zero,
-        "processes": state.process[1], "has": [what for what in ALL if what in state.has],
+        "processes": state.process[1], "has": [part for part in ALL if part in state.has],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "csc": csc.__version__, "torch": torch.__version__,
     }  # fmt: skip
 
@@ -287,8 +287,8 @@ def about(state: State, step: int) -> dict[str, Any]:
 def expected(state: State) -> dict[str, Expected]:
     """Of the model, under its names."""
     specs = state.saved.trainer.program.manifest.parameters
-    found = {spec.name: Expected(spec.shape, spec.dtype) for spec in specs}
-    return found | {name: Expected(tuple(one.shape), one.dtype) for name, one in state.form.rest.items()}
+    wanted = {spec.name: Expected(spec.shape, spec.dtype) for spec in specs}
+    return wanted | {name: Expected(tuple(tensor.shape), tensor.dtype) for name, tensor in state.form.rest.items()}
 
 
 def _drawn(device: torch.device) -> dict[str, Any]:
@@ -313,19 +313,19 @@ def take_up(state: State, index: StepIndex) -> Restored:
     moves: list[Move] = []
 
     def ready() -> tuple[Vote, dict[str, Any]]:
-        absent = [what for what in state.has if what not in index.has]
+        absent = [part for part in state.has if part not in index.has]
         if absent:
             raise InputError(
                 f"it has {', '.join(index.has)}, and no {absent[0]}", str(index.folder / FILE),
-                f"load what it has: load(only={[what for what in state.has if what in index.has]!r})",
+                f"load what it has: load(only={[part for part in state.has if part in index.has]!r})",
             )  # fmt: skip
         if WEIGHTS in state.has:
             restoring.check_model(index, expected(state))
-        own = optimizer.owned(saved.trainer)
+        owned = optimizer.owned(saved.trainer)
         if OPTIMIZER in state.has:
             assert saved.optimizer is not None
-            made = restoring.optimizer(index, saved.optimizer, own)
-            changes.append(partial(optimizer.put, saved.optimizer, made))
+            restored = restoring.optimizer(index, saved.optimizer, owned)
+            changes.append(partial(optimizer.put, saved.optimizer, restored))
         of_process = restoring.state(index, state.process[0])
         first = restoring.state(index, 0)
         if SCHEDULER in state.has:
@@ -350,26 +350,26 @@ def take_up(state: State, index: StepIndex) -> Restored:
                 f"it was not written by csc: {type(error).__name__}: {error}", str(index.folder / FILE), OLDER
             ) from error
 
-    found = meeting.hold("load a checkpoint", careful)
+    state_found = meeting.hold("load a checkpoint", careful)
     _moved(meeting, moves, str(index.folder / FILE))  # one may refuse: then nothing else was touched
     for change in changes:
         change()
     if WEIGHTS in state.has:
         saved.trainer.own.fill(lambda name, box, target: restoring.fill(index, name, box, target))
-        put_rest(saved.model, state.form, found["rest"])
+        put_rest(saved.model, state.form, state_found["rest"])
         saved.look()
     if RANDOM in state.has:
-        _draw_again(unpacked(found["random"]), saved.trainer.device)
-    return Restored(index.step, index.folder, found["extra"], _begun(state, index))
+        _draw_again(unpacked(state_found["random"]), saved.trainer.device)
+    return Restored(index.step, index.folder, state_found["extra"], _begun(state, index))
 
 
-def _check_scheduler(state: State, found: Mapping[str, Any], index: StepIndex) -> None:
+def _check_scheduler(state: State, saved_state: Mapping[str, Any], index: StepIndex) -> None:
     """InputError for the state of another class, which torch's schedulers would take without a word."""
-    own = type(state.scheduler).__name__
-    then = found.get(SCHEDULER_CLASS, own)
-    if then != own:
+    class_now = type(state.scheduler).__name__
+    then = saved_state.get(SCHEDULER_CLASS, class_now)
+    if then != class_now:
         raise InputError(
-            f"it has the state of a {then}, and the scheduler is a {own}", str(index.folder / FILE),
+            f"it has the state of a {then}, and the scheduler is a {class_now}", str(index.folder / FILE),
             f"make the {then} that was saved, or leave the scheduler out: load(only=['weights', 'optimizer', ...])",
         )  # fmt: skip
 
@@ -388,14 +388,14 @@ def _moved(meeting: Meeting, moves: Sequence[Move], where: str) -> None:
     """
 
     def move() -> tuple[Vote, None]:
-        for one, state, _ in moves:
+        for obj, state, _ in moves:
             try:
-                one.load_state_dict(state)
+                obj.load_state_dict(state)
             except CscError:
                 raise
             except Exception as error:  # classes of the user's raise what they like
                 raise InputError(
-                    f"the {type(one).__name__} does not take its state: {type(error).__name__}: {first_line(error)}",
+                    f"the {type(obj).__name__} does not take its state: {type(error).__name__}: {first_line(error)}",
                     where, "make it as it was made for that save, or leave it out: load(only=[...])",
                 ) from error  # fmt: skip
         return NOTHING, None
@@ -403,10 +403,10 @@ def _moved(meeting: Meeting, moves: Sequence[Move], where: str) -> None:
     try:
         meeting.hold("load a checkpoint", move)
     except BaseException:
-        for one, _, before in moves:
+        for obj, _, before in moves:
             if before is not None:
                 with suppress(Exception):  # of one that refuses whatever it is given: what it has said is raised
-                    one.load_state_dict(before)
+                    obj.load_state_dict(before)
         raise
 
 
@@ -415,25 +415,25 @@ def _rest(state: State, index: StepIndex) -> dict[str, torch.Tensor]:
     form = state.form
     if 0 not in state.saved.trainer.transport.ranks and on_meta(form):
         return {}
-    found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in form.rest.items()}
-    for name, target in found.items():
+    targets = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in form.rest.items()}
+    for name, target in targets.items():
         restoring.fill(index, name, whole_box(target.shape), target)
-    return found
+    return targets
 
 
 def _position(state: State, index: StepIndex) -> Any:
     """Of this process' share of the samples."""
-    own = list(place(state.saved.mesh))
+    mine = list(place(state.saved.mesh))
     check(state.saved.loader)
-    there = []
+    shares_there = []
     for process in range(len(index.states)):
-        found = restoring.state(index, process).get(LOADER)
-        if found is not None and (found["share"] == own or found["any"]):
-            return unpacked(found["position"])
-        there += [found["share"]] if found is not None else []
-    shares = ", ".join(f"{share} of {count}" for share, count in there)
+        position = restoring.state(index, process).get(LOADER)
+        if position is not None and (position["share"] == mine or position["any"]):
+            return unpacked(position["position"])
+        shares_there += [position["share"]] if position is not None else []
+    shares = ", ".join(f"{share} of {count}" for share, count in shares_there)
     raise InputError(
-        f"it has the loader's positions of shares {shares}, and this process loads share {own[0]} of {own[1]}",
+        f"it has the loader's positions of shares {shares}, and this process loads share {mine[0]} of {mine[1]}",
         str(index.folder / FILE),
         "resume with the dp that it was saved with, take a loader of csc.balanced, whose position is for any, or leave "
         "the loader out: load(only=['weights', 'optimizer', 'scheduler', 'random'])",

@@ -242,8 +242,8 @@ class CompiledTrainer(Trainer):
         self._refuse_own_loss()
 
     def _refuse_own_loss(self) -> None:
-        own = self.compute_loss
-        if getattr(own, "__func__", own) is not Trainer.compute_loss:
+        method = self.compute_loss
+        if getattr(method, "__func__", method) is not Trainer.compute_loss:
             raise InputError(
                 f"{type(self).__name__} has a compute_loss of its own, which a compiled step does not call",
                 "CompiledTrainer", "compute the loss in the model's forward, and compile that",
@@ -291,12 +291,12 @@ class CompiledTrainer(Trainer):
             loss = self.compiled.trainer(check=False).program.manifest.loss
             adds_up = loss.weight == "sum" and not loss.divisors
         runs: list[list[Waiting]] = []
-        for one in waiting:
+        for batch in waiting:
             before = runs[-1][-1] if runs else None
-            if adds_up and before is not None and one.items is not None and one.items is before.items:
-                runs[-1].append(one)
+            if adds_up and before is not None and batch.items is not None and batch.items is before.items:
+                runs[-1].append(batch)
             else:
-                runs.append([one])
+                runs.append([batch])
         return runs
 
     def _run(self, runs: list[list[Waiting]]) -> torch.Tensor:
@@ -312,7 +312,7 @@ class CompiledTrainer(Trainer):
         return total.to(losses[0][1].dtype)
 
     def _together(self, waiting: list[Waiting]) -> torch.Tensor:
-        batches = [self._with_items(one) for one in waiting]
+        batches = [self._with_items(batch) for batch in waiting]
         options, local = self.compiled.options, self._is_local
         if len(batches) == 1:
             return self.compiled.train_step(batches[0], local=local)
@@ -350,8 +350,8 @@ class CompiledTrainer(Trainer):
         return self.args.world_size // (1 if self._is_whole else self.compiled.dp_size)
 
     def _agreed_use(self, batch: Any) -> UseOfItems:
-        own = torch.tensor([int(self._seen_use(batch))], device=self.args.device)
-        return UseOfItems(int(self.accelerator.gather(own).max()))
+        use = torch.tensor([int(self._seen_use(batch))], device=self.args.device)
+        return UseOfItems(int(self.accelerator.gather(use).max()))
 
     def _seen_use(self, batch: Mapping[str, Any]) -> UseOfItems:
         """By eager forwards of the sample with the most labels, all of them counted: with the items, with twice as
@@ -364,7 +364,7 @@ class CompiledTrainer(Trainer):
             samples = self.compiled.cut(batch, len(labels))
         except InputError:  # its entries cannot be divided so far
             samples = [dict(batch)]
-        sample = max(samples, key=lambda one: int(one["labels"].ne(-100).sum()))
+        sample = max(samples, key=lambda sample_batch: int(sample_batch["labels"].ne(-100).sum()))
         sample = {**sample, "labels": torch.where(sample["labels"] == -100, 0, sample["labels"])}
         with self._counting_alone():
             items = torch.as_tensor(super()._get_num_items_in_batch([sample], self.args.device))
@@ -411,8 +411,8 @@ class CompiledTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The Trainer's, with the rates of the last step beside the loss."""
         if "loss" in logs:
-            found = self.compiled.metrics
-            logs.update({f"step_{name}": found[name] for name in METRICS if name in found})
+            metrics = self.compiled.metrics
+            logs.update({f"step_{name}": metrics[name] for name in METRICS if name in metrics})
         super().log(logs, start_time)
 
     # --- data ------------------------------------------------------------------------------------------------------
@@ -449,8 +449,13 @@ class CompiledTrainer(Trainer):
             "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order",
         )  # fmt: skip
         settings = {name: f"dataloader_{name}" for name in names}
-        given = {name: getattr(self.args, own) for name, own in settings.items() if hasattr(self.args, own)}
-        return {**given, "collate_fn": self._get_collator_with_removed_columns(self.data_collator, description)}
+        settings_given = {
+            name: getattr(self.args, argument) for name, argument in settings.items() if hasattr(self.args, argument)
+        }
+        return {
+            **settings_given,
+            "collate_fn": self._get_collator_with_removed_columns(self.data_collator, description),
+        }
 
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
@@ -482,12 +487,12 @@ class CompiledTrainer(Trainer):
 
     def _balanced(self, balance: Mapping[str, Any]) -> Any:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        given = {
+        settings = {
             "shuffle": self.args.train_sampling_strategy == "random", "seed": seed,
             "drop_last": self.args.dataloader_drop_last, "num_workers": self.args.dataloader_num_workers,
             "collate": self._get_collator_with_removed_columns(self.data_collator, description="training"),
         }  # fmt: skip
-        return balanced(self.train_dataset, self.compiled, batch_size=self._train_batch_size, **{**given, **balance})
+        return balanced(self.train_dataset, self.compiled, batch_size=self._train_batch_size, **{**settings, **balance})
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The Trainer's, of each replica once; 0 of a step that is divided already."""
@@ -560,15 +565,15 @@ class CompiledTrainer(Trainer):
         else:
             super()._load_rng_state(checkpoint)
 
-    def _take_up(self, checkpoint: str, *what: str) -> None:
-        state, folder = self._training_state(*what), _folder(checkpoint)
-        found = chosen(state.saved.trainer.transport.meeting, lambda: find(folder), folder)
-        assert found is not None
-        take_up(state, found)
+    def _take_up(self, checkpoint: str, *parts: str) -> None:
+        state, folder = self._training_state(*parts), _folder(checkpoint)
+        step = chosen(state.saved.trainer.transport.meeting, lambda: find(folder), folder)
+        assert step is not None
+        take_up(state, step)
 
-    def _training_state(self, *what: str) -> State:
+    def _training_state(self, *parts: str) -> State:
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without what accelerate puts around it
-        return State(self.compiled.saved(None, optimizer), self.lr_scheduler, {}, what)
+        return State(self.compiled.saved(None, optimizer), self.lr_scheduler, {}, parts)
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
@@ -644,10 +649,10 @@ class CompiledTrainer(Trainer):
                 )  # fmt: skip
             decaying = set(self.get_decay_parameter_names(self.compiled.model))
             named = list(self.compiled.named_parameters())
-            others = [p for n, p in named if n not in decaying] if named else list(self.compiled.parameters())
+            rest = [p for n, p in named if n not in decaying] if named else list(self.compiled.parameters())
             groups = [
                 {"params": [p for n, p in named if n in decaying], "weight_decay": self.args.weight_decay},
-                {"params": others, "weight_decay": 0.0},
+                {"params": rest, "weight_decay": 0.0},
             ]
             self.optimizer = self.compiled.optimizer(kind, groups, **arguments)
         return self.optimizer
@@ -717,8 +722,8 @@ def _use(plain: float, once: float, twice: float, rounding: float) -> UseOfItems
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, compiled: CompiledModel) -> None:
     """InputError if it steps other parameters than those that a compiled step gives gradients to."""
-    own = set(map(id, compiled.parameters()))
-    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+    parameters = set(map(id, compiled.parameters()))
+    if any(id(parameter) not in parameters for group in optimizer.param_groups for parameter in group["params"]):
         raise InputError(
             "the optimizer has parameters that are not those of this process' ranks: they would not be trained",
             "CompiledTrainer", "make it by compiled.optimizer(torch.optim.AdamW, ...), or over compiled.parameters()",
@@ -755,15 +760,15 @@ def _check_pair(checkpoint: str) -> None:
 
 
 def _microbatches(
-    cut: Callable[[Any, int], list[dict[str, Any]]], batches: list[Mapping[str, Any]], replicas: int, each: int
+    cut: Callable[[Any, int], list[dict[str, Any]]], batches: list[Mapping[str, Any]], replicas: int, count: int
 ) -> list[dict[str, Any]]:
-    """Every batch cut into `each` microbatches per replica; replica after replica, as train_step wants them."""
+    """Every batch cut into `count` microbatches per replica; replica after replica, as train_step wants them."""
     ready: list[list[dict[str, Any]]] = [[] for _ in range(replicas)]
     for batch in batches:
-        microbatches = cut(batch, each * replicas)
-        for replica, own in enumerate(ready):
-            own += microbatches[replica * each : (replica + 1) * each]
-    return [microbatch for own in ready for microbatch in own]
+        microbatches = cut(batch, count * replicas)
+        for replica, of_replica in enumerate(ready):
+            of_replica += microbatches[replica * count : (replica + 1) * count]
+    return [microbatch for of_replica in ready for microbatch in of_replica]
 
 
 # --- A trainer as a script has made it, with a compiled model in the place of its own --------------------------------
@@ -796,13 +801,13 @@ def compiled_trainer(
     _refuse_own_methods(trainer)
     example = options.pop("example", None)
     if example is None:
-        rows = list(
-            islice(trainer.train_dataset, trainer.args.per_device_train_batch_size)
-        )  # in all processes the same
+        samples: Any = trainer.train_dataset  # the first ones: in all processes the same
+        rows = list(islice(samples, trainer.args.per_device_train_batch_size))
         collator: Any = trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
         example = trainer._prepare_inputs(collator(rows))
     _check_own_loss(trainer, example)
-    compiled = compile_for(trainer.model, trainer.args, example=example, **options)
+    model: Any = trainer.model
+    compiled = compile_for(model, trainer.args, example=example, **options)
     made = CompiledTrainer(
         compiled, trainer.args, balance, distributed_evaluation, train_dataset=trainer.train_dataset,
         eval_dataset=trainer.eval_dataset, data_collator=trainer.data_collator,
@@ -846,10 +851,12 @@ def _check_own_loss(trainer: Trainer, example: Any) -> None:
     """InputError if a subclass computes another loss than the model, as eager PyTorch shows on the example."""
     if type(trainer).compute_loss is Trainer.compute_loss:
         return
-    model, losses = trainer.model, []
+    model: Any = trainer.model
+    losses = []
     with evaluated(model), devices.forked(trainer.args.device), torch.no_grad():
         for loss_of in (lambda batch: trainer.compute_loss(model, batch), lambda batch: _loss(model(**batch))):
-            losses.append(float(loss_of(dict(example))))
+            loss: Any = loss_of(dict(example))
+            losses.append(float(loss))
     rounding = max([ROUNDING, *(torch.finfo(p.dtype).eps for p in model.parameters() if p.dtype.is_floating_point)])
     if not math.isclose(*losses, rel_tol=10 * rounding):
         raise InputError(

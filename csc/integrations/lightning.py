@@ -92,8 +92,8 @@ class CompiledModule(LightningModule):
         if scheduler is not None:
             scheduler.step()
         self.log("train_loss", loss, prog_bar=True)
-        found = self.compiled.metrics
-        self.log_dict({name: found[name] for name in METRICS if name in found})
+        metrics = self.compiled.metrics
+        self.log_dict({name: metrics[name] for name in METRICS if name in metrics})
         return loss
 
 
@@ -138,21 +138,21 @@ class OneRankEach(SingleDeviceStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Lightning's file. InputError if there is no folder beside it, or not of its step."""
-        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        beside, step = _beside(checkpoint_path), _step(found)
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        beside, step = _beside(checkpoint_path), _step(checkpoint)
         if not beside.is_dir():
             raise InputError(
                 f"beside it is no folder {beside.name}", str(checkpoint_path),
                 "take the folder along with the file, or load weights with compiled.load(directory)",
             )  # fmt: skip
-        there = saved(beside)
-        if step not in there:
+        steps = saved(beside)
+        if step not in steps:
             raise InputError(
-                f"it is of step {step}, and the folder {beside.name} has {', '.join(map(str, there)) or 'none'}",
+                f"it is of step {step}, and the folder {beside.name} has {', '.join(map(str, steps)) or 'none'}",
                 str(checkpoint_path), "take the folder that was written with the file, or another checkpoint",
             )  # fmt: skip
-        self._read = there[step]
-        return found
+        self._read = steps[step]
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """The weights that this process' ranks hold, from the folder."""
@@ -168,19 +168,19 @@ class OneRankEach(SingleDeviceStrategy):
         if self.is_global_zero:
             _forget_all(_beside(filepath))
 
-    def _state(self, *what: str) -> State:
+    def _state(self, *parts: str) -> State:
         optimizer = self.optimizers[0] if self.optimizers else None
-        made: Any = getattr(optimizer, "optimizer", optimizer)
-        if made is None:  # of a Trainer that does not train
-            what = tuple(one for one in what if one != OPTIMIZER)
-        return State(self._compiled.saved(None, made), None, {}, what)
+        plain: Any = getattr(optimizer, "optimizer", optimizer)
+        if plain is None:  # of a Trainer that does not train
+            parts = tuple(part for part in parts if part != OPTIMIZER)
+        return State(self._compiled.saved(None, plain), None, {}, parts)
 
-    def _take_up(self, *what: str) -> None:
-        state, folder = self._state(*what), self._read
+    def _take_up(self, *parts: str) -> None:
+        state, folder = self._state(*parts), self._read
         assert folder is not None
-        found = chosen(state.saved.trainer.transport.meeting, lambda: find(folder), folder)
-        assert found is not None
-        take_up(state, found)
+        step = chosen(state.saved.trainer.transport.meeting, lambda: find(folder), folder)
+        assert step is not None
+        take_up(state, step)
 
     def barrier(self, name: str | None = None) -> None:
         """Until every process is here."""

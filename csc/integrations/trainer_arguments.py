@@ -175,7 +175,7 @@ _WHOLE_MODEL = ("galore", "apollo", "lomo", "adalomo")  # optimizers
 
 def table(arguments: Mapping[str, Argument]) -> str:
     """In Markdown, a row for each argument."""
-    rows = (f"| `{name}` | {one.kind} | {one.why} |\n" for name, one in arguments.items())
+    rows = (f"| `{name}` | {argument.kind} | {argument.why} |\n" for name, argument in arguments.items())
     return "| argument | | |\n| --- | --- | --- |\n" + "".join(rows)
 
 
@@ -360,5 +360,5 @@ def _accelerator(args: TrainingArguments) -> AcceleratorConfig:
     return config if isinstance(config, AcceleratorConfig) else AcceleratorConfig()
 
 
-def _refuse(what: str, remedy: str) -> NoReturn:
-    raise InputError(what, "CompiledTrainer", remedy)
+def _refuse(fault: str, remedy: str) -> NoReturn:
+    raise InputError(fault, "CompiledTrainer", remedy)

@@ -110,37 +110,37 @@ class SizeGuards:
         """What the symbols are for these batch entries, or why the graph does not hold for them. At once for sizes that
         were asked for lately.
         """
-        asked = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-        if asked not in self._matched:
+        signature = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        if signature not in self._matched:
             if len(self._matched) >= LATEST:
                 self._matched.clear()
-            self._matched[asked] = self._match(tensors)
-        return self._matched[asked]
+            self._matched[signature] = self._match(tensors)
+        return self._matched[signature]
 
     def _match(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int] | Miss:
         if self.entries.keys() != tensors.keys():
             return Miss("the list of its entries", ", ".join(self.entries), ", ".join(tensors))
         values: dict[str, int] = {}
-        made: list[tuple[str, Any, int]] = []  # sizes that are expressions, and where
+        expressions: list[tuple[str, Any, int]] = []  # sizes that are expressions, and where
         for name, (dtype, expected) in self.entries.items():
             tensor = tensors[name]
             if str(tensor.dtype) != dtype or tensor.dim() != len(expected):
                 return Miss(name, _kind(dtype, len(expected)), _kind(str(tensor.dtype), tensor.dim()))
-            for dimension, (size, found) in enumerate(zip(expected, tensor.shape)):
+            for dimension, (size, actual) in enumerate(zip(expected, tensor.shape)):
                 place = f"{name}.shape[{dimension}]"
                 if isinstance(size, int):
-                    fits, assumed = size == found, str(size)
+                    fits, assumed = size == actual, str(size)
                 elif size.is_Symbol:
-                    fits = found > 0 and values.setdefault(str(size), found) == found
+                    fits = actual > 0 and values.setdefault(str(size), actual) == actual
                     assumed = str(values.get(str(size), "at least 1"))
                 else:
-                    made.append((place, size, found))
-                    fits, assumed = found > 0, "at least 1"
+                    expressions.append((place, size, actual))
+                    fits, assumed = actual > 0, "at least 1"
                 if not fits:
-                    return Miss(place, assumed, str(found))
-        for place, size, found in made:
-            if not _solved(size, found, values):
-                return Miss(place, self._text(size), str(found))
+                    return Miss(place, assumed, str(actual))
+        for place, size, actual in expressions:
+            if not _solved(size, actual, values):
+                return Miss(place, self._text(size), str(actual))
         return self._broken(values) or values
 
     def holds(self, values: Mapping[str, int]) -> bool:
@@ -160,17 +160,19 @@ class SizeGuards:
 
     def _places(self) -> dict[str, str]:
         """Where each symbol stands alone."""
-        found: dict[str, str] = {}
+        places: dict[str, str] = {}
         for name, (_, sizes) in self.entries.items():
             for dimension, size in enumerate(sizes):
                 if not isinstance(size, int) and size.is_Symbol:
-                    found.setdefault(str(size), f"{name}.shape[{dimension}]")
-        return found
+                    places.setdefault(str(size), f"{name}.shape[{dimension}]")
+        return places
 
     def _text(self, expression: Any) -> str:
         """In the words of entries."""
         places = self._places()
-        named = {one: sympy.Symbol(places[str(one)]) for one in expression.free_symbols if str(one) in places}
+        named = {
+            symbol: sympy.Symbol(places[str(symbol)]) for symbol in expression.free_symbols if str(symbol) in places
+        }
         return str(expression.xreplace(named))
 
 
@@ -183,22 +185,24 @@ def _kind(dtype: str, dimensions: int) -> str:
     return f"{dtype} of {dimensions} dimensions"
 
 
-def _solved(size: Any, found: int, values: dict[str, int]) -> bool:
+def _solved(size: Any, actual: int, values: dict[str, int]) -> bool:
     """Whether an expression is a number that was found; what that says of its symbol is added to the values."""
     known = evaluated(size, values)
     unknown = known.free_symbols
     if len(unknown) == 1:
         (symbol,) = unknown
-        solutions = [one for one in sympy.solve(known - found, symbol) if one.is_Integer and one >= 1]
+        solutions = [
+            solution for solution in sympy.solve(known - actual, symbol) if solution.is_Integer and solution >= 1
+        ]
         if len(solutions) == 1:
             values[str(symbol)] = int(solutions[0])
         return len(solutions) == 1
-    return not unknown and bool(known == found)
+    return not unknown and bool(known == actual)
 
 
 def evaluated(relation: Any, values: Mapping[str, int]) -> Any:
     """An expression in which symbols are these numbers."""
-    return relation.subs({one: values[str(one)] for one in relation.free_symbols if str(one) in values})
+    return relation.subs({symbol: values[str(symbol)] for symbol in relation.free_symbols if str(symbol) in values})
 
 
 def sizes_to_tree(sizes: SizeGuards) -> Tree:
@@ -208,7 +212,11 @@ def sizes_to_tree(sizes: SizeGuards) -> Tree:
         for name, (dtype, shape) in sizes.entries.items()
     }
     ranges = {name: list(both) for name, both in sizes.ranges.items()}
-    return {"entries": entries, "ranges": ranges, "relations": [expression_to_tree(one) for one in sizes.relations]}
+    return {
+        "entries": entries,
+        "ranges": ranges,
+        "relations": [expression_to_tree(relation) for relation in sizes.relations],
+    }
 
 
 def sizes_from_tree(tree: Tree) -> SizeGuards:
@@ -283,7 +291,10 @@ def alike(traced: Sequence[Call], others: Sequence[Call], values: Mapping[str, i
 def calls_to_tree(calls: Sequence[Call]) -> Any:
     """Plain JSON."""
     return [
-        [[EXPRESSION, expression_to_tree(one)] if isinstance(one, sympy.Basic) else one for one in call]
+        [
+            [EXPRESSION, expression_to_tree(argument)] if isinstance(argument, sympy.Basic) else argument
+            for argument in call
+        ]
         for call in calls
     ]
 
@@ -341,26 +352,28 @@ class Expression:
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Returns what the last step gives for these entries. Raises any exception where it does not fit the batch."""
-        given = {name: tensors[name] for name in self.entries}
-        device = next(iter(given.values())).device
+        inputs = {name: tensors[name] for name in self.entries}
+        device = next(iter(inputs.values())).device
         results: list[list[Any]] = []
-        found: Any = None
+        value: Any = None
         with outside_tracing():
             if any(step.writes for step in self.steps):
-                given = {name: tensor.clone() for name, tensor in given.items()}
+                inputs = {name: tensor.clone() for name, tensor in inputs.items()}
             for step in self.steps:
-                args, kwargs = _value(step.args, given, results, device), _value(step.kwargs, given, results, device)
-                found = function(step.function)(*args, **kwargs)
-                results.append([leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)])
-        return found
+                args, kwargs = _value(step.args, inputs, results, device), _value(step.kwargs, inputs, results, device)
+                value = function(step.function)(*args, **kwargs)
+                results.append([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)])
+        return value
 
     def text(self) -> str:
         """Such as `any(eq(input_ids, 99))`."""
         texts: list[str] = []
         for step in self.steps:
-            given = [_text(one, texts) for one in step.args[1:]]
-            given += [f"{name}={_text(one, texts)}" for _, name, one in step.kwargs[1:]]
-            texts.append(f"{step.function.removesuffix('.__get__').rpartition('.')[2].strip('_')}({', '.join(given)})")
+            arguments = [_text(argument, texts) for argument in step.args[1:]]
+            arguments += [f"{name}={_text(argument, texts)}" for _, name, argument in step.kwargs[1:]]
+            texts.append(
+                f"{step.function.removesuffix('.__get__').rpartition('.')[2].strip('_')}({', '.join(arguments)})"
+            )
         return texts[-1]
 
 
@@ -378,10 +391,10 @@ class Decision:
     def miss(self, tensors: Mapping[str, torch.Tensor]) -> Miss | None:
         """The other answer that a batch has, if it has one. A batch that the question does not fit has another."""
         try:
-            found = repr(self.expression.of(tensors))
+            answer = repr(self.expression.of(tensors))
         except Exception as error:
-            found = f"no answer ({type(error).__name__})"
-        return Miss(self.expression.text(), repr(self.answer), found) if found != repr(self.answer) else None
+            answer = f"no answer ({type(error).__name__})"
+        return Miss(self.expression.text(), repr(self.answer), answer) if answer != repr(self.answer) else None
 
     def text(self) -> str:
         """Such as `any(eq(input_ids, 99)) is True`."""
@@ -391,13 +404,13 @@ class Decision:
 @cache
 def function(name: str) -> Callable[..., Any]:
     """The torch function of a name. AttributeError if there is none."""
-    found: Any = torch
+    value: Any = torch
     for part in name.removeprefix("torch.").split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
-def _value(tree: Tree, given: Mapping[str, torch.Tensor], results: list[list[Any]], device: torch.device) -> Any:
+def _value(tree: Tree, inputs: Mapping[str, torch.Tensor], results: list[list[Any]], device: torch.device) -> Any:
     """What a tree stands for. Tensors are made on the device of the batch."""
     if not isinstance(tree, tuple):
         return tree
@@ -405,12 +418,12 @@ def _value(tree: Tree, given: Mapping[str, torch.Tensor], results: list[list[Any
     if kind == "step":
         return results[rest[0]][rest[1]]
     if kind == "entry":
-        return given[rest[0]]
+        return inputs[rest[0]]
     if kind == "constant":
         dtype, shape, values = rest
         return torch.tensor(values, dtype=getattr(torch, dtype), device=device).reshape(shape)
     if kind == "size":
-        return _size_given(rest[0], given)
+        return _size_given(rest[0], inputs)
     if kind == "device":
         return device
     if kind in OBJECTS:
@@ -418,17 +431,17 @@ def _value(tree: Tree, given: Mapping[str, torch.Tensor], results: list[list[Any
     if kind == "...":
         return ...
     if kind == "dict":
-        return {name: _value(one, given, results, device) for _, name, one in rest}
-    values = [_value(one, given, results, device) for one in rest]
+        return {name: _value(item, inputs, results, device) for _, name, item in rest}
+    values = [_value(item, inputs, results, device) for item in rest]
     return slice(*values) if kind == "slice" else tuple(values) if kind == "tuple" else values
 
 
-def _size_given(tree: Tree, given: Mapping[str, torch.Tensor]) -> int:
+def _size_given(tree: Tree, inputs: Mapping[str, torch.Tensor]) -> int:
     expression = expression_from_tree(tree)
     sizes = {}
     for symbol in expression.free_symbols:
         name, _, dim = str(symbol).rpartition(":")
-        sizes[str(symbol)] = given[name].shape[int(dim)]
+        sizes[str(symbol)] = inputs[name].shape[int(dim)]
     return int(evaluated(expression, sizes))
 
 
@@ -438,7 +451,7 @@ def _entries(tree: Tree) -> set[str]:
     if tree[0] == "entry":
         return {tree[1]}
     if tree[0] == "size":
-        return {str(one).rpartition(":")[0] for one in expression_from_tree(tree[1]).free_symbols}
+        return {str(symbol).rpartition(":")[0] for symbol in expression_from_tree(tree[1]).free_symbols}
     return set().union(*map(_entries, tree)) if tree[0] != "constant" else set()
 
 
@@ -449,7 +462,7 @@ def _text(tree: Tree, texts: list[str]) -> str:
     if kind == "step":
         return texts[rest[0]] + (f"[{rest[1]}]" if rest[1] else "")
     if kind in ("list", "tuple", "slice"):
-        return f"{kind if kind == 'slice' else ''}({', '.join(_text(one, texts) for one in rest)})"
+        return f"{kind if kind == 'slice' else ''}({', '.join(_text(item, texts) for item in rest)})"
     if kind == "constant":
         return str(rest[2])
     return str(rest[0]) if rest else kind
@@ -582,7 +595,7 @@ def capture_guards(
     entries = [(name, dtype, list(map(str, shape))) for name, (dtype, shape) in sorted(sizes.entries.items())]
     parts = (
         entries, sorted(sizes.ranges.items()), sorted(map(str, sizes.relations)), sorted(_values_tree(values).items()),
-        [(question_to_tree(one.expression), one.answer) for one in decisions], sorted(plain.items()),
+        [(question_to_tree(decision.expression), decision.answer) for decision in decisions], sorted(plain.items()),
         *([flags_to_tree(flags_asked)] if flags_asked is not None else ()),
     )  # fmt: skip
     name = hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -594,7 +607,7 @@ def to_tree(guards: CaptureGuards) -> Any:
     made = None if guards.calls is None else calls_to_tree(guards.calls)
     return {
         "name": guards.name, "sizes": sizes_to_tree(guards.sizes), "values": _values_tree(guards.values), "calls": made,
-        "decisions": [[question_to_tree(one.expression), one.answer] for one in guards.decisions],
+        "decisions": [[question_to_tree(decision.expression), decision.answer] for decision in guards.decisions],
         "plain": dict(guards.plain), "flags": flags_to_tree(guards.flags),
     }  # fmt: skip
 
@@ -602,14 +615,14 @@ def to_tree(guards: CaptureGuards) -> Any:
 def from_tree(tree: Any) -> CaptureGuards:
     """Returns the guards that `to_tree` was given. Raises ValueError, KeyError or TypeError for a tree that is none."""
     decisions = tuple(Decision(question_from_tree(question), answer) for question, answer in tree["decisions"])
-    made = None if tree["calls"] is None else calls_from_tree(tree["calls"])
+    calls = None if tree["calls"] is None else calls_from_tree(tree["calls"])
     values = {
         name: torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch.")))
         for name, (dtype, values) in tree["values"].items()
     }
     known = sizes_from_tree(tree["sizes"])
     asked_flags = flags_from_tree(tree["flags"])
-    return CaptureGuards(tree["name"], known, values, decisions, dict(tree["plain"]), made, asked_flags)
+    return CaptureGuards(tree["name"], known, values, decisions, dict(tree["plain"]), calls, asked_flags)
 
 
 def _values_tree(values: Tensors) -> dict[str, Any]:

@@ -469,13 +469,13 @@ def snake(class_name: str) -> str:
 def value_name(node: fx.Node, module: str) -> str:
     """A name for the result of a call inside the region of `module`: `q_proj`, `self_attn_view`, `act_fn`."""
     op = _said(node)
-    own = node.meta.get("module", "")
-    relative = own.removeprefix(module).removeprefix(".") if own.startswith(module) else own
+    module_name = node.meta.get("module", "")
+    relative = module_name.removeprefix(module).removeprefix(".") if module_name.startswith(module) else module_name
     words = [word for word in relative.split(".") if word and not word.isdigit()]
     last = words[-1] if words else ""
-    if op in MAIN_OPS and own:
-        return identifier(last or own.split(".")[-1])
-    if last and _leaves_module(node, own):
+    if op in MAIN_OPS and module_name:
+        return identifier(last or module_name.split(".")[-1])
+    if last and _leaves_module(node, module_name):
         return identifier(last)
     return identifier(f"{last}_{op}" if last else op)
 
@@ -488,10 +488,10 @@ def _said(node: fx.Node) -> str:
     return SHORTER.get(short_op(node), short_op(node))
 
 
-def _leaves_module(node: fx.Node, own: str) -> bool:
+def _leaves_module(node: fx.Node, module: str) -> bool:
     """True if the node's result is used outside the module that ran it: it is the module's output."""
     users = [user for user in node.users if user.op == "call_function"]
-    return bool(users) and all(not _within(user.meta.get("module", ""), own) for user in users)
+    return bool(users) and all(not _within(user.meta.get("module", ""), module) for user in users)
 
 
 def _within(path: str, module: str) -> bool:

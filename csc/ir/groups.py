@@ -147,12 +147,14 @@ class Placement:
         twice = next((axis for axis in taken if taken.count(axis) > 1 or axis == "pp"), None)
         if twice is not None:
             axis = "tp" if twice in WITHIN_TP else twice
-            what = "places tensors over the pipeline" if twice == "pp" else f"says two things of axis {axis}"
-            raise InputError(f"{self.to_dict()} {what}", "placement", "Give each of dp, cp and tp to one group at most")
+            fault = "places tensors over the pipeline" if twice == "pp" else f"says two things of axis {axis}"
+            raise InputError(
+                f"{self.to_dict()} {fault}", "placement", "Give each of dp, cp and tp to one group at most"
+            )
         sizes = {group.size for kind in fields(self) if (group := getattr(self, kind.name)) is not None and group.size}
         if len(sizes) > 1:
-            what = f"{self.to_dict()} has groups of {' and of '.join(map(str, sorted(sizes)))} within tp"
-            raise InputError(what, "placement", "A tensor is divided by groups of one size")
+            fault = f"{self.to_dict()} has groups of {' and of '.join(map(str, sorted(sizes)))} within tp"
+            raise InputError(fault, "placement", "A tensor is divided by groups of one size")
 
     @property
     def size(self) -> int:
@@ -173,16 +175,16 @@ class Placement:
 
     def to_dict(self) -> dict[str, str]:
         """The form that program.json holds."""
-        given = {kind.name: getattr(self, kind.name) for kind in fields(self)}
-        return {kind: str(group) for kind, group in given.items() if group is not None}
+        groups = {kind.name: getattr(self, kind.name) for kind in fields(self)}
+        return {kind: str(group) for kind, group in groups.items() if group is not None}
 
     @classmethod
     def of(cls, table: Mapping[str, str]) -> Placement:
         """Read what `to_dict` gives. InputError for another word or group."""
-        kinds, found = [kind.name for kind in fields(cls)], dict[str, Group]()
+        kinds, groups = [kind.name for kind in fields(cls)], dict[str, Group]()
         for kind, name in table.items():
             try:
-                found[kind] = Group.of(str(name))
+                groups[kind] = Group.of(str(name))
                 known = kind in kinds
             except ValueError:
                 known = False
@@ -191,7 +193,7 @@ class Placement:
                     f"a tensor cannot be {kind!r} over {name!r}", "placement",
                     f"Say {', '.join(kinds)}, over one of {', '.join(_ALONG)}",
                 )  # fmt: skip
-        return cls(**found)
+        return cls(**groups)
 
 
 WHOLE = Placement(equal=Group.POSITION)

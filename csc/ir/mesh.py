@@ -407,8 +407,8 @@ class Mesh:
     def orders(self) -> list[Mesh]:
         """This mesh, and those of its sizes whose ranks count in another order; tp stays the fastest."""
         places = [("dp", "cp", "tp")[:i] for i in range(3)]
-        found = [replace(self, order=(*ahead, "pp", *("dp", "cp", "tp")[len(ahead) :])) for ahead in places]
-        return list(dict.fromkeys([self, *found]))
+        meshes = [replace(self, order=(*ahead, "pp", *("dp", "cp", "tp")[len(ahead) :])) for ahead in places]
+        return list(dict.fromkeys([self, *meshes]))
 
     # Replicas, and what ranks send each other for them
 
@@ -423,9 +423,9 @@ class Mesh:
         Raises:
             IndexError: The mesh has no such rank.
         """
-        at = self.coordinates(rank)
-        several = self.sharers(at.pp)
-        return range(at.dp * several, (at.dp + 1) * several)
+        coordinates = self.coordinates(rank)
+        several = self.sharers(coordinates.pp)
+        return range(coordinates.dp * several, (coordinates.dp + 1) * several)
 
     def served(self, rank: int, number: int) -> tuple[int, int]:
         """The replica, and its microbatch, of a microbatch of a rank's step: those of the replicas that it works for
@@ -440,13 +440,18 @@ class Mesh:
         counterpart; to a position with more ranks all whose counterpart it is; to one with fewer nobody, where another
         has the same to send. replica: None: the first that it works for.
         """
-        at, there, dp = self.coordinates(rank), self.width(position), self._at(rank, position, replica)
-        return tuple(self.rank_of(dp, position, at.cp, tp) for tp in range(at.tp, there, self.width(at.pp)))
+        coordinates, width, dp = self.coordinates(rank), self.width(position), self._at(rank, position, replica)
+        return tuple(
+            self.rank_of(dp, position, coordinates.cp, tp)
+            for tp in range(coordinates.tp, width, self.width(coordinates.pp))
+        )
 
     def sender(self, rank: int, position: int, replica: int | None = None) -> int:
         """The rank at a position from which a rank receives what is of a replica; None: the first."""
-        at = self.coordinates(rank)
-        return self.rank_of(self._at(rank, position, replica), position, at.cp, at.tp % self.width(position))
+        coordinates = self.coordinates(rank)
+        return self.rank_of(
+            self._at(rank, position, replica), position, coordinates.cp, coordinates.tp % self.width(position)
+        )
 
     def _at(self, rank: int, position: int, replica: int | None) -> int:
         """The index on the dp axis of the ranks at a position that work for a replica."""
@@ -487,7 +492,7 @@ class Mesh:
         inside = (*what.along, *(["pp"] if positions is not None else []))
         pp, cp = (range(1 if axis in inside else getattr(self, axis)) for axis in ("pp", "cp"))
         cp = range(what.size) if "sequences" in what.along else cp
-        each = [1 if "pp" in inside else self.sharers(p) for p in pp]  # replicas that have a group in common
+        sharers = [1 if "pp" in inside else self.sharers(p) for p in pp]  # replicas that have a group in common
         replicas = self.dp if "dp" not in inside else 1
         firsts = []
         for p in pp:
@@ -497,7 +502,7 @@ class Mesh:
         return tuple(
             self._group(what, Coordinates(d, p, c, part), positions)
             for d, p, c in product(range(replicas), pp, cp)
-            if d % each[p] == 0
+            if d % sharers[p] == 0
             for part in firsts[p]
         )
 

@@ -46,8 +46,8 @@ from csc.torch_private.traces import FakeTensorMode
 
 FORMAT = 3
 CLASSES = {
-    one.__name__: one
-    for one in (Checkpoint, Combination, Context, ContextMask, DividedAxis, Divisor, Input, ModuleInfo, Parameter,
+    record.__name__: record
+    for record in (Checkpoint, Combination, Context, ContextMask, DividedAxis, Divisor, Input, ModuleInfo, Parameter,
                 Record, Region, Template, Term)
 }  # fmt: skip
 META = (*g.KEPT_META, "names")
@@ -62,9 +62,9 @@ def to_tree(program: Program, captured: bool = False) -> tuple[Tree, dict[str, t
     """The Program, and its constants. Before any pass of planning: later fields must be empty."""
     writer = _Writer(captured=captured)
     fields = {
-        one.name: writer.tree(getattr(program, one.name))
-        for one in dataclasses.fields(Program)
-        if one.name not in LEFT_OUT
+        field.name: writer.tree(getattr(program, field.name))
+        for field in dataclasses.fields(Program)
+        if field.name not in LEFT_OUT
     }
     constants = dict(program.constants)
     strides = {name: list(tensor.stride()) for name, tensor in constants.items()}
@@ -81,7 +81,7 @@ def from_tree(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Program:
     if tree["format"] != FORMAT:
         raise ValueError(f"a Program of format {tree['format']}")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    reader = _TreeReader([graph_from_tree(one, mode) for one in tree["graphs"]])
+    reader = _TreeReader([graph_from_tree(graph, mode) for graph in tree["graphs"]])
     constants = {name: _laid(tensors[name], stride) for name, stride in tree["strides"].items()}
     fields: dict[str, Any] = {name: reader.value(value) for name, value in tree["fields"].items()}
     assumed = capture_guards.from_tree(tree["guards"]) if tree["guards"] is not None else None
@@ -126,7 +126,7 @@ class _Writer:
         if isinstance(value, torch.Size):
             return ["size", *value]
         if type(value).__name__ in CLASSES and dataclasses.is_dataclass(value):
-            fields = [one.name for one in dataclasses.fields(value)]
+            fields = [field.name for field in dataclasses.fields(value)]
             return ["@", type(value).__name__, *(self.tree(getattr(value, name)) for name in fields)]
         if isinstance(value, slice):
             return ["slice", *map(self.tree, (value.start, value.stop, value.step))]
@@ -137,7 +137,7 @@ class _Writer:
         if isinstance(value, list):  # fx makes lists of its own
             return ["[", *map(self.tree, value)]
         if isinstance(value, Mapping):
-            return ["{", *([self.tree(key), self.tree(one)] for key, one in value.items())]
+            return ["{", *([self.tree(key), self.tree(item)] for key, item in value.items())]
         raise Unstorable(f"a {type(value).__name__}")
 
 
@@ -160,7 +160,7 @@ class _TreeReader:
         if kind == "[":
             return list(map(self.value, rest))
         if kind == "{":
-            return {self.value(key): self.value(one) for key, one in rest}
+            return {self.value(key): self.value(item) for key, item in rest}
         if kind == "graph":
             return self._graphs[rest[0]]
         if kind == "tensor":
@@ -185,10 +185,10 @@ class _TreeReader:
 
 
 def _named(name: str) -> Any:
-    found = getattr(torch, name)
-    if not isinstance(found, NAMED):
+    value = getattr(torch, name)
+    if not isinstance(value, NAMED):
         raise ValueError(f"torch.{name} is no dtype")
-    return found
+    return value
 
 
 def bound(program: Program) -> str:
@@ -208,8 +208,8 @@ def graph_to_tree(graph: fx.Graph, captured: bool = False) -> Tree:
     for position, node in enumerate(graph.nodes):
         known = meta_of(node.meta)
         meta = {key: writer.tree(known[key]) for key in META if key in known}
-        args = [writer.tree(one) for one in node.args]
-        kwargs = {name: writer.tree(one) for name, one in node.kwargs.items()}
+        args = [writer.tree(argument) for argument in node.args]
+        kwargs = {name: writer.tree(argument) for name, argument in node.kwargs.items()}
         rows.append([node.op, node.name, _target(node), args, kwargs, meta])
         index[node] = position
     return rows
@@ -232,12 +232,12 @@ def graph_from_tree(tree: Tree, mode: FakeTensorMode) -> fx.Graph:
     reader = _TreeReader([], nodes, mode)
     for op, name, target, args, kwargs, meta in tree:
         function = _function(target) if op == "call_function" else target
-        arguments = tuple(reader.value(one) for one in args)
-        keywords = {key: reader.value(one) for key, one in kwargs.items()}
+        arguments = tuple(reader.value(argument) for argument in args)
+        keywords = {key: reader.value(argument) for key, argument in kwargs.items()}
         node = graph.create_node(op, function, arguments, keywords, name=name)
         if node.name != name:
             raise ValueError(f"a node called {name!r}")
-        node.meta.update({key: reader.value(one) for key, one in meta.items()})
+        node.meta.update({key: reader.value(item) for key, item in meta.items()})
         nodes.append(node)
     return graph
 

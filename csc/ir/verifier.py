@@ -99,7 +99,7 @@ def _graph_problems(graph: fx.Graph) -> Iterator[str]:
 def _name_problems(program: Program) -> Iterator[str]:
     parameters = {p.name for p in program.parameters}
     tables = set(program.shared.output_node().meta["names"]) if program.shared is not None else set()
-    made: set[str] = set()
+    produced: set[str] = set()
     for region in program.regions:
         template = program.templates.get(region.template)
         if template is None:
@@ -110,39 +110,39 @@ def _name_problems(program: Program) -> Iterator[str]:
         )
         yield from (f"invariant 7: {region.name} reads unknown table {t}" for t in region.shared if t not in tables)
         yield from (
-            f"invariant 1: {region.name} reads {v} before it is made" for v in region.activations if v not in made
+            f"invariant 1: {region.name} reads {v} before it is made" for v in region.activations if v not in produced
         )
-        yield from (f"invariant 1: {value} has two producers" for value in region.outputs if value in made)
-        made.update(region.outputs)
+        yield from (f"invariant 1: {value} has two producers" for value in region.outputs if value in produced)
+        produced.update(region.outputs)
         lengths = (len(region.activations), len(region.shared), len(region.parameters), len(region.outputs))
-        own = (
+        expected_lengths = (
             len(template.activations),
             len(template.shared),
             len(template.parameters),
             len(template.outputs),
         )
-        if lengths != own:
+        if lengths != expected_lengths:
             yield f"invariant 7: {region.name} does not fit its template {template.name}"
-    if program.regions and LOSS not in made:
+    if program.regions and LOSS not in produced:
         yield "invariant 7: no region makes the loss"
 
 
 def _shard_problems(program: Program) -> Iterator[str]:
     held = {p.name: _local(p) for p in program.parameters}
-    made: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for region in program.regions:
         template = program.templates.get(region.template)
         if template is None:
             continue
-        given = {"activation": list(region.activations), "parameter": list(region.parameters)}
-        known = {"activation": made, "parameter": held}
+        names_left = {"activation": list(region.activations), "parameter": list(region.parameters)}
+        known = {"activation": shapes, "parameter": held}
         for node in g.placeholders(template.graph):
             kind, shape = node.meta["role"][0], tuple(node.meta["val"].shape)
-            name = given[kind].pop(0) if given.get(kind) else ""
+            name = names_left[kind].pop(0) if names_left.get(kind) else ""
             if name in known.get(kind, {}) and known[kind][name] != shape:
                 yield f"invariant 6: {region.name} takes {name} as {list(shape)}, which is {list(known[kind][name])}"
         values = (node.meta["val"] for node in g.outputs(template.graph))
-        made.update((name, tuple(val.shape)) for name, val in zip(region.outputs, values))
+        shapes.update((name, tuple(val.shape)) for name, val in zip(region.outputs, values))
 
 
 def _local(parameter: Parameter) -> tuple[int, ...]:
@@ -158,8 +158,8 @@ def _gradient_problems(program: Program) -> Iterator[str]:
     needy = {LOSS}
     above: set[str] = set()
     for region in program.regions:
-        own = any(name in trainable for name in region.parameters)
-        if own or any(value in above for value in region.activations):
+        trains = any(name in trainable for name in region.parameters)
+        if trains or any(value in above for value in region.activations):
             above.update(region.outputs)
     for region in reversed(program.regions):
         variant, template = program.variants[region.variant], program.templates[region.template]
@@ -174,8 +174,8 @@ def _gradient_problems(program: Program) -> Iterator[str]:
                     + ("computed for nothing" if gradient is not None else "missing")
                 )
         reached = any(value in needy for i, value in enumerate(region.outputs) if i in template.differentiable)
-        for name, wanted, there in zip(region.parameters, region.dw, template.parameter_gradients):
-            if name in trainable and there and reached and not wanted:
+        for name, wanted, exists in zip(region.parameters, region.dw, template.parameter_gradients):
+            if name in trainable and exists and reached and not wanted:
                 yield f"invariant 4: {region.name}: trainable {name} gets no gradient"
         needy.update(value for value, needed in zip(region.activations, region.dx) if needed)
         parts = [part for part in (variant.backward_input, variant.backward_weight) if part is not None]

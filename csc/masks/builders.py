@@ -158,9 +158,9 @@ def ids_of_lengths(lengths: Sequence[Any] | torch.Tensor, tokens: int | None = N
     Raises:
         InputError: A row sums to something else; it is named.
     """
-    given = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
-    rows = [given] if not given or isinstance(given[0], int) else given
-    found = []
+    listed = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
+    rows = [listed] if not listed or isinstance(listed[0], int) else listed
+    rows_of_ids = []
     for b, row in enumerate(rows):
         sizes = torch.tensor([positive(int(n), f"row {b}: length {i}") for i, n in enumerate(row)])
         if tokens is None:
@@ -171,10 +171,10 @@ def ids_of_lengths(lengths: Sequence[Any] | torch.Tensor, tokens: int | None = N
                 f"lengths, row {b}",
                 "Name padding at the end as a document of its own, or use document ids with -1 for padding",
             )
-        found.append(torch.repeat_interleave(torch.arange(len(sizes)), sizes))
+        rows_of_ids.append(torch.repeat_interleave(torch.arange(len(sizes)), sizes))
     if not tokens:
         raise InputError("there is no document", "lengths")
-    return torch.stack(found)
+    return torch.stack(rows_of_ids)
 
 
 def ids_of_positions(position_ids: Numbers) -> torch.Tensor:
@@ -256,10 +256,10 @@ def padding(attention_mask: Numbers, causal: bool = False) -> Mask:
     Raises:
         InputError: A value is neither 0 nor 1.
     """
-    there = row_major(attention_mask, "attention_mask")
-    slot = torch.arange(there.shape[1], device=there.device)[None]
-    hi = slot + 1 if causal else torch.full_like(slot, there.shape[1])
-    return padded(ranged(torch.zeros_like(slot), hi, there.shape[1]), there)
+    present = row_major(attention_mask, "attention_mask")
+    slot = torch.arange(present.shape[1], device=present.device)[None]
+    hi = slot + 1 if causal else torch.full_like(slot, present.shape[1])
+    return padded(ranged(torch.zeros_like(slot), hi, present.shape[1]), present)
 
 
 def padded(mask: Mask, attention_mask: Numbers) -> Mask:
@@ -280,15 +280,15 @@ def padded(mask: Mask, attention_mask: Numbers) -> Mask:
         "A mask of document numbers goes to csc.masks.within",
     )
     _fits(mask, table, "attention_mask")
-    there = table != 0
-    if not bool((begins(table) & there).sum(1).gt(1).any()):  # the tokens of every row lie together
+    present = table != 0
+    if not bool((begins(table) & present).sum(1).gt(1).any()):  # the tokens of every row lie together
         lo, hi = bounds_of(begins(table))
-        first = torch.where(there, lo, 0).amax(1, keepdim=True)
-        behind = torch.where(there, hi, 0).amax(1, keepdim=True)
-        return _narrowed(mask, first.expand_as(lo), torch.where(there, behind, first))
+        first = torch.where(present, lo, 0).amax(1, keepdim=True)
+        behind = torch.where(present, hi, 0).amax(1, keepdim=True)
+        return _narrowed(mask, first.expand_as(lo), torch.where(present, behind, first))
     batch = max(mask.batch, table.shape[0])
     narrowed = _narrowed(mask, torch.zeros_like(table), table * mask.keys)
-    kinds = torch.where(there, mask.all_kinds(), 0).expand(batch, -1)
+    kinds = torch.where(present, mask.all_kinds(), 0).expand(batch, -1)
     return Mask(narrowed.ranges, narrowed.all_admits(), kinds, mask.keys)
 
 
@@ -350,26 +350,26 @@ def cross_documents(query_ids: Numbers, key_ids: Numbers) -> Mask:
     Raises:
         InputError: The keys of a number lie apart.
     """
-    asked, table = torch.as_tensor(query_ids), checked_ids(key_ids, "key_ids")
-    if asked.dtype not in INTEGERS or asked.dim() not in (1, 2) or 0 in asked.shape:
-        raise InputError(f"{asked.dtype} {list(asked.shape)} is not integers [B, Tq]", "query_ids")
-    asked = asked.long().view(-1, asked.shape[-1])
-    same_shape("query_ids", asked[:, :1], "key_ids", table[:, :1])
-    batch = max(len(asked), len(table))
-    asked, table = asked.expand(batch, -1), table.expand(batch, -1)
+    queries, table = torch.as_tensor(query_ids), checked_ids(key_ids, "key_ids")
+    if queries.dtype not in INTEGERS or queries.dim() not in (1, 2) or 0 in queries.shape:
+        raise InputError(f"{queries.dtype} {list(queries.shape)} is not integers [B, Tq]", "query_ids")
+    queries = queries.long().view(-1, queries.shape[-1])
+    same_shape("query_ids", queries[:, :1], "key_ids", table[:, :1])
+    batch = max(len(queries), len(table))
+    queries, table = queries.expand(batch, -1), table.expand(batch, -1)
     # Rows side by side: a number of row b becomes b * span + number, so one sorted table of runs serves all.
-    low = min(int(asked.min()), int(table.min()))
-    span = max(int(asked.max()), int(table.max())) - low + 1
+    low = min(int(queries.min()), int(table.min()))
+    span = max(int(queries.max()), int(table.max())) - low + 1
     offset = torch.arange(batch, device=table.device)[:, None] * span - low
     first, behind = bounds(table)
     start = begins(table) & (table >= 0)
     numbers, order = (table + offset)[start].sort()
     lo, hi = first[start][order], behind[start][order]
     if not len(numbers):
-        return ranged(torch.zeros_like(asked), torch.zeros_like(asked), table.shape[1])
-    place = torch.searchsorted(numbers, asked + offset).clamp(max=len(numbers) - 1)
-    found = (numbers[place] == asked + offset) & (asked >= 0)
-    return ranged(torch.where(found, lo[place], 0), torch.where(found, hi[place], 0), table.shape[1])
+        return ranged(torch.zeros_like(queries), torch.zeros_like(queries), table.shape[1])
+    place = torch.searchsorted(numbers, queries + offset).clamp(max=len(numbers) - 1)
+    inside = (numbers[place] == queries + offset) & (queries >= 0)
+    return ranged(torch.where(inside, lo[place], 0), torch.where(inside, hi[place], 0), table.shape[1])
 
 
 # --- Text with images, audio and other media in it: who sees whom, said once per type of token -----------------------
@@ -447,7 +447,7 @@ def spans(
     lo, hi = bounds(ids)
     slot = torch.arange(table.shape[1], device=table.device)
     # By type: (admitted before, admitted of its own, how far the own rule reaches); one table lookup a tensor.
-    before, own, reach = (torch.tensor(column, device=table.device)[table + 1] for column in zip(*rules))
+    before, own_kinds, reach = (torch.tensor(column, device=table.device)[table + 1] for column in zip(*rules))
     span_lo = torch.where(media, span_lo, slot)  # a text token is a span of its own
     span_hi = torch.where(media, span_hi, slot + 1)
     earlier = torch.stack([lo, torch.where(padding, lo, span_lo)], -1)
@@ -455,7 +455,7 @@ def spans(
     own_hi = torch.where(reach == _MODALITY, hi, torch.where(reach == _CAUSAL, slot + 1, span_hi))
     ranges = torch.stack([earlier, torch.stack([own_lo, torch.where(padding, own_lo, own_hi)], -1)], 1)
     kinds = (torch.ones_like(table) << table.clamp(min=0)).masked_fill(padding, 0)
-    return compact(ranges, torch.stack([before, own], 1), kinds, table.shape[1])
+    return compact(ranges, torch.stack([before, own_kinds], 1), kinds, table.shape[1])
 
 
 _SPAN, _CAUSAL, _MODALITY = 0, 1, 2
@@ -471,7 +471,7 @@ def _rules(sees: Mapping[int, Sees], present: Sequence[int]) -> list[tuple[int, 
         if value.own not in ("span", "modality", "causal"):
             raise InputError(f"type {key} sees {value.own!r} of its own, not span, modality or causal", "sees")
     shown = sum(1 << t for t in present if not sees.get(t, WORDS).hidden)
-    found = [(0, 0, _SPAN)]
+    rules_found = [(0, 0, _SPAN)]
     for t in range(max(present, default=0) + 1):
         rule = sees.get(t, WORDS if t == TEXT else Sees())
         if t == TEXT and rule.own != "causal":
@@ -489,12 +489,12 @@ def _rules(sees: Mapping[int, Sees], present: Sequence[int]) -> list[tuple[int, 
         else:
             raise InputError(f"type {t} sees {rule.earlier!r} before it", "sees", "nothing, text, everything or types")
         if rule.own == "modality":
-            found.append((earlier, 1 << t, _MODALITY))
+            rules_found.append((earlier, 1 << t, _MODALITY))
             continue
         # All that the own range holds is of this type: what else is admitted there is free to equal the first rule.
-        own = earlier if earlier >> t & 1 else EVERYTHING if not earlier else 1 << t
-        found.append((earlier, own, _CAUSAL if rule.own == "causal" else _SPAN))
-    return found
+        own_kinds = earlier if earlier >> t & 1 else EVERYTHING if not earlier else 1 << t
+        rules_found.append((earlier, own_kinds, _CAUSAL if rule.own == "causal" else _SPAN))
+    return rules_found
 
 
 def _whole(table: torch.Tensor, numbers: torch.Tensor, ids: torch.Tensor, start: torch.Tensor) -> None:

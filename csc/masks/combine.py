@@ -41,15 +41,15 @@ def bounds_of(start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def returns(values: torch.Tensor) -> torch.Tensor:
     """bool [B, T]: True at the beginning of every run whose number already had a run in this row."""
-    found = torch.zeros_like(values, dtype=torch.bool)
+    returning = torch.zeros_like(values, dtype=torch.bool)
     row, position = begins(values).nonzero(as_tuple=True)  # as many as there are runs
     pairs = torch.stack([row, values[row, position]], 1)
     _, which = pairs.unique(dim=0, return_inverse=True)
     first = torch.full((int(which.max()) + 1,), len(which), device=values.device)
     first.scatter_reduce_(0, which, torch.arange(len(which), device=values.device), "amin")
     again = first[which] != torch.arange(len(which), device=values.device)
-    found[row[again], position[again]] = True
-    return found
+    returning[row[again], position[again]] = True
+    return returning
 
 
 def few(values: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def intersection(*masks: Mask) -> Mask:
     """
     kinds, admits = _joined(masks)
     batch = max(mask.batch for mask in masks)
-    found, ranges = masks[0], masks[0].ranges.expand(batch, -1, -1, -1)
+    combined, ranges = masks[0], masks[0].ranges.expand(batch, -1, -1, -1)
     let = None if admits is None else admits[0]
     for i, mask in enumerate(masks[1:], 1):
         other = mask.ranges.expand(batch, -1, -1, -1)
@@ -105,9 +105,9 @@ def intersection(*masks: Mask) -> Mask:
         hi = torch.minimum(ranges[:, :, None, :, 1], other[:, None, :, :, 1]).flatten(1, 2)
         if let is not None and admits is not None:
             let = (let[:, :, None] & admits[i][:, None]).flatten(1, 2)
-        found = compact(torch.stack([lo, hi], -1), let, kinds, mask.keys, keep_kinds=True)
-        ranges, let = found.ranges, found.admits
-    return compact(found.ranges, found.admits, found.kinds, found.keys)
+        combined = compact(torch.stack([lo, hi], -1), let, kinds, mask.keys, keep_kinds=True)
+        ranges, let = combined.ranges, combined.admits
+    return compact(combined.ranges, combined.admits, combined.kinds, combined.keys)
 
 
 def _joined(masks: tuple[Mask, ...]) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
@@ -225,18 +225,18 @@ def _packed(
     lo: torch.Tensor, hi: torch.Tensor, admits: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Rules that are not empty first, and as many rules as the query with the most has (one at least)."""
-    there = [low < high for low, high in zip(lo.unbind(1), hi.unbind(1))]
-    before = [torch.zeros_like(there[0], dtype=torch.int8)]  # rules in front that are not empty
-    for one in there:
-        before.append(before[-1] + one)
+    nonempty = [low < high for low, high in zip(lo.unbind(1), hi.unbind(1))]
+    before = [torch.zeros_like(nonempty[0], dtype=torch.int8)]  # rules in front that are not empty
+    for flag in nonempty:
+        before.append(before[-1] + flag)
     rules = max(int(before[-1].max()), 1)
-    if rules == len(there):
+    if rules == len(nonempty):
         return lo, hi, admits
     columns = [lo, hi] if admits is None else [lo, hi, admits]
     packed = [torch.zeros_like(column[:, :rules]) for column in columns]
-    for i, one in enumerate(there):
+    for i, flag in enumerate(nonempty):
         for j in range(min(i + 1, rules)):
-            here = one & (before[i] == j)
+            here = flag & (before[i] == j)
             for column, target in zip(columns, packed):
                 target[:, j] = torch.where(here, column[:, i], target[:, j])
     return packed[0], packed[1], None if admits is None else packed[2]
@@ -244,15 +244,15 @@ def _packed(
 
 def _idle(lo: torch.Tensor, hi: torch.Tensor, admits: torch.Tensor, kinds: torch.Tensor) -> bool:
     """True if every rule admits all keys of its range. Masks with many sets of kinds are not looked through."""
-    there = (lo < hi).flatten(1)
+    nonempty = (lo < hi).flatten(1)
     let = admits.flatten(1)
-    used = few(let.masked_fill(~there, EVERYTHING))
+    used = few(let.masked_fill(~nonempty, EVERYTHING))
     if len(used) > LOOKED_THROUGH:
         return False
     low, high = lo.flatten(1).long(), hi.flatten(1).long()
     for value in used:
         unseen = torch.nn.functional.pad(((kinds & value) == 0).cumsum(1), (1, 0)).expand(len(low), -1)
-        if bool(((unseen.gather(1, low) != unseen.gather(1, high)) & there & (let == value)).any()):
+        if bool(((unseen.gather(1, low) != unseen.gather(1, high)) & nonempty & (let == value)).any()):
             return False
     return True
 
@@ -314,19 +314,19 @@ def needed_keys(mask: Mask, owner: torch.Tensor, ranks: int) -> torch.Tensor:
     device, keys = mask.ranges.device, mask.keys
     owner = _owners(owner, (mask.batch, mask.queries), ranks).to(device)
     lo, hi = mask.ranges[..., 0].clamp(0, keys).long(), mask.ranges[..., 1].clamp(0, keys).long()
-    there = (lo < hi) & (owner >= 0)[:, None]
-    found = torch.zeros(mask.batch, ranks, keys, dtype=torch.bool, device=device)
+    nonempty = (lo < hi) & (owner >= 0)[:, None]
+    needed = torch.zeros(mask.batch, ranks, keys, dtype=torch.bool, device=device)
     values = [None] if mask.admits is None else few(mask.admits.flatten(0, -2)).tolist()
     line = owner.clamp(min=0)[:, None] * (keys + 1)
     for value in values:
-        applies = there if value is None or mask.admits is None else there & (mask.admits == value)
+        applies = nonempty if value is None or mask.admits is None else nonempty & (mask.admits == value)
         step = applies.to(torch.int32).flatten(1)
         open_ranges = torch.zeros(mask.batch, ranks * (keys + 1), dtype=torch.int32, device=device)
         open_ranges.scatter_add_(1, (line + lo).flatten(1), step)
         open_ranges.scatter_add_(1, (line + hi).flatten(1), -step)
         covered = open_ranges.view(mask.batch, ranks, keys + 1)[..., :-1].cumsum(-1) > 0
-        found |= covered if value is None or mask.kinds is None else covered & ((mask.kinds & value) != 0)[:, None]
-    return found
+        needed |= covered if value is None or mask.kinds is None else covered & ((mask.kinds & value) != 0)[:, None]
+    return needed
 
 
 def needed_blocks(pairs: torch.Tensor, owner: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -92,24 +92,24 @@ def example(name: str, tokens: int, seed: int = 0) -> Example:
 def _interleaved(tokens: int, dice: _Dice, median: float = 300.0, start: int = 0) -> Placed:
     """Text, image, text, image, text, audio, and so on, from `start` on."""
     placed: Placed = []
-    at = turn = 0
-    while at < tokens:
+    place = turn = 0
+    while place < tokens:
         kind = (IMAGE, IMAGE, AUDIO)[turn % 3]
-        at += dice.text(median)
-        end = min(at + dice.one_of(AUDIO_LENGTHS if kind == AUDIO else IMAGE_LENGTHS), tokens)
-        if at < end:
-            placed.append((start + at, start + end, kind))
-        at, turn = end, turn + 1
+        place += dice.text(median)
+        end = min(place + dice.one_of(AUDIO_LENGTHS if kind == AUDIO else IMAGE_LENGTHS), tokens)
+        if place < end:
+            placed.append((start + place, start + end, kind))
+        place, turn = end, turn + 1
     return placed
 
 
 def _cut(lengths: Iterator[int], tokens: int) -> list[int]:
-    found: list[int] = []
+    lengths_cut: list[int] = []
     left = tokens
     while left:
-        found.append(min(max(1, next(lengths)), left))
-        left -= found[-1]
-    return found
+        lengths_cut.append(min(max(1, next(lengths)), left))
+        left -= lengths_cut[-1]
+    return lengths_cut
 
 
 def _of_spans(tokens: int, placed: Placed, sees: dict[int, Sees], lengths: list[int] | None = None) -> Example:
@@ -162,17 +162,17 @@ def _packed(tokens: int, dice: _Dice) -> Example:
     """Documents of lognormal length with images and clips that see themselves."""
     lengths = _cut((int(min(2500 * math.exp(dice.normal()), tokens / 4)) for _ in iter(int, 1)), tokens)
     placed: Placed = []
-    at = 0
+    place = 0
     for length in lengths:
-        placed += _interleaved(length, dice, 200.0, at)
-        at += length
+        placed += _interleaved(length, dice, 200.0, place)
+        place += length
     return _of_spans(tokens, placed, _all(Sees("span")), lengths)
 
 
 def _audio_visual(tokens: int, dice: _Dice) -> Example:
     """Text to 0.05 T, groups of video and sound that see themselves and the past to 0.90 T, text."""
     start, end = int(0.05 * tokens), int(0.90 * tokens)
-    placed = [(at, min(at + GROUP, end), IMAGE) for at in range(start, end, GROUP)]
+    placed = [(start_of_group, min(start_of_group + GROUP, end), IMAGE) for start_of_group in range(start, end, GROUP)]
     return _of_spans(tokens, placed, _all(Sees("span", "everything")))
 
 
@@ -198,14 +198,14 @@ def _giant(tokens: int, dice: _Dice) -> Example:
 def _generation(tokens: int, dice: _Dice) -> Example:
     """Images see themselves and the past; those that are being generated (noised) are not seen later."""
     placed: Placed = []
-    at = 0
-    while at < tokens:
-        at += dice.text()
-        end = min(at + dice.one_of(IMAGE_LENGTHS), tokens)
+    place = 0
+    while place < tokens:
+        place += dice.text()
+        end = min(place + dice.one_of(IMAGE_LENGTHS), tokens)
         kind = NOISED if dice.share() < GENERATED else IMAGE
-        if at < end:
-            placed.append((at, end, kind))
-        at = end
+        if place < end:
+            placed.append((place, end, kind))
+        place = end
     return _of_spans(tokens, placed, {IMAGE: Sees("span", "everything"), NOISED: Sees("span", "everything", True)})
 
 
@@ -268,17 +268,17 @@ def parse(spec: str) -> Example:
         values[key] = value
     tokens = sum(lengths)
     if name in NAMES:
-        found = example(name, tokens, _number(values.get("seed", "0"), spec, least=0))
+        mask_found = example(name, tokens, _number(values.get("seed", "0"), spec, least=0))
     elif name == "spans":
-        found = _spans_of_spec(tokens, values, spec)
+        mask_found = _spans_of_spec(tokens, values, spec)
     else:
-        found = _plain(_sized(name, tokens, values, spec))
+        mask_found = _plain(_sized(name, tokens, values, spec))
     if len(lengths) == 1:
-        return found
-    if name in NAMES and bool((found.documents > 0).any()):
+        return mask_found
+    if name in NAMES and bool((mask_found.documents > 0).any()):
         raise InputError(f"{name} makes documents of its own", spec, "Give it a number of tokens")
     ids = ids_of_lengths(lengths)
-    return Example(within(found.mask, ids), found.types, found.span_ids, ids)
+    return Example(within(mask_found.mask, ids), mask_found.types, mask_found.span_ids, ids)
 
 
 def _sized(name: str, tokens: int, values: dict[str, str], spec: str) -> Mask:
@@ -300,8 +300,8 @@ def _spans_of_spec(tokens: int, values: dict[str, str], spec: str) -> Example:
             if not dots:
                 raise InputError(f"{part!r} is no span", spec, "Write START..END, the end is not part of it")
             placed.append((_number(start, spec, least=0), _number(end, spec), TYPES[key]))
-    own, earlier = values.get("own", "span"), values.get("earlier", "nothing")
-    sees = {kind: Sees(own, earlier, hidden=name == "noised") for name, kind in TYPES.items()}  # type: ignore[arg-type]
+    own_rule, earlier = values.get("own", "span"), values.get("earlier", "nothing")
+    sees = {kind: Sees(own_rule, earlier, hidden=name == "noised") for name, kind in TYPES.items()}  # type: ignore[arg-type]
     types, numbers = tokens_of(tokens, placed)
     return Example(spans(types, numbers, sees), types, numbers, torch.zeros_like(types))
 

@@ -141,9 +141,12 @@ class _Kinds:
         if not asked:
             self._all = True
             return torch.full((1, queries), EVERYTHING)
-        tests = [(one.atom, one.holds) for one in asked if isinstance(one.atom, Compare)]
-        plain = [one for one in asked if isinstance(one.atom, KeyTest)]
-        name = (frozenset((id(one.atom), one.holds) for one in plain), tuple(id(atom.keys) for atom, _ in tests))
+        tests = [(literal.atom, literal.holds) for literal in asked if isinstance(literal.atom, Compare)]
+        plain = [literal for literal in asked if isinstance(literal.atom, KeyTest)]
+        name = (
+            frozenset((id(literal.atom), literal.holds) for literal in plain),
+            tuple(id(atom.keys) for atom, _ in tests),
+        )
         if name not in self._known:
             self._known[name] = self._allot(plain, [atom.keys for atom, _ in tests])
         values, first = self._known[name]
@@ -159,9 +162,9 @@ class _Kinds:
 
     def _allot(self, plain: list[_KeyQuestion], numbers: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         fits = torch.ones(1, self._keys, dtype=torch.bool)
-        for one in plain:
-            assert isinstance(one.atom, KeyTest)
-            fits = fits & (one.atom.table == one.holds)
+        for literal in plain:
+            assert isinstance(literal.atom, KeyTest)
+            fits = fits & (literal.atom.table == literal.holds)
         batch = max([len(fits), *map(len, numbers)])
         fits = fits.expand(batch, -1)
         columns = [number.expand(batch, -1) for number in numbers]
@@ -212,20 +215,20 @@ def _together(one: _Clause, two: _Clause) -> _Clause:
 
 def _distinct(clauses: list[_Clause]) -> list[_Clause]:
     """Without clauses that another one covers, and without those that contradict themselves."""
-    found: list[_Clause] = []
+    distinct: list[_Clause] = []
     for clause in sorted(clauses, key=len):
-        asked = {(one.atom, one.holds) for one in clause if isinstance(one, _KeyQuestion)}
-        if any((atom, not holds) in asked for atom, holds in asked):
+        literals = {(literal.atom, literal.holds) for literal in clause if isinstance(literal, _KeyQuestion)}
+        if any((atom, not holds) in literals for atom, holds in literals):
             continue
-        if not any(all(literal in clause for literal in other) for other in found):
-            found.append(clause)
-    if len(found) > MOST_CLAUSES:
+        if not any(all(literal in clause for literal in other) for other in distinct):
+            distinct.append(clause)
+    if len(distinct) > MOST_CLAUSES:
         raise InputError(
             f"it is a union of more than {MOST_CLAUSES} conditions once it is multiplied out",
             "the mask",
             "Say it as a union of simpler masks",
         )
-    return found
+    return distinct
 
 
 def _literals(atom: Queries | KeyTest | Compare, holds: bool, keys: int) -> Iterator[_Clause]:
@@ -233,16 +236,16 @@ def _literals(atom: Queries | KeyTest | Compare, holds: bool, keys: int) -> Iter
     if isinstance(atom, Queries):
         yield (Queries(atom.table == holds),)
         return
-    found = _range_of_keys(atom) if isinstance(atom, KeyTest) else _range_of_compare(atom, keys)
-    if found is None:
+    span = _range_of_keys(atom) if isinstance(atom, KeyTest) else _range_of_compare(atom, keys)
+    if span is None:
         yield (_KeyQuestion(atom, holds),)
     elif holds:
-        yield (found,)
+        yield (span,)
     else:
-        if bool((found.lo > 0).any()):
-            yield (_Range(torch.zeros_like(found.lo), found.lo),)
-        if bool((found.hi < keys).any()):
-            yield (_Range(found.hi, torch.full_like(found.hi, keys)),)
+        if bool((span.lo > 0).any()):
+            yield (_Range(torch.zeros_like(span.lo), span.lo),)
+        if bool((span.hi < keys).any()):
+            yield (_Range(span.hi, torch.full_like(span.hi, keys)),)
 
 
 def _range_of_keys(atom: KeyTest) -> _Range | None:
@@ -258,34 +261,34 @@ def _range_of_compare(atom: Compare, keys: int, allowed: torch.Tensor | None = N
     """The keys that compare so with a query, if they are one range for every query (of `allowed` bool [B, Tq])."""
     batch = max(len(atom.keys), len(atom.queries))
     numbers = atom.keys.expand(batch, -1).contiguous()
-    asked = atom.queries.expand(batch, -1).contiguous()
+    numbers_asked = atom.queries.expand(batch, -1).contiguous()
     rising = bool((numbers[:, 1:] >= numbers[:, :-1]).all())
     falling = bool((numbers[:, 1:] <= numbers[:, :-1]).all())
     if falling and not rising:
-        found = _range_of_compare(Compare(atom.op, numbers.flip(1), asked), keys, allowed)
-        assert found is not None
-        return _Range(keys - found.hi, keys - found.lo)
+        mirrored = _range_of_compare(Compare(atom.op, numbers.flip(1), numbers_asked), keys, allowed)
+        assert mirrored is not None
+        return _Range(keys - mirrored.hi, keys - mirrored.lo)
     if rising:
-        behind = torch.searchsorted(numbers, asked, right=True)
+        behind = torch.searchsorted(numbers, numbers_asked, right=True)
         if atom.op == "<=":
             return _Range(torch.zeros_like(behind), behind)
-        return _Range(torch.searchsorted(numbers, asked), behind)
+        return _Range(torch.searchsorted(numbers, numbers_asked), behind)
     if atom.op == "<=":
         return None
     # Equal numbers lie together, in no order: look the run up among the runs sorted by number.
     order = numbers.sort(dim=1, stable=True)
-    place = torch.searchsorted(order.values, asked).clamp(max=keys - 1)
+    place = torch.searchsorted(order.values, numbers_asked).clamp(max=keys - 1)
     slot = order.indices.gather(1, place)
-    there = numbers.gather(1, slot) == asked
+    present = numbers.gather(1, slot) == numbers_asked
     # A number with several runs does no harm if no query that counts asks for it (the -1 of text between images).
     row, again = returns(numbers).nonzero(as_tuple=True)
     torn = torch.zeros_like(numbers, dtype=torch.bool)
     torn[row, again] = True
     torn = _anywhere(order.indices, order.values, torn)
-    if bool((there & torn.gather(1, slot) & (allowed if allowed is not None else there)).any()):
+    if bool((present & torn.gather(1, slot) & (allowed if allowed is not None else present)).any()):
         return None
     lo, hi = bounds(numbers)
-    return _Range(torch.where(there, lo.gather(1, slot), 0), torch.where(there, hi.gather(1, slot), 0))
+    return _Range(torch.where(present, lo.gather(1, slot), 0), torch.where(present, hi.gather(1, slot), 0))
 
 
 def _anywhere(slots: torch.Tensor, numbers: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
@@ -301,13 +304,13 @@ def _with_ranges(clause: _Clause, keys: int) -> _Clause:
     if not tables:
         return clause
     allowed = reduce(torch.logical_and, tables)
-    found: list[_Literal] = []
-    for one in clause:
+    literals: list[_Literal] = []
+    for literal in clause:
         better = None
-        if isinstance(one, _KeyQuestion) and one.holds and isinstance(one.atom, Compare):
-            better = _range_of_compare(one.atom, keys, allowed)
-        found.append(better or one)
-    return tuple(found)
+        if isinstance(literal, _KeyQuestion) and literal.holds and isinstance(literal.atom, Compare):
+            better = _range_of_compare(literal.atom, keys, allowed)
+        literals.append(better or literal)
+    return tuple(literals)
 
 
 # --- A `mask_mod` function traced to a formula: called once, with numbers that record what is done to them -----------
@@ -402,8 +405,8 @@ class _Tracing(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = [*args, *(kwargs or {}).values()]
-        inner = [item for one in flat for item in (one if isinstance(one, tuple | list) else [one])]
-        if any(isinstance(one, TracedScalar) for one in inner):
+        inner = [item for argument in flat for item in (argument if isinstance(argument, tuple | list) else [argument])]
+        if any(isinstance(item, TracedScalar) for item in inner):
             return _apply(function.__name__, args, kwargs or {})
         return function(*args, **(kwargs or {}))
 
@@ -435,8 +438,8 @@ def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = NAMES.get(name, name)
     if name in NEW:
         plain = torch.zeros((), dtype=_dtype(args[0].value))
-        found = getattr(plain, name, None)
-        return found(*args[1:], **kwargs) if found else getattr(torch, name)(plain, *args[1:], **kwargs)
+        method = getattr(plain, name, None)
+        return method(*args[1:], **kwargs) if method else getattr(torch, name)(plain, *args[1:], **kwargs)
     if name in ("clone", "detach", "contiguous", "pos"):
         return args[0]
     if name in devices.TYPES or (name == "to" and not _casts(args, kwargs)):
@@ -445,12 +448,12 @@ def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, args = "to", (args[0], CASTS[name])
     if name == "getitem":
         return TracedScalar(_indexed(args[0], args[1]))
-    values = [_lifted(one, name) if not isinstance(one, torch.dtype) else one for one in args]
-    sides = [one for one in values if isinstance(one, Side)]
-    if any("h" in one.depends for one in sides):
+    values = [_lifted(argument, name) if not isinstance(argument, torch.dtype) else argument for argument in args]
+    sides = [side for side in values if isinstance(side, Side)]
+    if any("h" in side.depends for side in sides):
         raise InputError(f"{name} uses the head", "mask_mod", ONE_HEAD)
-    depends = frozenset().union(*(one.depends for one in sides))
-    if all(isinstance(one, Side | torch.dtype) for one in values) and not depends >= {"q", "k"}:
+    depends = frozenset().union(*(side.depends for side in sides))
+    if all(isinstance(side, Side | torch.dtype) for side in values) and not depends >= {"q", "k"}:
         if name not in ONE_SIDE:
             raise _no_rules(name, "is no operation on single indices that is known here")
         return TracedScalar(_one_sided(name, values, depends, kwargs))
@@ -461,14 +464,14 @@ def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _casts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `to` changes the type; otherwise it names a device only."""
-    return "dtype" in kwargs or any(isinstance(one, torch.dtype) for one in args)
+    return "dtype" in kwargs or any(isinstance(argument, torch.dtype) for argument in args)
 
 
 def _one_sided(name: str, values: list[Any], depends: frozenset[str], kwargs: dict[str, Any]) -> Side:
     """The operation itself, on tables."""
-    if any(isinstance(one, Side) and one.table.dim() > 3 for one in values):
+    if any(isinstance(value, Side) and value.table.dim() > 3 for value in values):
         raise _no_rules(name, "is used on a table that is not indexed to a number")
-    plain = [one.table if isinstance(one, Side) else one for one in values]
+    plain = [value.table if isinstance(value, Side) else value for value in values]
     if name == "invert":
         return Side(torch.bitwise_not(plain[0]), depends)
     if name == "to":
@@ -481,13 +484,13 @@ def _one_sided(name: str, values: list[Any], depends: frozenset[str], kwargs: di
 
 def _both_sides(name: str, values: list[Any]) -> Sum | Formula:
     if name in ("bitwise_and", "bitwise_or", "bitwise_xor", "invert", "where"):
-        if name != "where" and not any(isinstance(one, Side | Sum) and not _is_bool(one) for one in values):
-            truths = [_truth(one, name) for one in values]
+        if name != "where" and not any(isinstance(value, Side | Sum) and not _is_bool(value) for value in values):
+            truths = [_truth(value, name) for value in values]
             return _logic(name, truths)
         if name == "where":
             condition = _truth(values[0], name)
-            if all(_is_bool(one) for one in values[1:]):
-                yes, no = (_truth(one, name) for one in values[1:])
+            if all(_is_bool(value) for value in values[1:]):
+                yes, no = (_truth(value, name) for value in values[1:])
                 return Or(And(condition, yes), And(Not(condition), no))
         raise _no_rules(name, "is used on numbers of the query and of the key together")
     if name == "to":
@@ -496,7 +499,7 @@ def _both_sides(name: str, values: list[Any]) -> Sum | Formula:
         raise _no_rules(f"to({values[1]})", "is used on a condition of query and key together")
     if name in ("lt", "le", "gt", "ge", "eq", "ne"):
         return _compared(name, values[0], values[1])
-    if any(not isinstance(one, Side | Sum) or (isinstance(one, Sum) and one.absolute) for one in values):
+    if any(not isinstance(value, Side | Sum) or (isinstance(value, Sum) and value.absolute) for value in values):
         raise _no_rules(name, "is used on a condition or on the size of a difference")
     if name == "add":
         return _added(values[0], values[1], 1)
@@ -589,16 +592,16 @@ def _column(side: Side) -> torch.Tensor:
 
 def _indexed(base: Any, index: Any) -> Side:
     """table[i, ..] with indices that depend on the query or on the key."""
-    items = [_lifted(one, "an index") for one in (index if isinstance(index, tuple) else (index,))]
+    items = [_lifted(item, "an index") for item in (index if isinstance(index, tuple) else (index,))]
     if isinstance(base, torch.Tensor):
         side = Side(base[None, None, None], frozenset())
     else:
         side = base.value
         if not isinstance(side, Side):
             raise _no_rules("getitem", "indexes a number of query and key together")
-    if any(not isinstance(one, Side) or _is_bool(one) or one.table.dim() > 3 for one in items):
+    if any(not isinstance(item, Side) or _is_bool(item) or item.table.dim() > 3 for item in items):
         raise _no_rules("getitem", "has an index that is no number of the query or of the key alone")
-    depends = frozenset(side.depends).union(*(one.depends for one in items))
+    depends = frozenset(side.depends).union(*(item.depends for item in items))
     if "h" in depends:
         raise InputError("a table is indexed by the head", "mask_mod", ONE_HEAD)
     if depends >= {"q", "k"}:
@@ -606,7 +609,7 @@ def _indexed(base: Any, index: Any) -> Side:
     lead = [
         torch.arange(size).view([-1 if i == j else 1 for j in range(3)]) for i, size in enumerate(side.table.shape[:3])
     ]
-    places = [one.table.view(1, 1, 1) if one.table.dim() == 0 else one.table for one in items]
+    places = [item.table.view(1, 1, 1) if item.table.dim() == 0 else item.table for item in items]
     try:
         return Side(side.table[(*lead, *places)], depends)
     except IndexError as error:
@@ -653,8 +656,8 @@ def _dtype(value: Any) -> torch.dtype:
     return torch.int64 if isinstance(value, Sum) else torch.bool
 
 
-def _no_rules(name: str, what: str) -> InputError:
-    return InputError(f"{name} {what}, which no ranges and kinds of keys can say", "mask_mod", REMEDY)
+def _no_rules(name: str, fault: str) -> InputError:
+    return InputError(f"{name} {fault}, which no ranges and kinds of keys can say", "mask_mod", REMEDY)
 
 
 # --- FlexAttention's `mask_mod(b, h, q_idx, kv_idx)` as a mask -------------------------------------------------------
@@ -692,8 +695,8 @@ class _Lookup(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__getitem__:
             items = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(one, torch.Tensor) for one in items):
-                plain = [one if isinstance(one, torch.Tensor) else torch.tensor(one) for one in items]
+            if any(isinstance(item, torch.Tensor) for item in items):
+                plain = [item if isinstance(item, torch.Tensor) else torch.tensor(item) for item in items]
                 return torch.ops.aten.index.Tensor(args[0], plain)
         return function(*args, **(kwargs or {}))
 
@@ -702,18 +705,18 @@ def _check(mask: Mask, mask_mod: MaskMod, batch: int) -> None:
     """InputError if mask and function differ on a sample: pairs anywhere, and pairs where ranges begin and end."""
     b, q, k = _sample(mask, batch)
     with _Lookup():
-        said = torch.vmap(mask_mod)(b, torch.zeros_like(b), q, k)
-    said = said.bool().expand(len(b))
+        answers = torch.vmap(mask_mod)(b, torch.zeros_like(b), q, k)
+    answers = answers.bool().expand(len(b))
     row = b if mask.batch > 1 else torch.zeros_like(b)
     ranges = mask.ranges[row, :, q]
     seen = (ranges[..., 0] <= k[:, None]) & (k[:, None] < ranges[..., 1])
     if mask.admits is not None and mask.kinds is not None:
         seen &= (mask.admits[row, :, q] & mask.kinds[row, k][:, None]) != 0
-    wrong = (seen.any(1) != said).nonzero().flatten()
+    wrong = (seen.any(1) != answers).nonzero().flatten()
     if len(wrong):
         i = int(wrong[0])
         raise InputError(
-            f"the function says {bool(said[i])} and the mask that was read from it {not bool(said[i])}",
+            f"the function says {bool(answers[i])} and the mask that was read from it {not bool(answers[i])}",
             f"mask_mod at batch {int(b[i])}, query {int(q[i])}, key {int(k[i])}",
             REMEDY,
         )

@@ -86,7 +86,7 @@ def picture(
     heights = (mask.queries - torch.arange(len(tiles)) * block).clamp(max=block)
     widths = (mask.keys - torch.arange(tiles.shape[1]) * block).clamp(max=block)
     full = tiles == heights[:, None] * widths
-    there = tiles > 0
+    visited = tiles > 0
     parts = next((n for n in (8, 4, 2) if max(tiles.shape) * n <= MOST_CELLS // 2 and block % n == 0), 1)
     rank = torch.zeros(len(tiles), dtype=torch.int64) if owner is None else owner.long()
     if parts == 1:
@@ -101,18 +101,18 @@ def picture(
         seen = torch.zeros_like(area, dtype=torch.bool)
         seen[: fine.shape[0], : fine.shape[1]] = fine * 2 >= area[: fine.shape[0], : fine.shape[1]]
     code = 1 + 2 * rank.repeat_interleave(parts)[:, None] + seen.long()
-    grown = there.repeat_interleave(parts, 0).repeat_interleave(parts, 1)
+    grown = visited.repeat_interleave(parts, 0).repeat_interleave(parts, 1)
     rows, columns = -(-mask.queries * parts // block), -(-mask.keys * parts // block)
     loads = torch.zeros(0 if owner is None else ranks or int(rank.max()) + 1, dtype=torch.int64)
     if owner is not None:
-        loads.index_add_(0, rank, there.sum(1))
+        loads.index_add_(0, rank, visited.sum(1))
     along = types[None] if types is not None else torch.zeros(1, mask.queries, dtype=torch.int64)
     other = along if mask.keys == mask.queries else torch.zeros(1, mask.keys, dtype=torch.int64)
     opened = [] if documents is None else begins(documents[None])[0].nonzero().flatten().tolist()[1:]
     return Picture(
         title, mask.queries, mask.keys, block, block / parts,
         torch.where(grown, code, EMPTY)[:rows, :columns].to(torch.int16),
-        int(tiles.sum()), (int(full.sum()), int((there & ~full).sum()), int((~there).sum())), tuple(loads.tolist()),
+        int(tiles.sum()), (int(full.sum()), int((visited & ~full).sum()), int((~visited).sum())), tuple(loads.tolist()),
         (_runs(along), _runs(other)), (opened, opened if mask.keys == mask.queries else []),
     )  # fmt: skip
 
@@ -128,13 +128,13 @@ def ticks(tokens: int) -> tuple[int, Callable[[int], str]]:
         step = 1024
         while tokens / step > 8:
             step *= 2
-        return step, lambda at: f"{at // 1024}k" if at else "0"
+        return step, lambda tokens: f"{tokens // 1024}k" if tokens else "0"
     step = 1
     for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000):
         step = factor
         if tokens / factor <= 8:
             break
-    return step, lambda at: f"{at:,}"
+    return step, lambda tokens: f"{tokens:,}"
 
 
 # --- Colours and words of mask pictures ------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ def plot(picture: Picture, path: Path, form: Literal["svg", "png"]) -> None:
         span, line = (axis.axhspan, axis.axhline) if axis is beside else (axis.axvspan, axis.axvline)
         for start, end, kind in runs:
             span(start, end, color=type_colour(kind), linewidth=0)
-        for at in starts if len(starts) < 100 else ():
-            line(at, color="white", linewidth=1.0)
+        for start in starts if len(starts) < 100 else ():
+            line(start, color="white", linewidth=1.0)
         axis.set_axis_off()
     figure.text(0.2 / width, 1 - 0.3 / height, picture.title, fontsize=12, fontweight="bold", color=INK)
     figure.text(0.2 / width, 1 - 0.52 / height, headline(picture), fontsize=8.5, color=SOFT)
@@ -260,7 +260,7 @@ def _axes(axes: Any, picture: Picture) -> None:
     for axis, tokens in ((axes.xaxis, picture.keys), (axes.yaxis, picture.queries)):
         step, label = ticks(tokens)
         places = list(range(0, tokens + 1, step))
-        axis.set_ticks(places, [label(at) for at in places])
+        axis.set_ticks(places, [label(place) for place in places])
     axes.xaxis.tick_top()
     axes.tick_params(length=3, pad=13, labelsize=8.5, labelcolor=SOFT, color="#8d96a0")
     axes.tick_params(axis="both", length=0)
@@ -270,22 +270,22 @@ def _axes(axes: Any, picture: Picture) -> None:
     for spine in axes.spines.values():
         spine.set_color("#c8ced5")
     if max(picture.queries, picture.keys) / picture.block <= 64:
-        for at in range(picture.block, picture.keys, picture.block):
-            axes.axvline(at, color="white", linewidth=0.35)
-        for at in range(picture.block, picture.queries, picture.block):
-            axes.axhline(at, color="white", linewidth=0.35)
+        for edge in range(picture.block, picture.keys, picture.block):
+            axes.axvline(edge, color="white", linewidth=0.35)
+        for edge in range(picture.block, picture.queries, picture.block):
+            axes.axhline(edge, color="white", linewidth=0.35)
 
 
 def _legend(figure: Any, picture: Picture, x: float, y: float, width: float, height: float) -> None:
     """Lines of a mark, a name and a number; inches from the left and the top."""
     from matplotlib.patches import Rectangle
 
-    def text(at: float, y: float, words: str, **look: Any) -> None:
+    def text(x: float, y: float, words: str, **look: Any) -> None:
         look = {"fontsize": 8.5, "color": INK, **look}
-        figure.text(at / width, 1 - y / height, words, **look)
+        figure.text(x / width, 1 - y / height, words, **look)
 
-    def box(at: float, y: float, wide: float, high: float, colour: Any) -> None:
-        place = (at / width, 1 - y / height)
+    def box(x: float, y: float, wide: float, high: float, colour: Any) -> None:
+        place = (x / width, 1 - y / height)
         figure.add_artist(Rectangle(place, wide / width, high / height, facecolor=colour, transform=figure.transFigure))
 
     right, row = x + 2.0, 0.2

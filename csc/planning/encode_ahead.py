@@ -39,28 +39,28 @@ def fit_ahead(
     """
     timeline = simulate(pipeline, schedule)
     left = min(schedule.microbatches, *(_whole(room[reader]) for reader in readers))
-    free = [_whole(one) for one in room]
-    found: list[dict[int, int]] = [{} for _ in timeline.ranks]
-    ends = [0.0] * len(found)
-    for rank in sorted(range(len(found)), key=lambda rank: (rank not in readers, rank)):
+    free = [_whole(room_of_rank) for room_of_rank in room]
+    counts: list[dict[int, int]] = [{} for _ in timeline.ranks]
+    ends = [0.0] * len(counts)
+    for rank in sorted(range(len(counts)), key=lambda rank: (rank not in readers, rank)):
         now = 0.0
         events = timeline.ranks[rank]
         for place, until in enumerate([*(event.start for event in events), timeline.makespan]):
             count = _times(until - now, seconds, min(left, free[rank]))
             if count:
-                found[rank][place] = count
+                counts[rank][place] = count
                 left, free[rank] = left - count, free[rank] - count
             if place < len(events):
                 now = events[place].end
-        ends[rank] = now + seconds * found[rank].get(len(events), 0)
-    waits = sum(count for order in found for count in order.values())
+        ends[rank] = now + seconds * counts[rank].get(len(events), 0)
+    waits = sum(count for order in counts for count in order.values())
     while left and any(free):
-        rank = min((rank for rank in range(len(found)) if free[rank]), key=lambda rank: (ends[rank], rank))
+        rank = min((rank for rank in range(len(counts)) if free[rank]), key=lambda rank: (ends[rank], rank))
         last = len(timeline.ranks[rank])
-        found[rank][last] = found[rank].get(last, 0) + 1
+        counts[rank][last] = counts[rank].get(last, 0) + 1
         ends[rank] += seconds
         left, free[rank] = left - 1, free[rank] - 1
-    return AheadPlan(_numbered(found), max(timeline.makespan, *ends), waits)
+    return AheadPlan(_numbered(counts), max(timeline.makespan, *ends), waits)
 
 
 def _whole(room: float) -> int:
@@ -75,9 +75,9 @@ def _times(gap: float, seconds: float, most: int) -> int:
 def _numbered(counts: Sequence[dict[int, int]]) -> tuple[dict[int, tuple[int, ...]], ...]:
     """Microbatches in order, rank after rank."""
     orders, first = [], 0
-    for own in counts:
+    for counts_of_rank in counts:
         order = {}
-        for place, count in sorted(own.items()):
+        for place, count in sorted(counts_of_rank.items()):
             order[place] = tuple(range(first, first + count))
             first += count
         orders.append(order)

@@ -70,11 +70,11 @@ def search(
     levels: list[tuple[Ints, Ints]] = []
     for left in range(ranks - 1, -1, -1):
         if left == 0 or empty:
-            whole = np.zeros_like(state)
-            ends = np.flatnonzero(fitting(step, whole, state, labels))
+            complete = np.zeros_like(state)
+            ends = np.flatnonzero(fitting(step, complete, state, labels))
             if len(ends):
-                last = int(ends[np.argmin(bounds(tables, whole[ends], state[ends]))])
-                return _trace(levels, last, whole[0])
+                last = int(ends[np.argmin(bounds(tables, complete[ends], state[ends]))])
+                return _trace(levels, last, complete[0])
         if left == 0:
             return None
         state, parents, labels = extend(step, state, labels, left, empty)
@@ -84,21 +84,21 @@ def search(
     return None
 
 
-def _trace(levels: list[tuple[Ints, Ints]], at: int, end: Ints) -> Frontiers:
-    found = [end]
+def _trace(levels: list[tuple[Ints, Ints]], index: int, end: Ints) -> Frontiers:
+    path = [end]
     for state, parents in reversed(levels):
-        found.append(state[at])
-        at = int(parents[at])
-    return found[::-1]
+        path.append(state[index])
+        index = int(parents[index])
+    return path[::-1]
 
 
 def feasible(
     tables: ChainTables, ranks: int, cap: float, room: Room | None = None, parts: Ints | None = None
 ) -> Frontiers | None:
     """Frontiers of exactly `ranks` stages that keep the cap and the memory, if there are any."""
-    found = search(tables, ranks, cap, room, parts)
-    if found is not None or room is None or len(tables.lengths) == 1:
-        return found
+    frontiers = search(tables, ranks, cap, room, parts)
+    if frontiers is not None or room is None or len(tables.lengths) == 1:
+        return frontiers
     if search(tables, ranks, cap, room, parts, empty=True) is None:
         return None
     return _every(tables, ranks, cap, room, parts)
@@ -124,13 +124,13 @@ def least(
     def reached(frontiers: Frontiers) -> float:
         return max(floor, largest_bound(tables, frontiers))
 
-    found = narrow(floor, most, lambda cap: search(tables, ranks, cap, room, parts), reached, within, share)
-    if room is None or len(tables.lengths) == 1 or within > EXACT or (found is not None and found[0] <= floor):
-        return found
-    below = most if found is None else found[0] * (1 - EXACT)
+    result = narrow(floor, most, lambda cap: search(tables, ranks, cap, room, parts), reached, within, share)
+    if room is None or len(tables.lengths) == 1 or within > EXACT or (result is not None and result[0] <= floor):
+        return result
+    below = most if result is None else result[0] * (1 - EXACT)
     if search(tables, ranks, below, room, parts, empty=True) is None:
-        return found
-    return narrow(floor, most, lambda cap: feasible(tables, ranks, cap, room, parts), reached) or found
+        return result
+    return narrow(floor, most, lambda cap: feasible(tables, ranks, cap, room, parts), reached) or result
 
 
 def narrow(
@@ -149,9 +149,9 @@ def narrow(
     low, probe, growth, best = floor, floor, 0.02, None
     polished = False
     while True:
-        found = find(probe)
-        if found is not None:
-            best = (reached(found), found)
+        result = find(probe)
+        if result is not None:
+            best = (reached(result), result)
             polished = False
         elif best is None and probe >= most:
             return None
@@ -182,9 +182,9 @@ def _every(tables: ChainTables, ranks: int, cap: float, room: Room, parts: Ints 
     levels: list[tuple[Ints, Ints]] = []
     for left in range(ranks - 1, -1, -1):
         if left == 0:
-            whole = np.zeros_like(state)
-            ends = np.flatnonzero(fitting(step, whole, state, labels))
-            return _trace(levels, int(ends[0]), whole[0]) if len(ends) else None
+            complete = np.zeros_like(state)
+            ends = np.flatnonzero(fitting(step, complete, state, labels))
+            return _trace(levels, int(ends[0]), complete[0]) if len(ends) else None
         low, rows = _single_steps(step, state, labels, left)
         high, before = state[rows], labels[rows]
         depth = depths_of(tables, step.targets, low, high, before)
@@ -201,21 +201,21 @@ def _single_steps(step: Extension, state: Ints, labels: Ints, left: int) -> tupl
     """Every segment that fits ahead of each state, grown one unit at a time."""
     tables = step.tables
     low, rows = state, np.arange(len(state))
-    found: list[tuple[Ints, Ints]] = []
+    steps: list[tuple[Ints, Ints]] = []
     while len(low):
         grown = []
         for c in range(len(tables.lengths)):
-            at = low[low[:, c] > 0].copy()
-            at[:, c] -= 1
-            grown.append(np.concatenate([at, rows[low[:, c] > 0][:, None]], axis=1))
+            lower = low[low[:, c] > 0].copy()
+            lower[:, c] -= 1
+            grown.append(np.concatenate([lower, rows[low[:, c] > 0][:, None]], axis=1))
         both = np.unique(np.concatenate(grown), axis=0)
         low, rows = both[:, :-1], both[:, -1]
         valid = (tables.need[tables.start + low].max(axis=1) <= low).all(axis=1) & (low.sum(axis=1) >= left)
         low, rows = low[valid], rows[valid]
         good = fitting(step, low, state[rows], labels[rows])
         low, rows = low[good], rows[good]
-        found.append((low, rows))
-    return np.concatenate([f[0] for f in found]), np.concatenate([f[1] for f in found])
+        steps.append((low, rows))
+    return np.concatenate([f[0] for f in steps]), np.concatenate([f[1] for f in steps])
 
 
 # --- The search for stages where ranks are of several kinds: which units, and which kind of rank, for each stage -----
@@ -278,8 +278,8 @@ def lots(problem: Problem, found: Branches, in_flight: Sequence[float] | None = 
             sums[least.start[c] + 1 : least.start[c] + 1 + len(chain), :3] = np.cumsum(seconds, axis=0)
         limit = problem.limit_of(number)
         room = None if in_flight is None or limit is None else Room(limit, tuple(in_flight), scale)
-        own = replace(least, sums=sums, ramp=least.ramp * share)
-        listed.append(Lot(own, replace(own, sums=least.sums), room, len(kind.ranks)))
+        own_least = replace(least, sums=sums, ramp=least.ramp * share)
+        listed.append(Lot(own_least, replace(own_least, sums=least.sums), room, len(kind.ranks)))
     return listed
 
 
@@ -321,7 +321,7 @@ def search_of_kinds(
             if len(low):
                 after = tuple(n + (k == kind) for k, n in enumerate(cell))
                 grown.setdefault(after, []).append(_States(low, labels, np.full(len(low), kind), parents))
-        cells = {cell: _merged(tables, each) for cell, each in grown.items()}
+        cells = {cell: _merged(tables, group) for cell, group in grown.items()}
         if not cells:
             return None
     return None
@@ -335,10 +335,10 @@ def _steps(listed: Sequence[Lot], cap: float) -> list[Extension]:
     return [Extension(lot.tables, cap, lot.room, None, among, after) for lot in listed]
 
 
-def _merged(tables: ChainTables, found: Sequence[_States]) -> _States:
+def _merged(tables: ChainTables, groups: Sequence[_States]) -> _States:
     """The states of a cell, whatever led to them, without those that another dominates."""
     low, labels, kinds, parents = (
-        np.concatenate([getattr(one, name) for one in found]) for name in ("low", "labels", "kinds", "parents")
+        np.concatenate([getattr(states, name) for states in groups]) for name in ("low", "labels", "kinds", "parents")
     )
     kept = undominated(tables, low, labels)
     return _States(low[kept], labels[kept], kinds[kept], parents[kept])
@@ -351,13 +351,13 @@ def _ended(
     best: tuple[float, Cell, int, int] | None = None
     for cell, kind in follows:
         states, step = cells[cell], steps[kind]
-        whole = np.zeros_like(states.low)
-        rows = np.flatnonzero(fitting(step, whole, states.low, states.labels))
+        complete = np.zeros_like(states.low)
+        rows = np.flatnonzero(fitting(step, complete, states.low, states.labels))
         if len(rows):
-            costs = bounds(step.tables, whole[rows], states.low[rows])
-            at = int(np.argmin(costs))
-            if best is None or costs[at] < best[0]:
-                best = (float(costs[at]), cell, int(rows[at]), kind)
+            costs = bounds(step.tables, complete[rows], states.low[rows])
+            best_end = int(np.argmin(costs))
+            if best is None or costs[best_end] < best[0]:
+                best = (float(costs[best_end]), cell, int(rows[best_end]), kind)
     return None if best is None else best[1:]
 
 
@@ -366,9 +366,9 @@ def _traced(trail: Sequence[dict[Cell, _States]], cell: Cell, row: int, kind: in
     for cells in reversed(trail[1:]):
         states = cells[cell]
         frontiers.append(states.low[row])
-        own = int(states.kinds[row])
-        kinds.append(own)
-        cell, row = tuple(n - (k == own) for k, n in enumerate(cell)), int(states.parents[row])
+        kind_here = int(states.kinds[row])
+        kinds.append(kind_here)
+        cell, row = tuple(n - (k == kind_here) for k, n in enumerate(cell)), int(states.parents[row])
     return Chosen(frontiers[::-1], kinds[::-1])
 
 
@@ -381,8 +381,8 @@ def least_cap(
 ) -> tuple[float, Chosen] | None:
     """The least cap, not below `floor`, for which `search` finds stages, to a relative `within`, and those stages."""
     tables = listed[0].tables
-    zero, whole = np.zeros((1, len(tables.lengths)), dtype=np.int64), tables.lengths[None, :]
-    most = max(floor, *(float(bounds(lot.tables, zero, whole)[0]) for lot in listed))
+    zero, full = np.zeros((1, len(tables.lengths)), dtype=np.int64), tables.lengths[None, :]
+    most = max(floor, *(float(bounds(lot.tables, zero, full)[0]) for lot in listed))
 
     def reached(chosen: Chosen) -> float:
         return max(floor, *_costs(listed, chosen))

@@ -78,9 +78,9 @@ def _keeping(
     """With all of these stages kept that their ranks have room for, the first ones first."""
     ranks = []
     for rank, plain in enumerate(schedule.ranks):
-        own = [stage for stage in stages if schedule.placement[stage] == rank]
-        every = _of_rank(plain, work.divided, own)
-        ranks.append(every if _fits(work, rank, every, memory) else _with_room(work, rank, plain, own, memory))
+        stages_here = [stage for stage in stages if schedule.placement[stage] == rank]
+        every = _of_rank(plain, work.divided, stages_here)
+        ranks.append(every if _fits(work, rank, every, memory) else _with_room(work, rank, plain, stages_here, memory))
     return Schedule(schedule.name, tuple(ranks))
 
 
@@ -142,13 +142,13 @@ def _of_rank(actions: Sequence[Action], divided: Sequence[bool], kept: Collectio
         ends[stage] = number
     for stage, last in sorted(ends.items()):
         frees.setdefault(uses[last], []).append(stage)
-    at = {_start(actions, uses[number]): stages for number, stages in gathers.items()}
-    made: list[Action] = []
+    stages_at = {_start(actions, uses[number]): stages for number, stages in gathers.items()}
+    actions_made: list[Action] = []
     for i, action in enumerate(actions):
-        made += [Action("GATHER", stage) for stage in at.get(i, ())]
-        made.append(action)
-        made += [Action("FREE", stage) for stage in frees.get(i, ())]
-    return tuple(made)
+        actions_made += [Action("GATHER", stage) for stage in stages_at.get(i, ())]
+        actions_made.append(action)
+        actions_made += [Action("FREE", stage) for stage in frees.get(i, ())]
+    return tuple(actions_made)
 
 
 def _several(actions: Sequence[Action], uses: Sequence[int], divided: Sequence[bool]) -> bool:
@@ -198,12 +198,12 @@ def _starts(problem: Problem) -> list[int]:
     of its size, such as what puts pictures into text. A program for microbatches without pictures does not have that:
     there the value goes on from its maker, and has to leave the same stage.
     """
-    made = {(value.maker, value.size) for value in problem.values}
+    produced = {(value.maker, value.size) for value in problem.values}
     inside = {
         unit
         for value in problem.values
         for reader in value.readers
-        if not problem.units[reader].gathered and (reader, value.size) in made
+        if not problem.units[reader].gathered and (reader, value.size) in produced
         for unit in range(value.maker + 1, reader + 1)
     }
     return [unit for unit in range(len(problem.units)) if unit not in inside]

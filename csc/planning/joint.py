@@ -82,12 +82,12 @@ def parts(found: Branches, units: Sequence[int]) -> list[frozenset[int]]:
     return list(dict.fromkeys(cuts))
 
 
-def _arranged(found: Branches, home: Sequence[int], where: dict[int, int], ranks: int) -> Iterator[Arrangement]:
+def _arranged(branching: Branches, home: Sequence[int], where: dict[int, int], ranks: int) -> Iterator[Arrangement]:
     """The arrangement, if every rank has a stage and no stages wait for each other in a circle."""
     if len({where[stage] for stage in home}) < ranks:
         return
     try:
-        stages = numbered(found, home)
+        stages = numbered(branching, home)
     except InputError:
         return
     yield Arrangement(stages, tuple(where[home[units[0]]] for units in stages))
@@ -151,14 +151,14 @@ def rearranged(problem: Problem, best: Trial, trials: Sequence[Trial], budget: B
 
 def _searched(problem: Problem, trials: Sequence[Trial], enough: float, budget: Budget) -> list[Trial]:
     """The fastest arrangements found, the trials' own among them, KEPT at most. It ends when one takes `enough`."""
-    found = branches(problem)
+    branching = branches(problem)
     styles = _free_styles(problem, trials[0], budget)
     open_: list[tuple[float, int, Iterator[Arrangement]]] = []
     known: dict[Arrangement, Trial | None] = {}
 
     def add(arrangement: Arrangement, trial: Trial) -> None:
         known[arrangement] = trial
-        heappush(open_, (trial.seconds, len(known), changes(found, arrangement, problem.ranks)))
+        heappush(open_, (trial.seconds, len(known), changes(branching, arrangement, problem.ranks)))
 
     for trial in sorted([*trials, *_apart(problem, trials[0], styles, budget)], key=lambda trial: trial.seconds):
         arrangement = Arrangement(trial.stages, trial.placement)
@@ -173,23 +173,23 @@ def _searched(problem: Problem, trials: Sequence[Trial], enough: float, budget: 
             known[other] = None
             if _possible(problem, other, best * SLACK, budget):
                 idle += 1
-                made = screen(problem, other.stages, other.placement, styles, best * SLACK, budget)
-                if made is not None and made.seconds < best * SLACK:
-                    add(other, made)
-                    best, idle = (made.seconds, 0) if made.seconds < best * (1 - 1e-6) else (best, idle)
+                screened = screen(problem, other.stages, other.placement, styles, best * SLACK, budget)
+                if screened is not None and screened.seconds < best * SLACK:
+                    add(other, screened)
+                    best, idle = (screened.seconds, 0) if screened.seconds < best * (1 - 1e-6) else (best, idle)
     kept = [trial for trial in known.values() if trial is not None]
     return sorted(kept, key=lambda trial: (trial.seconds, len(trial.stages)))[:KEPT]
 
 
 def _free_styles(problem: Problem, trial: Trial, budget: Budget) -> tuple[Style, ...]:
     """The trial's own style, and those that suit it best."""
-    made: list[tuple[float, int, Style]] = []
+    styles: list[tuple[float, int, Style]] = []
     for style in STYLES:
         other = screen(problem, trial.stages, trial.placement, (style,), budget=budget)
         if other is not None:
-            made.append((other.seconds, len(made), style))
+            styles.append((other.seconds, len(styles), style))
     count = len(STYLES) if len(problem.units) <= SMALL else TRIED
-    return tuple(dict.fromkeys([trial.style, *(style for *_, style in sorted(made)[:count])]))
+    return tuple(dict.fromkeys([trial.style, *(style for *_, style in sorted(styles)[:count])]))
 
 
 def _apart(problem: Problem, trial: Trial, styles: Sequence[Style], budget: Budget) -> Iterator[Trial]:
@@ -204,8 +204,8 @@ def _possible(problem: Problem, other: Arrangement, below: float, budget: Budget
     """Whether it may take less than `below` seconds: its ranks' work, then the ways to it and back."""
     loads = [0.0] * problem.ranks
     for units, rank in zip(other.stages, other.placement):
-        own = problem.units_on[problem.kind_of[rank]]
-        loads[rank] += sum(own[u].work for u in units)
+        unit_costs = problem.units_on[problem.kind_of[rank]]
+        loads[rank] += sum(unit_costs[u].work for u in units)
     if max(loads) * sum(problem.scale or (1.0,) * problem.microbatches) >= below:
         return False
     work = WorkTables.of(pipeline(problem, other.stages, other.placement), other.placement, problem.microbatches)
@@ -263,18 +263,18 @@ CUTS = 20_000  # stages times units up to which cuts by csc's bound are made
 
 def published(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, budget: Budget) -> list[Trial]:
     """Of every placement, every schedule that runs on it and every split, as long as the budget allows it."""
-    found: list[Trial] = []
+    trials: list[Trial] = []
     for home in ways:
         for stages in [fixed] if fixed else splits(problem, home):
-            found += _on(problem, stages, home, budget)
-            if found and budget.spent:
-                return _best(problem, found)
-    return _best(problem, found)
+            trials += _on(problem, stages, home, budget)
+            if trials and budget.spent:
+                return _best(problem, trials)
+    return _best(problem, trials)
 
 
-def _best(problem: Problem, found: Sequence[Trial]) -> list[Trial]:
+def _best(problem: Problem, trials: Sequence[Trial]) -> list[Trial]:
     kept: list[Trial] = []
-    for trial in sorted(found, key=lambda each: each.seconds):
+    for trial in sorted(trials, key=lambda trial: trial.seconds):
         if len(kept) < PUBLISHED_KEPT and trial.seconds < math.inf and _fits(problem, trial):
             kept.append(trial)
     return kept
@@ -282,11 +282,11 @@ def _best(problem: Problem, found: Sequence[Trial]) -> list[Trial]:
 
 def splits(problem: Problem, home: Placement) -> list[Stages]:
     """In order of execution."""
-    found = even(problem, home)
+    stages_found = even(problem, home)
     if not problem.kinds and len(home) * len(problem.units) <= CUTS:
         aware = contiguous(replace(problem, ranks=len(home), memory=math.inf))
-        found += [] if aware is None else [aware]
-    return list(dict.fromkeys(found))
+        stages_found += [] if aware is None else [aware]
+    return list(dict.fromkeys(stages_found))
 
 
 def _on(problem: Problem, stages: Stages, home: Placement, budget: Budget) -> Iterator[Trial]:
@@ -311,7 +311,7 @@ def _held(work: WorkTables, orders: Sequence[Sequence[int]], allowed: Sequence[f
     if allowed is None:
         return None
     needed = (reserve(work, rank).most for rank in range(work.ranks))
-    return [min(has, max(each)) for has, *each in zip(allowed, peaks(work, orders), needed)]
+    return [min(has, max(rank_peaks)) for has, *rank_peaks in zip(allowed, peaks(work, orders), needed)]
 
 
 def _fits(problem: Problem, trial: Trial) -> bool:
@@ -344,36 +344,36 @@ FOLDED: tuple[Style, ...] = ("zb-v",)
 
 def drafts(problem: Problem, ways: Sequence[Placement], fixed: Stages | None, budget: Budget) -> list[Trial]:
     """fixed: the stages, if they are given. Once something is found it ends when the budget is spent."""
-    found: dict[Placement, list[Trial]] = {}
+    trials_of: dict[Placement, list[Trial]] = {}
 
     def look(home: Placement, cuts: Sequence[Stages]) -> None:
         for stages in cuts:
-            best = min((each.seconds for listed in found.values() for each in listed), default=math.inf)
-            if found and budget.spent:
+            best = min((trial.seconds for listed in trials_of.values() for trial in listed), default=math.inf)
+            if trials_of and budget.spent:
                 return
             trial = screen(problem, stages, home, _draft_styles(problem, home), best, budget)
             if trial is not None:
-                found.setdefault(home, []).append(trial)
+                trials_of.setdefault(home, []).append(trial)
 
     for home in ways if fixed else _some(problem, ways):
         look(home, [fixed] if fixed else _first(problem, home))
     if not fixed and not problem.kinds:
-        for home in sorted(found, key=lambda each: found[each][0].seconds)[:CLOSER_DRAFTS]:
+        for home in sorted(trials_of, key=lambda placement: trials_of[placement][0].seconds)[:CLOSER_DRAFTS]:
             look(home, spread(problem, home))
-    return sorted((trial for listed in found.values() for trial in listed), key=lambda each: each.seconds)
+    return sorted((trial for listed in trials_of.values() for trial in listed), key=lambda trial: trial.seconds)
 
 
-def _some(problem: Problem, ways: Sequence[Placement]) -> list[Placement]:
+def _some(problem: Problem, candidates: Sequence[Placement]) -> list[Placement]:
     actions = 3 * problem.microbatches
-    return [home for home in ways if actions * len(home) <= LARGE or len(home) // problem.ranks in SOME]
+    return [home for home in candidates if actions * len(home) <= LARGE or len(home) // problem.ranks in SOME]
 
 
 def _first(problem: Problem, home: Placement) -> list[Stages]:
-    found = even(problem, home)[-1:]  # by all work
+    stages_found = even(problem, home)[-1:]  # by all work
     if len(home) == problem.ranks and problem.memory is not None and not problem.kinds:
         roomy = contiguous(problem)
-        found += [] if roomy is None else [roomy]
-    return list(dict.fromkeys(found))
+        stages_found += [] if roomy is None else [roomy]
+    return list(dict.fromkeys(stages_found))
 
 
 def _draft_styles(problem: Problem, home: Placement) -> Sequence[Style]:
@@ -475,14 +475,14 @@ def searched(
 
 
 def _screened(
-    problem: Problem, ways: Sequence[Placement], fixed: Stages | None, bound: Bound | None, budget: Budget
+    problem: Problem, candidates: Sequence[Placement], fixed: Stages | None, bound: Bound | None, budget: Budget
 ) -> list[Trial]:
     """A first look at every placement. Where the budget is small for that, first partitions come before second ones."""
     ranks = problem.ranks
-    shallow = [home for home in ways if len(home) <= 2 * ranks]
-    found: list[Trial] = []
+    shallow = [home for home in candidates if len(home) <= 2 * ranks]
+    trials: list[Trial] = []
     known: dict[int, list[Stages]] = {}
-    for homes, share in ((shallow, FIRST), ([home for home in ways if home not in shallow], DEEP)):
+    for homes, share in ((shallow, FIRST), ([home for home in candidates if home not in shallow], DEEP)):
         part = budget.part(share)
         tried = []  # (which of the placement's partitions, the placement, the partition)
         for home in homes:
@@ -491,16 +491,16 @@ def _screened(
         size = 3 * problem.microbatches
         wanted = sum(size * len(home) * sum(map(cost, _styles(home, ranks))) for _, home, _ in tried)
         if wanted > part.left:
-            tried.sort(key=lambda each: each[0])
+            tried.sort(key=lambda item: item[0])
         for _, home, stages in tried:
-            if found and part.spent:
+            if trials and part.spent:
                 break
             styles = _styles(home, ranks) if wanted <= part.left else QUICK
             trial = screen(problem, stages, home, styles, budget=part)
             if trial is not None:
-                found.append(trial)
-                budget.tell(f"{len(home) // ranks} on a rank", min(each.seconds for each in found))
-    return found
+                trials.append(trial)
+                budget.tell(f"{len(home) // ranks} on a rank", min(trial.seconds for trial in trials))
+    return trials
 
 
 def _tried(
@@ -510,10 +510,10 @@ def _tried(
     """The partitions for a placement."""
     if fixed:
         return [fixed]
-    found = partitions(problem, home, [None, one_in_flight], known, actions)
+    stages_found = partitions(problem, home, [None, one_in_flight], known, actions)
     if len(home) == problem.ranks and bound and not problem.kinds:
-        found = [bound.stages, *found]
-    return list(dict.fromkeys(found))
+        stages_found = [bound.stages, *stages_found]
+    return list(dict.fromkeys(stages_found))
 
 
 def _styles(home: Placement, ranks: int) -> Sequence[Style]:
@@ -541,7 +541,7 @@ def _refined(
         if closer.spent:
             break
         other = screen(problem, trial.stages, trial.placement, GREEDY, trial.seconds, closer)
-        best = min(best, trial, other or trial, key=lambda each: each.seconds)
+        best = min(best, trial, other or trial, key=lambda candidate: candidate.seconds)
     if swaps and best.seconds > enough:
         best = swapped(problem, best, budget.part(SWAPPED))
     if climbing and best.seconds > enough:
@@ -559,19 +559,19 @@ def _refined(
 def _reordered(problem: Problem, trial: Trial, actions: int) -> Trial:
     """The trial under the orders that csc.planning.schedules.auto finds, if these are faster and fit."""
     memory = None if trial.room is None else [has + fixed for has, fixed in zip(trial.room, state(trial.work))]
-    found = searched_orders(trial.work, memory, actions)
-    fits = fitting(problem, found.work)
-    if found.seconds >= trial.seconds or not (
-        fits is None or fits(found.orders, start_times(found.work, found.orders) or [])
+    orders = searched_orders(trial.work, memory, actions)
+    fits = fitting(problem, orders.work)
+    if orders.seconds >= trial.seconds or not (
+        fits is None or fits(orders.orders, start_times(orders.work, orders.orders) or [])
     ):
         return trial
-    return replace(trial, seconds=found.seconds, work=found.work, orders=found.orders)
+    return replace(trial, seconds=orders.seconds, work=orders.work, orders=orders.orders)
 
 
 def _finalists(ranked: Sequence[Trial]) -> list[Trial]:
     """The best trials, and the best with half as many stages on a rank or fewer: those with fewer have shorter orders,
     of which more can be looked at.
     """
-    found = list(ranked[:FINALISTS])
-    found += [trial for trial in ranked if 2 * len(trial.placement) <= len(ranked[0].placement)][:1]
-    return list({id(trial): trial for trial in found}.values())
+    trials = list(ranked[:FINALISTS])
+    trials += [trial for trial in ranked if 2 * len(trial.placement) <= len(ranked[0].placement)][:1]
+    return list({id(trial): trial for trial in trials}.values())

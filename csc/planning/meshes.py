@@ -111,7 +111,7 @@ def layouts(devices: int, step: int, sizes: Collection[int], node: int, regions:
 
 
 def _divisors(number: int, most: int) -> Iterator[int]:
-    return (one for one in range(1, min(number, most) + 1) if number % one == 0)
+    return (divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)
 
 
 # --- What no plan on a mesh beats, told without planning: so that few layouts have to be planned ---------------------
@@ -130,7 +130,7 @@ def least_seconds(problem: Problem) -> float:
     work = shared_lower_bound(replace(problem, network=Network())).seconds
     if problem.memory is None:
         return work
-    held = sum(unit.saved * way for unit, way in zip(problem.units, _ways(problem)) if unit.has_b)
+    held = sum(unit.saved * seconds for unit, seconds in zip(problem.units, _ways(problem)) if unit.has_b)
     scales = problem.scale or (1.0,) * problem.microbatches
     needed = held * sum(scale * scale for scale in scales)
     room = problem.ranks * problem.memory - sum(unit.state for unit in problem.units)
@@ -168,9 +168,11 @@ def _ways(problem: Problem) -> list[float]:
     """By unit: seconds from the start of its F to the end of its B of one microbatch of scale 1, at least."""
     units = problem.units
     after = [0.0] * len(units)
-    for value in sorted(problem.values, key=lambda each: -each.maker):  # units stand in an order in which they can run
+    for value in sorted(
+        problem.values, key=lambda value: -value.maker
+    ):  # units stand in an order in which they can run
         for reader, needed in zip(value.readers, value.gradient):
             if needed:
                 through = units[reader].forward + after[reader] + units[reader].backward_input
                 after[value.maker] = max(after[value.maker], through)
-    return [unit.forward + way + unit.backward_input for unit, way in zip(units, after)]
+    return [unit.forward + waited + unit.backward_input for unit, waited in zip(units, after)]

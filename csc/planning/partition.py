@@ -108,7 +108,7 @@ def settle(
     Better: fewer bytes of messages; else the two stages' bounds are smaller, the larger one first; else their state
     and saved bytes are more even.
     """
-    found = tables.branches
+    branching = tables.branches
     touching: list[list[Value]] = [[] for _ in problem.units]
     for value in problem.values:
         for unit in {value.maker, *value.readers}:
@@ -117,7 +117,7 @@ def settle(
     limit = cap * (1 + 1e-12)
     for _ in range(ROUNDS):
         better = False
-        for unit, source, target in list(moves(found, stages)):
+        for unit, source, target in list(moves(branching, stages)):
             if len(stages[source]) == 1 or unit not in stages[source] or part[unit] != part[stages[target][0]]:
                 continue
             home = homes_of(stages)
@@ -133,8 +133,8 @@ def settle(
                 continue
             if change >= -total and not _smaller(new, old, cap):
                 continue
-            after = moved(found, stages, unit, target)
-            if after is None or (room and max(held(problem, found, after, room)) > room.memory * (1 + 1e-12)):
+            after = moved(branching, stages, unit, target)
+            if after is None or (room and max(held(problem, branching, after, room)) > room.memory * (1 + 1e-12)):
                 continue
             if [set(units) for units in after] != [
                 set(other[0] if s == source else other[1] if s == target else units) for s, units in enumerate(stages)
@@ -156,10 +156,10 @@ def _smaller(new: Sequence[float], old: Sequence[float], cap: float) -> bool:
 
 def message_bytes(value: Value, home: Sequence[int]) -> float:
     """Bytes that one value sends between stages, forward and back, when unit u is in stage home[u]."""
-    made = home[value.maker]
-    size = value.size * len({home[reader] for reader in value.readers} - {made})
-    visits = [home[reader] for reader, given in zip(value.readers, value.gradient) if given]
-    hops = sum(a != b for a, b in zip([made, *visits], visits))
+    maker = home[value.maker]
+    size = value.size * len({home[reader] for reader in value.readers} - {maker})
+    visits = [home[reader] for reader, has_gradient in zip(value.readers, value.gradient) if has_gradient]
+    hops = sum(a != b for a, b in zip([maker, *visits], visits))
     return size + value.gradient_size * hops
 
 
@@ -191,10 +191,10 @@ def contiguous(problem: Problem, home: Sequence[int] | None = None) -> Stages | 
     """
     check_ranks(problem)
     assert problem.memory is not None
-    found = branches(problem)
+    branching = branches(problem)
     count = len(problem.units)
     alike = [problem.alike(kind) for kind in range(max(1, len(problem.kinds)))]
-    every = [_needs(one, segments(one, found)) for one in alike]
+    every = [_needs(run, segments(run, branching)) for run in alike]
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     starts = []
@@ -211,7 +211,7 @@ def contiguous(problem: Problem, home: Sequence[int] | None = None) -> Stages | 
         first = int(starts[stage][end])
         home[first:end] = [stage] * (end - first)
         end = first
-    return numbered(found, home)
+    return numbered(branching, home)
 
 
 def _needs(problem: Problem, tables: ChainTables) -> Floats:
@@ -238,10 +238,12 @@ def _needs(problem: Problem, tables: ChainTables) -> Floats:
     early = np.minimum(in_flight / microbatches * m * forward, before_b - r * before_f)
     late = _fitting(space, stashed, microbatches) / microbatches * m * weight
     work = m * (forward + backward + weight)
-    way = r * before_f + work
+    there_and_back = r * before_f + work
     back = r * after_b
-    there = np.maximum.reduce([way, before_b + work - early, before_b + work - early - late + back, way - late + back])
-    need = np.maximum(bounds(tables, low, high), np.where(turns, there, r * (before_f + out_of_f) + m * forward))
+    needed = np.maximum.reduce(
+        [there_and_back, before_b + work - early, before_b + work - early - late + back, there_and_back - late + back]
+    )
+    need = np.maximum(bounds(tables, low, high), np.where(turns, needed, r * (before_f + out_of_f) + m * forward))
     need[turns & (in_flight < 1)] = np.inf
     need[space < 0] = np.inf
     result = np.full((count + 1, count + 1), np.inf)
@@ -252,14 +254,14 @@ def _needs(problem: Problem, tables: ChainTables) -> Floats:
 def _turning(problem: Problem, first: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Which of these stages take part in the backward pass."""
     running = np.concatenate([[0], np.cumsum([unit.has_b for unit in problem.units])])
-    found: npt.NDArray[np.bool_] = running[end] > running[first]
-    return found
+    turns: npt.NDArray[np.bool_] = running[end] > running[first]
+    return turns
 
 
-def _fitting(space: Floats, each: Floats, most: float) -> Floats:
+def _fitting(space: Floats, size: Floats, most: float) -> Floats:
     """How many of so many bytes fit, at most `most`."""
     space = np.maximum(space, 0.0)
-    count: Floats = np.floor(np.divide(space, each, out=np.full_like(space, most), where=each * most > space))
+    count: Floats = np.floor(np.divide(space, size, out=np.full_like(space, most), where=size * most > space))
     return np.minimum(count, most)
 
 
@@ -288,9 +290,9 @@ def orders(problem: Problem) -> list[Order]:
     listed = range(problem.ranks)
     slow = weights(problem)  # a second of a fast rank counts more
     by_speed = sorted(listed, key=lambda rank: (-slow[problem.kind_of[rank]], rank))
-    found: list[Order] = [*_searched(problem), tuple(listed), tuple(by_speed)]
-    found.append(tuple(sorted(listed, key=lambda rank: (slow[problem.kind_of[rank]], rank))))
-    return list(dict.fromkeys(found))
+    orders_found: list[Order] = [*_searched(problem), tuple(listed), tuple(by_speed)]
+    orders_found.append(tuple(sorted(listed, key=lambda rank: (slow[problem.kind_of[rank]], rank))))
+    return list(dict.fromkeys(orders_found))
 
 
 def _searched(problem: Problem) -> list[Order]:
@@ -301,10 +303,10 @@ def _searched(problem: Problem) -> list[Order]:
     if cells > CELLS or problem.ranks > len(problem.units) or _large(problem):
         return []
     lumps = lumped(problem, max(1, min(FRONTIERS, CELLS // cells)))
-    found = branches(lumps.problem)
-    one = [1.0] * (problem.ranks + 1)
-    best = least_cap(lots(lumps.problem, found, one, FREE), spread_over_kinds(problem), within=CLOSE)
-    return [] if best is None else [on_ranks(lumps.problem, found, segments(lumps.problem, found), best[1])[1]]
+    branching = branches(lumps.problem)
+    even_share = [1.0] * (problem.ranks + 1)
+    best = least_cap(lots(lumps.problem, branching, even_share, FREE), spread_over_kinds(problem), within=CLOSE)
+    return [] if best is None else [on_ranks(lumps.problem, branching, segments(lumps.problem, branching), best[1])[1]]
 
 
 def partitions(
@@ -314,18 +316,20 @@ def partitions(
     cuts of the units in their order by what memory leaves possible. Empty if nothing fits.
     """
     lumps = lumped(problem, FRONTIERS)
-    found = branches(lumps.problem)
-    tables = segments(lumps.problem, found)
+    branching = branches(lumps.problem)
+    tables = segments(lumps.problem, branching)
     order = [problem.kind_of[rank] for rank in reversed(home)]
     listed: list[Stages] = []
     floor = spread_over_kinds(problem)
     for limit in limits:
-        each = limit or (lambda depth: float(min(problem.microbatches, depth)))
-        in_flight = None if problem.memory is None else [float(each(depth)) for depth in range(problem.ranks + 1)]
+        depth_limit = limit or (lambda depth: float(min(problem.microbatches, depth)))
+        in_flight = (
+            None if problem.memory is None else [float(depth_limit(depth)) for depth in range(problem.ranks + 1)]
+        )
         for share in SHARES_OF_KINDS[: 1 if _large(problem) else None]:
-            best = least_cap(lots(lumps.problem, found, in_flight, share), floor, order, within=CLOSE)
+            best = least_cap(lots(lumps.problem, branching, in_flight, share), floor, order, within=CLOSE)
             if best is not None:
-                listed.append(lumps.stages(on_ranks(lumps.problem, found, tables, best[1])[0]))
+                listed.append(lumps.stages(on_ranks(lumps.problem, branching, tables, best[1])[0]))
         if listed or problem.memory is None:
             break
     roomy = problem if problem.memory is not None else replace(problem, memory=float("inf"))
@@ -451,9 +455,9 @@ def partition(problem: Problem, in_flight: InFlight | None = None, layout: Layou
     InputError for more ranks than units, and for a memory limit that nothing fits: it says the least that would.
     """
     check_ranks(problem)
-    found = branches(problem)
-    tables = segments(problem, found)
-    part = parts(problem, found, layout)
+    branching = branches(problem)
+    tables = segments(problem, branching)
+    part = parts(problem, branching, layout)
     counts = None if layout == "any" else parts_of(tables, part)
     room = _room(problem, in_flight)
     best = least(tables, problem.ranks, floor_of(problem, tables), room, counts)
@@ -475,8 +479,8 @@ def candidates(
     check_ranks(problem)
     lumps = lumped(problem, FRONTIERS)
     problem = lumps.problem
-    found = branches(problem)
-    tables = segments(problem, found)
+    branching = branches(problem)
+    tables = segments(problem, branching)
     room = _room(problem, in_flight)
     results: list[Stages] = []
     floor = sum(unit.work for unit in problem.units) * tables.work / problem.ranks
@@ -489,7 +493,7 @@ def candidates(
         results.append(stages_between(tables, best[1]))
     seen: list[list[int]] = []
     for layout in ("apart", "colocated") if layouts else ():
-        part = parts(problem, found, layout)
+        part = parts(problem, branching, layout)
         if part in seen:
             continue
         seen.append(part)
@@ -504,7 +508,7 @@ def parts(problem: Problem, found: Branches, layout: Layout) -> list[int]:
     """The part of each unit: stages will not mix parts. The trunk is part 0."""
     trunk = problem.units[-1].component
     outside = [unit.component != trunk and layout != "any" for unit in problem.units]
-    part = [int(each) for each in outside]
+    part = [int(share) for share in outside]
     if layout == "colocated":
         return part
     number = 0
@@ -525,8 +529,10 @@ def _room(problem: Problem, in_flight: InFlight | None, memory: float | None = N
     limit = problem.memory if memory is None else memory
     if limit is None:
         return None
-    each = in_flight or (lambda depth: min(problem.microbatches, depth))
-    return Room(limit, tuple(float(each(depth)) for depth in range(problem.ranks + 1)), max(problem.scale or (1.0,)))
+    depth_limit = in_flight or (lambda depth: min(problem.microbatches, depth))
+    return Room(
+        limit, tuple(float(depth_limit(depth)) for depth in range(problem.ranks + 1)), max(problem.scale or (1.0,))
+    )
 
 
 def _no_such_layout(problem: Problem) -> InputError:
@@ -537,25 +543,25 @@ def _no_such_layout(problem: Problem) -> InputError:
 
 def _nothing_fits(problem: Problem, tables: ChainTables, layout: Layout, in_flight: InFlight | None) -> InputError:
     """The sentence for a memory limit that is too small, with the least that is not."""
-    found = tables.branches
-    counts = None if layout == "any" else parts_of(tables, parts(problem, found, layout))
-    whole = _room(problem, in_flight)
-    if whole is None:
+    branching = tables.branches
+    counts = None if layout == "any" else parts_of(tables, parts(problem, branching, layout))
+    room = _room(problem, in_flight)
+    if room is None:
         return _no_such_layout(problem)
     units = problem.units
     floor = max(u.state for u in units)
-    most = sum(u.state + whole.scale * (whole.in_flight[-1] * u.saved + u.stashed + u.working) for u in units)
+    most = sum(u.state + room.scale * (room.in_flight[-1] * u.saved + u.stashed + u.working) for u in units)
 
     def find(memory: float) -> Stages | None:
         frontiers = feasible(tables, problem.ranks, math.inf, _room(problem, in_flight, memory), counts)
         return None if frontiers is None else stages_between(tables, frontiers)
 
-    best = narrow(floor, most, find, lambda stages: max(held(problem, found, stages, whole)))
+    best = narrow(floor, most, find, lambda stages: max(held(problem, branching, stages, room)))
     if best is None:
         return _no_such_layout(problem)
-    needs = held(problem, found, best[1], whole)
+    needs = held(problem, branching, best[1], room)
     worst = max(range(len(needs)), key=lambda s: needs[s])
-    count = whole.in_flight[depths(found, best[1])[worst]]
+    count = room.in_flight[depths(branching, best[1])[worst]]
     members = [units[u] for u in best[1][worst]]
     stashed, saved = sum(u.stashed for u in members if u.has_w), sum(u.saved for u in members if u.has_b)
     fullest = max(members, key=lambda unit: unit.fused)
@@ -567,13 +573,13 @@ def _nothing_fits(problem: Problem, tables: ChainTables, layout: Layout, in_flig
         moment = (unit.stashed if unit.has_w else 0.0) - here if apart and stashed > saved else 0.0
         if not apart and unit is fullest:
             moment = unit.fused
-        activations = whole.scale * (count * here + moment + (unit.working if unit is largest else 0.0))
-        for what, size in (("state", unit.state), ("activations", activations)):
-            name = f"{what} of {unit.component}"
+        activations = room.scale * (count * here + moment + (unit.working if unit is largest else 0.0))
+        for kind, size in (("state", unit.state), ("activations", activations)):
+            name = f"{kind} of {unit.component}"
             space[name] = space.get(name, 0.0) + size
     taken = sorted((name for name in space if space[name]), key=lambda name: -space[name])
     return InputError(
-        f"nothing fits in {bytes_text(whole.memory)} on each of {problem.ranks} ranks: the fullest holds "
+        f"nothing fits in {bytes_text(room.memory)} on each of {problem.ranks} ranks: the fullest holds "
         + ", ".join(f"{bytes_text(space[name])} for {name}" for name in taken)
         + f" ({count:g} microbatches in flight), with the partition that needs the least",
         "partition",
@@ -583,24 +589,24 @@ def _nothing_fits(problem: Problem, tables: ChainTables, layout: Layout, in_flig
 
 def describe(problem: Problem, stages: Sequence[Sequence[int]]) -> str:
     """How components share the stages, in words: stages of their own, shared ones, and branches side by side."""
-    found = branches(problem)
+    branching = branches(problem)
     units = problem.units
     names = list(dict.fromkeys(unit.component for unit in units))
     inside = [list(dict.fromkeys(units[u].component for u in members)) for members in stages]
-    alone = {name: sum(each == [name] for each in inside) for name in names}
+    alone = {name: sum(components == [name] for components in inside) for name in names}
     text = [f"{name} on {_stages(alone[name])}" for name in names if alone[name]]
     shared: dict[str, int] = {}
-    for each in inside:
-        if len(each) > 1:
-            shared[", ".join(each)] = shared.get(", ".join(each), 0) + 1
+    for components in inside:
+        if len(components) > 1:
+            shared[", ".join(components)] = shared.get(", ".join(components), 0) + 1
     text += [f"{names} together on {_stages(count)}" for names, count in shared.items()]
-    part = parts(problem, found, "apart")
+    part = parts(problem, branching, "apart")
     branch = [{part[u] for u in members if part[u]} for members in stages]
     title = {part[u]: units[u].component for u in range(len(units) - 1, -1, -1)}
-    together = sorted(set().union(*(each for each in branch if len(each) > 1)))
+    together = sorted(set().union(*(components for components in branch if len(components) > 1)))
     if together:
         text.append(f"{' and '.join(title[p] for p in together)} colocated, one after the other")
-    ahead = _ahead(found, stages)
+    ahead = _ahead(branching, stages)
     beside: set[int] = set()
     for s in range(len(stages)):
         for t in range(s):
@@ -615,12 +621,12 @@ def _stages(count: int) -> str:
     return f"{count} stage" if count == 1 else f"{count} stages"
 
 
-def _ahead(found: Branches, stages: Sequence[Sequence[int]]) -> list[set[int]]:
+def _ahead(branching: Branches, stages: Sequence[Sequence[int]]) -> list[set[int]]:
     """For each stage all that it waits for, at first or second hand."""
     home = homes_of(stages)
     ahead: list[set[int]] = []
     for s, members in enumerate(stages):
-        direct = {home[a] for u in members for a in found.before[u]} - {s}
+        direct = {home[a] for u in members for a in branching.before[u]} - {s}
         ahead.append(direct.union(*(ahead[t] for t in direct)))
     return ahead
 
@@ -642,9 +648,9 @@ def own_stages(
     InputError for a component that is not there, has fewer units than stages, or reads what stages behind make.
     """
     of: dict[str, list[int]] = {name: [] for name, _ in own}
-    others: list[int] = []
+    elsewhere: list[int] = []
     for place, unit in enumerate(problem.units):
-        of.get(unit.component, others).append(place)
+        of.get(unit.component, elsewhere).append(place)
     missing = next((name for name, units in of.items() if not units), None)
     if missing is not None:
         raise InputError(
@@ -653,17 +659,17 @@ def own_stages(
         )  # fmt: skip
     ahead = dict(first)
     turn = {name: i for i, name in enumerate(ahead)} if len({*ahead.values()}) > 1 else {}
-    front = sorted(own, key=lambda one: (one[0] not in ahead, turn.get(one[0], 0), of[one[0]][0]))
+    front = sorted(own, key=lambda pair: (pair[0] not in ahead, turn.get(pair[0], 0), of[pair[0]][0]))
     left = problem.ranks - sum(stages for _, stages in own)
     rest = "all that has no stages of its own"
     if left == 0:
         rest, left = front.pop()
-        others = sorted([*others, *of.pop(rest)])
-    found: list[list[int]] = []
+        elsewhere = sorted([*elsewhere, *of.pop(rest)])
+    stages_found: list[list[int]] = []
     for name, stages in front:
-        found += _balanced(problem, name, of[name], stages)
-        _refuse_readers(problem, name, set().union(*found), ahead)
-    return found + _balanced(problem, rest, others, left)
+        stages_found += _balanced(problem, name, of[name], stages)
+        _refuse_readers(problem, name, set().union(*stages_found), ahead)
+    return stages_found + _balanced(problem, rest, elsewhere, left)
 
 
 def _refuse_readers(problem: Problem, name: str, in_front: Collection[int], ahead: Collection[str]) -> None:
@@ -687,10 +693,10 @@ def _refuse_readers(problem: Problem, name: str, in_front: Collection[int], ahea
             )  # fmt: skip
 
 
-def _balanced(problem: Problem, what: str, units: Sequence[int], stages: int) -> list[list[int]]:
+def _balanced(problem: Problem, subject: str, units: Sequence[int], stages: int) -> list[list[int]]:
     if len(units) < stages:
         raise InputError(
-            f"the mesh has {stages} pipeline stages for {what}, which has {len(units)} regions", "mesh",
+            f"the mesh has {stages} pipeline stages for {subject}, which has {len(units)} regions", "mesh",
             f"give it pp={max(1, len(units))}, or less",
         )  # fmt: skip
     cuts = balance([round(problem.units[unit].work / NANOSECOND) for unit in units], stages)

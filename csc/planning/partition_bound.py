@@ -125,8 +125,8 @@ def _possible(tables: ChainTables, ranks: int, cap: float, pace: float, most: fl
     passed = waiting[:0]
     for left in range(ranks - 1, 0, -1):
         direct, rows = extended(free, waiting, left)
-        at = waiting[rows]
-        direct = direct[main_forward(direct, at, totals(tables, direct, at)) > pace]
+        state = waiting[rows]
+        direct = direct[main_forward(direct, state, totals(tables, direct, state)) > pace]
         on, _ = extended(free, passed, left)
         passed = np.concatenate([direct, on])
         passed = passed[best_frontiers(tables, passed)] if len(passed) else passed
@@ -149,13 +149,13 @@ def _bound(
     before_f, into_b, after_b, _ = measured.ways
     start = np.maximum(before_f + forward, into_b)
     first = ahead[low[:, -1]]
-    whole = np.clip(np.floor((start - forward - first) / pace) + 1, 0, count)
-    part = np.where(whole < count, np.clip(start - first - whole * pace, 0.0, forward), 0.0)
-    early = np.minimum(start - before_f, whole * forward + part)
+    full_rounds = np.clip(np.floor((start - forward - first) / pace) + 1, 0, count)
+    part = np.where(full_rounds < count, np.clip(start - first - full_rounds * pace, 0.0, forward), 0.0)
+    early = np.minimum(start - before_f, full_rounds * forward + part)
     end = np.maximum(tables.ramp * after_b, tables.work * weight)
     bound = tables.ramp * (start - early) + tables.work * (forward + backward) + end
-    there = (low[:, -1] > 0) & (high[:, -1] > low[:, -1]) & (backward > 0)
-    return np.where(there, bound, 0.0)
+    splits = (low[:, -1] > 0) & (high[:, -1] > low[:, -1]) & (backward > 0)
+    return np.where(splits, bound, 0.0)
 
 
 # --- Lower bounds where ranks are of several kinds -------------------------------------------------------------------
@@ -185,13 +185,13 @@ def weights(problem: Problem) -> list[float]:
     costs = np.concatenate([np.zeros(count), -np.ones(units)])
     rows = np.zeros((count * units, count + units))
     for k in range(count):
-        own = slice(k * units, (k + 1) * units)
-        rows[own, k] = -work[k] / scale
-        rows[own, count:] = np.eye(units)
+        of_kind = slice(k * units, (k + 1) * units)
+        rows[of_kind, k] = -work[k] / scale
+        rows[of_kind, count:] = np.eye(units)
     ranks = np.concatenate([[float(len(kind.ranks)) for kind in kinds], np.zeros(units)])[None, :]
-    found = linprog(costs, rows, np.zeros(len(rows)), ranks, [1.0], bounds=(0, None), method="highs")
-    chosen = np.maximum(found.x[:count], 0.0) if found.success else np.ones(count)
-    return [float(each) for each in chosen / (chosen * ranks[0, :count]).sum()]
+    solution = linprog(costs, rows, np.zeros(len(rows)), ranks, [1.0], bounds=(0, None), method="highs")
+    chosen = np.maximum(solution.x[:count], 0.0) if solution.success else np.ones(count)
+    return [float(weight) for weight in chosen / (chosen * ranks[0, :count]).sum()]
 
 
 def _work(problem: Problem) -> Floats:
@@ -204,10 +204,12 @@ def spread_over_kinds(problem: Problem, ways: Sequence[float] = ()) -> float:
     for each rank, of which it is not known whose they are.
     """
     scale = problem.scale or (1.0,) * problem.microbatches
-    own = weights(problem)
-    counted = (np.array(own)[:, None] * _work(problem)).min(axis=0).sum()
-    by_rank = sorted((own[kind] for kind in problem.kind_of), reverse=True)
-    idle = sum(weight * way for weight, way in zip(by_rank, sorted(ways)))  # least: large weights beside short ways
+    weight_of_kind = weights(problem)
+    counted = (np.array(weight_of_kind)[:, None] * _work(problem)).min(axis=0).sum()
+    by_rank = sorted((weight_of_kind[kind] for kind in problem.kind_of), reverse=True)
+    idle = sum(
+        weight * seconds for weight, seconds in zip(by_rank, sorted(ways))
+    )  # least: large weights beside short ways
     return float(sum(scale) * counted + min(scale) * idle)
 
 
@@ -215,15 +217,15 @@ def lower_bound_of_kinds(problem: Problem) -> tuple[float, Stages]:
     """What no plan with one stage on each rank can beat, wherever its stages stand, and stages for which the bound is
     as low as that; none for problems too large to search, where only what holds for every plan is proven.
     """
-    found = branches(problem)
-    tables = segments(problem, found)
+    branching = branches(problem)
+    tables = segments(problem, branching)
     floor = max(ramps(problem).round_trip * max(problem.scale or (1.0,)), spread_over_kinds(problem))
     cells = math.prod(len(kind.ranks) + 1 for kind in problem.kinds)
     if cells * math.prod(int(n) + 1 for n in tables.lengths[:-1]) > SEARCHED:
         return floor, ()
-    least = least_cap(lots(problem, found), floor, empty=True, within=WITHIN_OF_KINDS)
+    least = least_cap(lots(problem, branching), floor, empty=True, within=WITHIN_OF_KINDS)
     assert least is not None  # without a memory limit every partition has a finite bound
-    stages, _ = on_ranks(problem, found, tables, least[1])
+    stages, _ = on_ranks(problem, branching, tables, least[1])
     return max(floor, least[0] / (1 + WITHIN_OF_KINDS)), stages
 
 
@@ -268,10 +270,10 @@ def stage_bound(problem: Problem, units: Sequence[int]) -> float:
 
     InputError if units outside lie between them, which makes them impossible as a stage.
     """
-    found = branches(problem)
+    branching = branches(problem)
     chosen = set(units)
-    numbered(found, [min(chosen) if u in chosen else u for u in range(len(problem.units))])
-    return stage_bounds(segments(problem, found), [units])[0]
+    numbered(branching, [min(chosen) if u in chosen else u for u in range(len(problem.units))])
+    return stage_bounds(segments(problem, branching), [units])[0]
 
 
 def check_ranks(problem: Problem) -> None:
@@ -314,9 +316,9 @@ def lower_bound(problem: Problem) -> Bound:
     tables = segments(problem, branches(problem))
     floor = floor_of(problem, tables)
     within, share = (EXACT, 0.5) if problem.ranks * len(problem.units) <= EXACTLY else (NEARLY, SOON)
-    found = least(tables, problem.ranks, floor, within=within, share=share)
-    assert found is not None  # without a memory limit every partition has a finite bound
-    seconds, frontiers = max(floor, found[0] / (1 + within) if within > EXACT else found[0]), found[1]
+    result = least(tables, problem.ranks, floor, within=within, share=share)
+    assert result is not None  # without a memory limit every partition has a finite bound
+    seconds, frontiers = max(floor, result[0] / (1 + within) if within > EXACT else result[0]), result[1]
     stages = stages_between(tables, frontiers)
     seconds = _with_actions(problem, seconds)
     higher = paced(problem, tables, problem.ranks, seconds)
@@ -353,12 +355,12 @@ def reached(count: int, links: Sequence[tuple[int, int]]) -> set[int]:
     for one, other in links:
         beside[one].append(other)
         beside[other].append(one)
-    found, open_ = {0}, [0]
+    reached_ranks, open_ = {0}, [0]
     while open_:
-        new = [other for other in beside[open_.pop()] if other not in found]
-        found.update(new)
+        new = [other for other in beside[open_.pop()] if other not in reached_ranks]
+        reached_ranks.update(new)
         open_ += dict.fromkeys(new)
-    return found
+    return reached_ranks
 
 
 def shared_lower_bound(problem: Problem) -> Bound:

@@ -84,7 +84,7 @@ def finished(
         pipeline=numbers,
         makespan=seconds,
         peak_memory=tuple(peaks),
-        bubble=tuple(1 - each / seconds if seconds else 0.0 for each in busy),
+        bubble=tuple(1 - busy_seconds / seconds if seconds else 0.0 for busy_seconds in busy),
         bound=(bound or lower_bound(problem)).seconds if alone and bounded else None,
         shared_bound=shared_lower_bound(problem).seconds,
         layout=text if alone else f"{text}; {len(home)} stages on {problem.ranks} ranks",
@@ -141,17 +141,17 @@ def draft(problem: Problem, limit: float | None = None) -> PipelinePlan | None:
     check_figures(problem)
     check_ranks(problem)
     budget = Budget(DRAFTED, limit)
-    found: list[Drafted] = []
+    drafts: list[Drafted] = []
     for numbers in [problem, held_whole(problem)] if makes_room(problem) else [problem]:
-        one = drafted(problem, numbers, budget)
-        if one is not None:
-            found.append(one)
-            if one.waits <= WAITED_FOR * one.seconds:
+        draft = drafted(problem, numbers, budget)
+        if draft is not None:
+            drafts.append(draft)
+            if draft.waits <= WAITED_FOR * draft.seconds:
                 break
-    for one in sorted(found, key=lambda each: each.seconds):
-        made = fitting(problem, one, bounded=False)
-        if made is not None:
-            return made
+    for draft in sorted(drafts, key=lambda draft: draft.seconds):
+        planned = fitting(problem, draft, bounded=False)
+        if planned is not None:
+            return planned
     return None
 
 
@@ -159,17 +159,17 @@ def fitting(problem: Problem, one: Drafted, bounded: bool = True) -> PipelinePla
     """The plan of a draft; where messages that wait have no room beside it, of another that leaves them some; None if
     that has none either. bounded: as of csc.planning.plan.finished.
     """
-    made = _plan_of(problem, one, bounded)
-    over = 0.0 if made is None else excess(problem, made)
+    plan = _plan_of(problem, one, bounded)
+    over = 0.0 if plan is None else excess(problem, plan)
     if over > 0:
         again = drafted(problem, one.numbers.less(over * MARGIN), Budget(DRAFTED))
-        made = None if again is None else _plan_of(problem, again, bounded)
-    return made if made is not None and excess(problem, made) <= 0 else None
+        plan = None if again is None else _plan_of(problem, again, bounded)
+    return plan if plan is not None and excess(problem, plan) <= 0 else None
 
 
-def _plan_of(problem: Problem, one: Drafted, bounded: bool) -> PipelinePlan | None:
+def _plan_of(problem: Problem, draft: Drafted, bounded: bool) -> PipelinePlan | None:
     with suppress(InputError):  # there is no room for what gathers make whole
-        return finished(problem, one.trial.stages, one.trial.placement, one.schedule, bounded=bounded)
+        return finished(problem, draft.trial.stages, draft.trial.placement, draft.schedule, bounded=bounded)
     return None
 
 
@@ -184,10 +184,10 @@ def drafted(problem: Problem, numbers: Problem, budget: Budget) -> Drafted | Non
     if not trials:
         return None
     trial = trials[0]
-    own = pipeline(problem, trial.stages, trial.placement)
+    built = pipeline(problem, trial.stages, trial.placement)
     schedule = finish("auto", trial.work, trial.orders, numbers.limits)
-    schedule = with_gathers(own, schedule, problem.limits, one_by_one=False)
-    return Drafted(numbers, makespan(own, schedule), seconds_waited_for(own, schedule), trial, schedule)
+    schedule = with_gathers(built, schedule, problem.limits, one_by_one=False)
+    return Drafted(numbers, makespan(built, schedule), seconds_waited_for(built, schedule), trial, schedule)
 
 
 # --- The plan: stages, the rank of each, and the order of work, with what they are expected to take ------------------
@@ -259,44 +259,46 @@ def _with_room_or_not(
     """With room to keep what was gathered; without, where there is none or a draft without is about as fast. open_:
     nothing of the plan is given, so that there are drafts. end: of the search.
     """
-    found: list[PipelinePlan] = []
+    plans: list[PipelinePlan] = []
     with suppress(InputError):
-        whole = _with_messages(held_whole(problem), planned, False)
-        found.append(finished(problem, whole.stages, whole.placement, whole.schedule))
+        messaged = _with_messages(held_whole(problem), planned, False)
+        plans.append(finished(problem, messaged.stages, messaged.placement, messaged.schedule))
     even = drafted(problem, problem, Budget(DRAFTED, max(0.0, end - time.monotonic()))) if open_ else None
     refused: InputError | None = None
-    if not (found and open_) or (even is not None and even.seconds < ALIKE * found[0].makespan):
+    if not (plans and open_) or (even is not None and even.seconds < ALIKE * plans[0].makespan):
         try:
-            found.append(_with_messages(problem, planned, False))
+            plans.append(_with_messages(problem, planned, False))
         except InputError as error:
             refused = error
-    if even is not None and all(even.seconds < other.makespan for other in found):
-        made = fitting(problem, even)
-        found += [] if made is None else [made]
-    if not found:
+    if even is not None and all(even.seconds < other.makespan for other in plans):
+        plan = fitting(problem, even)
+        plans += [] if plan is None else [plan]
+    if not plans:
         assert refused is not None
         raise refused
-    return min(found, key=lambda each: each.makespan)
+    return min(plans, key=lambda plan: plan.makespan)
 
 
-def _with_messages(problem: Problem, planned: Callable[[Problem, bool], PipelinePlan], given: bool) -> PipelinePlan:
+def _with_messages(
+    problem: Problem, planned: Callable[[Problem, bool], PipelinePlan], fixed_schedule: bool
+) -> PipelinePlan:
     """A plan in whose memory messages that wait have room, too. planned: of a problem, and whether they are counted
-    while it searches. given: the schedule is.
+    while it searches. fixed_schedule: the schedule is.
     """
-    if problem.waiting and problem.memory is not None and not given:
+    if problem.waiting and problem.memory is not None and not fixed_schedule:
         with suppress(InputError):
             return planned(problem, True)
-    found = planned(problem, False)
+    plan = planned(problem, False)
     kept = problem
-    for margin in () if given else MARGINS:
-        over = excess(problem, found)
+    for margin in () if fixed_schedule else MARGINS:
+        over = excess(problem, plan)
         if over <= 0:
             break
         kept = kept.less(over * margin)
         with suppress(InputError):
-            found = planned(kept, False)
-    check_room(problem, found.peak_memory, "with the messages that wait", "Allow more memory, or more ranks")
-    return found
+            plan = planned(kept, False)
+    check_room(problem, plan.peak_memory, "with the messages that wait", "Allow more memory, or more ranks")
+    return plan
 
 
 def _planned(
@@ -321,12 +323,12 @@ def _planned(
         return _best(problem, [home], fixed, _kept(problem, schedule), [None, one_in_flight])
     if schedule == "auto" and problem.ranks == 1 and placement is None and any(u.gathered for u in problem.units):
         return finished(problem, *on_one_rank(problem, chunks, fixed))
-    ways = placements(problem, schedule, chunks, fixed, placement)
+    candidates = placements(problem, schedule, chunks, fixed, placement)
     if schedule == "auto":
         open_ = placement is None and fixed is None
-        found = searched(search, ways, fixed, budget, effort, swaps=open_, free=open_ and chunks is None)
-        return finished(problem, found.stages, found.placement, found.schedule, found.bound)
-    return _best(problem, ways, fixed, _named(search, schedule), _limits(problem, schedule))
+        result = searched(search, candidates, fixed, budget, effort, swaps=open_, free=open_ and chunks is None)
+        return finished(problem, result.stages, result.placement, result.schedule, result.bound)
+    return _best(problem, candidates, fixed, _named(search, schedule), _limits(problem, schedule))
 
 
 def _named(problem: Problem, name: str) -> ScheduleChoice:
@@ -384,7 +386,7 @@ def _best(
     problem: Problem,
     ways: Sequence[Placement],
     fixed: Stages | None,
-    way: ScheduleChoice,
+    choice: ScheduleChoice,
     limits: Sequence[InFlight | None],
 ) -> PipelinePlan:
     """The best partition for a schedule that follows from it; units are moved between the stages of the best."""
@@ -393,7 +395,7 @@ def _best(
     for home in ways:
         for stages in [fixed] if fixed else partitions(problem, home, limits):
             try:
-                seconds = way.seconds(stages, home)
+                seconds = choice.seconds(stages, home)
             except CscError as each:
                 error = error or each
                 continue
@@ -406,25 +408,25 @@ def _best(
         raise error
     seconds, stages, home = best
     if fixed is None:
-        stages = _climbed(problem, seconds, stages, home, way)
-    return finished(problem, stages, home, way.schedule(stages, home))
+        stages = _climbed(problem, seconds, stages, home, choice)
+    return finished(problem, stages, home, choice.schedule(stages, home))
 
 
-def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, way: ScheduleChoice) -> Stages:
+def _climbed(problem: Problem, best: float, stages: Stages, home: Placement, choice: ScheduleChoice) -> Stages:
     """Single units moved to neighbouring stages while the step gets shorter than `best`, MOVES tries in all."""
-    found = branches(problem)
+    branching = branches(problem)
     left = MOVES
     for unit in range(len(problem.units)):
         at = homes_of(stages)
-        for target in neighbours(found, stages, at, unit):
+        for target in neighbours(branching, stages, at, unit):
             if left <= 0 or unit not in stages[at[unit]]:
                 continue
-            other = moved(found, stages, unit, target)
+            other = moved(branching, stages, unit, target)
             if other is None:
                 continue
             left -= 1
             with suppress(CscError):
-                seconds = way.seconds(other, home)
+                seconds = choice.seconds(other, home)
                 if seconds < best * (1 - 1e-6):
                     best, stages = seconds, other
     return stages
@@ -472,14 +474,14 @@ def tried(variations: Sequence[Variation], seconds: float, tell: Callable[[str],
     take is there for those after it. tell: called with the name of each.
     """
     end = time.monotonic() + seconds
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for number, variation in enumerate(variations):
         left = end - time.monotonic()
         if left <= 0:
             break
         tell(variation.name)
-        found.append(_outcome(variation, left / (len(variations) - number)))
-    return found
+        outcomes.append(_outcome(variation, left / (len(variations) - number)))
+    return outcomes
 
 
 def _outcome(variation: Variation, limit: float) -> Outcome:
@@ -487,10 +489,10 @@ def _outcome(variation: Variation, limit: float) -> Outcome:
     try:
         problem = variation.problem()
         began = time.monotonic()
-        found = plan(
+        planned = plan(
             problem, variation.schedule, variation.chunks, variation.stages, variation.placement, EFFORT, limit
         )  # fmt: skip
     except CscError as error:
         return Outcome(variation, None, why=error.what)
     late = time.monotonic() - began >= limit
-    return Outcome(variation, found, problem.microbatches, cut=late and variation.schedule == "auto")
+    return Outcome(variation, planned, problem.microbatches, cut=late and variation.schedule == "auto")

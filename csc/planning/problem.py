@@ -116,11 +116,11 @@ class Problem:
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
         """[rank]: the position of its kind; 0 where all are alike."""
-        found = [0] * self.ranks
+        kind_of = [0] * self.ranks
         for number, kind in enumerate(self.kinds):
             for rank in kind.ranks:
-                found[rank] = number
-        return tuple(found)
+                kind_of[rank] = number
+        return tuple(kind_of)
 
     @property
     def limits(self) -> float | tuple[float, ...] | None:
@@ -133,8 +133,8 @@ class Problem:
         """Bytes of a rank of this kind."""
         if self.memory is None or not self.kinds:
             return self.memory
-        own = self.kinds[kind].memory
-        return self.memory if own is None else min(self.memory, own)
+        memory = self.kinds[kind].memory
+        return self.memory if memory is None else min(self.memory, memory)
 
     @cached_property
     def units_on(self) -> tuple[tuple[Unit, ...], ...]:
@@ -189,9 +189,9 @@ def placed(problem: Problem, stages: Sequence[Sequence[int]], placement: Sequenc
         return problem
     units = list(problem.units)
     for members, rank in zip(stages, placement):
-        own = problem.units_on[problem.kind_of[rank]]
+        unit_costs = problem.units_on[problem.kind_of[rank]]
         for u in members:
-            units[u] = own[u]
+            units[u] = unit_costs[u]
     return replace(problem, units=tuple(units), kinds=())
 
 
@@ -201,18 +201,18 @@ def channels(values: Sequence[Value], home: Sequence[int]) -> dict[Message, list
     A value goes from its maker's stage straight to every other stage that reads it. Its gradient visits the stages
     of the readers that give one, from the last reader to the first, and then goes to the maker's.
     """
-    found: dict[Message, list[int]] = {}
+    channels_of: dict[Message, list[int]] = {}
 
     def carry(kind: str, source: int, destination: int, position: int) -> None:
-        carried = found.setdefault((kind, source, destination), [])
+        carried = channels_of.setdefault((kind, source, destination), [])
         if not carried or carried[-1] != position:
             carried.append(position)
 
     for position, value in enumerate(values):
-        made = home[value.maker]
+        maker = home[value.maker]
         for reader in value.readers:
-            if home[reader] != made and position not in found.get(("F", made, home[reader]), ()):
-                carry("F", made, home[reader], position)
+            if home[reader] != maker and position not in channels_of.get(("F", maker, home[reader]), ()):
+                carry("F", maker, home[reader], position)
         here = None
         for reader, needed in reversed(list(zip(value.readers, value.gradient))):
             if not needed:
@@ -220,9 +220,9 @@ def channels(values: Sequence[Value], home: Sequence[int]) -> dict[Message, list
             if here is not None and here != home[reader]:
                 carry("B", here, home[reader], position)
             here = home[reader]
-        if here is not None and here != made:
-            carry("B", here, made, position)
-    return dict(sorted(found.items()))
+        if here is not None and here != maker:
+            carry("B", here, maker, position)
+    return dict(sorted(channels_of.items()))
 
 
 def pipeline(
@@ -322,12 +322,12 @@ class Ramps:
 
 def orders(problem: Problem) -> list[tuple[int, int]]:
     """Every (a, b) such that unit a comes before unit b."""
-    found = set()
+    links_found = set()
     for value in problem.values:
-        found |= {(value.maker, reader) for reader in value.readers}
-        giving = [reader for reader, given in zip(value.readers, value.gradient) if given]
-        found |= set(itertools.pairwise(giving))
-    return sorted(found)
+        links_found |= {(value.maker, reader) for reader in value.readers}
+        giving = [reader for reader, has_gradient in zip(value.readers, value.gradient) if has_gradient]
+        links_found |= set(itertools.pairwise(giving))
+    return sorted(links_found)
 
 
 def branches(problem: Problem) -> Branches:
@@ -367,7 +367,7 @@ def ramps(problem: Problem) -> Ramps:
     forward = sorted({(value.maker, reader) for value in problem.values for reader in value.readers})
     backward = set()
     for value in problem.values:
-        visits = [reader for reader, given in reversed(list(zip(value.readers, value.gradient))) if given]
+        visits = [reader for reader, has_gradient in reversed(list(zip(value.readers, value.gradient))) if has_gradient]
         backward |= set(zip(visits, [*visits[1:], value.maker]))
     makers: list[list[int]] = [[] for _ in units]
     readers: list[list[int]] = [[] for _ in units]
@@ -451,10 +451,10 @@ def check_figures(problem: Problem) -> None:
         _check_whole("ranks on a node", per_node, "Give at least 1, or None where all are on one")
     _check_kinds(problem)
     _check_values(problem)
-    for what, number in _figures(problem):
+    for figure, number in _figures(problem):
         if not _number(number) or not 0 <= number < math.inf:
             raise InputError(
-                f"{what} is {number!r}",
+                f"{figure} is {number!r}",
                 "planning",
                 "Times and sizes are finite and at least 0: look at the hardware profile or the measured costs",
             )
@@ -466,18 +466,18 @@ def check_figures(problem: Problem) -> None:
         )
     if problem.scale is not None and not sum(problem.scale):
         raise InputError("no microbatch has a size above 0", "planning", "Give the step something to do")
-    whole = sum(unit.work for unit in problem.units) * (sum(problem.scale or ()) or problem.microbatches)
-    if not whole < math.inf:
+    work = sum(unit.work for unit in problem.units) * (sum(problem.scale or ()) or problem.microbatches)
+    if not work < math.inf:
         raise InputError("the step takes more seconds than a float can hold", "planning", "Look at the measured costs")
 
 
 def _check_values(problem: Problem) -> None:
     """Units that there are, the maker ahead of its readers, and of each reader whether it gives a gradient."""
     for number, value in enumerate(problem.values):
-        there = range(len(problem.units))
-        if not all(unit in there for unit in (value.maker, *value.readers)):
+        units_there = range(len(problem.units))
+        if not all(unit in units_there for unit in (value.maker, *value.readers)):
             raise InputError(
-                f"value {number} goes from unit {value.maker} to {list(value.readers)} of {len(there)} units",
+                f"value {number} goes from unit {value.maker} to {list(value.readers)} of {len(units_there)} units",
                 "planning",
                 "Number the units from 0, in an order in which they can run",
             )
@@ -527,13 +527,13 @@ def check_asked(chunks: int | None, effort: float, limit: float | None) -> None:
             raise InputError(f"{name} is {number!r}", "planning", "Give a finite number of at least 0")
 
 
-def _number(given: object) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool)
+def _number(number: object) -> bool:
+    return isinstance(number, Real) and not isinstance(number, bool)
 
 
-def _check_whole(what: str, given: object, remedy: str) -> None:
-    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
-        raise InputError(f"there cannot be {given!r} {what}", "planning", remedy)
+def _check_whole(subject: str, number: object, remedy: str) -> None:
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+        raise InputError(f"there cannot be {number!r} {subject}", "planning", remedy)
 
 
 def _figures(problem: Problem) -> Iterator[tuple[str, float]]:
@@ -553,8 +553,8 @@ def _figures(problem: Problem) -> Iterator[tuple[str, float]]:
         yield f"the size of microbatch {number}", factor
     for kind in problem.kinds:
         for unit, seconds in zip(problem.units, kind.seconds):
-            for name, each in zip(SECONDS, seconds):
-                yield f"the {name.replace('_', ' ')} time of {unit.name} on {kind.name}", each
+            for name, figure in zip(SECONDS, seconds):
+                yield f"the {name.replace('_', ' ')} time of {unit.name} on {kind.name}", figure
     links = {"of the shards' gathers": problem.gathering}
     ends: tuple[Network | RankNodes, ...] = (problem.network, *problem.network.places)
     for end in ends:
@@ -596,13 +596,13 @@ class Lumped:
 
 def lumped(problem: Problem, most: int) -> Lumped:
     """The problem with lumps as small as `most` frontiers allow."""
-    found = branches(problem)
-    short = found.chains[:-1]
+    branching = branches(problem)
+    short = branching.chains[:-1]
     frontiers = math.prod(len(chain) + 1 for chain in short)
     size = 1 if frontiers <= most else math.ceil((frontiers / most) ** (1 / len(short)))
     home = list(range(len(problem.units)))
     for chain in short if size > 1 else ():
-        for run in _runs(problem, found, chain):
+        for run in _runs(problem, branching, chain):
             for i, unit in enumerate(run):
                 home[unit] = run[min(i - i % size + size, len(run)) - 1]
     return together(problem, home)
@@ -630,13 +630,13 @@ def _taken(kind: RankKind, members: Sequence[Sequence[int]]) -> tuple[tuple[floa
     return tuple(tuple(sum(kind.seconds[u][i] for u in lump) for i in range(3)) for lump in members)  # type: ignore[misc]
 
 
-def _runs(problem: Problem, found: Branches, chain: Sequence[int]) -> list[list[int]]:
+def _runs(problem: Problem, branching: Branches, chain: Sequence[int]) -> list[list[int]]:
     """The chain in runs that may be lumped."""
     runs = [[chain[0]]]
     for unit in chain[1:]:
         last = runs[-1][-1]
         same = problem.units[unit].component == problem.units[last].component
-        if same and found.before[unit] == (last,) and found.after[last] == (unit,):
+        if same and branching.before[unit] == (last,) and branching.after[last] == (unit,):
             runs[-1].append(unit)
         else:
             runs.append([unit])
@@ -663,14 +663,14 @@ def _together(units: Sequence[Unit]) -> Unit:
 
 def _between(value: Value, home: Sequence[int]) -> Value | None:
     """The value among lumps; None if it stays inside one."""
-    made = home[value.maker]
+    maker = home[value.maker]
     gradient: dict[int, bool] = {}
-    for reader, given in zip(value.readers, value.gradient):
-        if home[reader] != made:
-            gradient[home[reader]] = gradient.get(home[reader], False) or given
+    for reader, has_gradient in zip(value.readers, value.gradient):
+        if home[reader] != maker:
+            gradient[home[reader]] = gradient.get(home[reader], False) or has_gradient
     if not gradient:
         return None
-    return replace(value, maker=made, readers=tuple(gradient), gradient=tuple(gradient.values()))
+    return replace(value, maker=maker, readers=tuple(gradient), gradient=tuple(gradient.values()))
 
 
 # --- What each feature of a microbatch costs every unit: loads per stage from a model's numbers at a few sizes -------
@@ -715,20 +715,22 @@ def fitted(problems: Sequence[Problem], features: Sequence[Sequence[float]]) -> 
     first = problems[0]
     units = [_fitted([problem.units[u] for problem in problems], UNIT, counts) for u in range(len(first.units))]
     values = [_fitted([problem.values[v] for problem in problems], VALUE, counts) for v in range(len(first.values))]
-    found = SizeRates(tuple(zip(*units)), tuple(zip(*values)) or ((),) * counts.shape[1], 0.0)
-    return replace(found, error=max(_error(found, problem, one) for problem, one in zip(problems, features)))
+    rates = SizeRates(tuple(zip(*units)), tuple(zip(*values)) or ((),) * counts.shape[1], 0.0)
+    return replace(
+        rates, error=max(_error(rates, problem, features_of) for problem, features_of in zip(problems, features))
+    )
 
 
 def _fitted(ones: Sequence[Any], figures: Sequence[str], counts: npt.NDArray[np.float64]) -> list[Any]:
     """One unit or value for each feature."""
-    found: dict[str, npt.NDArray[np.float64]] = {}
+    solutions: dict[str, npt.NDArray[np.float64]] = {}
     for name in figures:
-        numbers = np.array([getattr(one, name) for one in ones], dtype=np.float64)
+        numbers = np.array([getattr(values, name) for values in ones], dtype=np.float64)
         weights = 1 / np.where(numbers > 0, numbers, numbers.max() or 1.0)
         scale = counts.max(axis=0)  # columns of one size, or the constant drowns in squares
-        found[name] = nnls(counts / scale * weights[:, None], numbers * weights)[0] / scale
-    changed = [{name: float(found[name][f]) for name in figures} for f in range(counts.shape[1])]
-    return [replace(ones[0], **one) for one in changed]
+        solutions[name] = nnls(counts / scale * weights[:, None], numbers * weights)[0] / scale
+    changed = [{name: float(solutions[name][f]) for name in figures} for f in range(counts.shape[1])]
+    return [replace(ones[0], **changed_values) for changed_values in changed]
 
 
 def _error(rates: SizeRates, problem: Problem, features: Sequence[float]) -> float:
@@ -744,7 +746,7 @@ def mean(rates: SizeRates, problem: Problem, features: Sequence[float]) -> Probl
 
 
 def _sum(ones: Sequence[Any], figures: Sequence[str], features: Sequence[float]) -> Any:
-    changed = {name: sum(count * getattr(one, name) for count, one in zip(features, ones)) for name in figures}
+    changed = {name: sum(count * getattr(rate, name) for count, rate in zip(features, ones)) for name in figures}
     return replace(ones[0], **changed)
 
 
@@ -757,14 +759,16 @@ def loads(
     as much as it is.
     """
     bare = replace(problem, scale=None, action=0.0, handling=0.0)
-    each = [
+    rate_pipelines = [
         pipeline(replace(bare, units=units, values=values), stages) for units, values in zip(rates.units, rates.values)
     ]
-    each[0] = hosted(each[0], problem.action, problem.handling)  # once for a microbatch, not for each of its tokens
-    stage_rates: list[tuple[StageWork, ...]] = list(zip(*(one.stages for one in each)))
-    channels = each[0].messages
+    rate_pipelines[0] = hosted(
+        rate_pipelines[0], problem.action, problem.handling
+    )  # once for a microbatch, not for each of its tokens
+    stage_rates: list[tuple[StageWork, ...]] = list(zip(*(one.stages for one in rate_pipelines)))
+    channels = rate_pipelines[0].messages
     return Loads(
-        tuple(tuple(map(float, one)) for one in features),
+        tuple(tuple(map(float, row)) for row in features),
         tuple(stage_rates),
-        {channel: tuple(one.messages[channel] for one in each) for channel in channels},
+        {channel: tuple(one.messages[channel] for one in rate_pipelines) for channel in channels},
     )

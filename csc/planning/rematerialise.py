@@ -87,14 +87,14 @@ def _edge(graph: nx.DiGraph, source: object, target: object, capacity: int | Non
 
 def _above(steps: Sequence[Candidate], wanted: Sequence[int]) -> list[int]:
     """What the wanted steps depend on, themselves included."""
-    found: set[int] = set()
+    above: set[int] = set()
     stack = list(wanted)
     while stack:
         i = stack.pop()
-        if i not in found:
-            found.add(i)
+        if i not in above:
+            above.add(i)
             stack.extend(steps[i].inputs)
-    return sorted(found)
+    return sorted(above)
 
 
 def _saving(steps: Sequence[Candidate], kept: frozenset[int], again: Sequence[int], price: float) -> StashChoice:

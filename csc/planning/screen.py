@@ -164,9 +164,13 @@ def screen(
     for style in styles:
         if best is not None and budget.spent:
             break
-        found = _fitted(work, style, allowed, best.seconds * (1 - 1e-9) if best else below, problem.waiting, budget)
-        if found is not None and found.seconds < (best.seconds * (1 - 1e-9) if best else math.inf):
-            best = Trial(stages, tuple(placement), found.seconds, style, work, found.orders, found.room)
+        fitted_orders = _fitted(
+            work, style, allowed, best.seconds * (1 - 1e-9) if best else below, problem.waiting, budget
+        )
+        if fitted_orders is not None and fitted_orders.seconds < (best.seconds * (1 - 1e-9) if best else math.inf):
+            best = Trial(
+                stages, tuple(placement), fitted_orders.seconds, style, work, fitted_orders.orders, fitted_orders.room
+            )
     return best
 
 
@@ -176,15 +180,15 @@ def _fitted(
     """The orders of a style. None if they do not fit, with the messages that wait if those count."""
 
     def make(room: Sequence[float] | None) -> tuple[list[list[int]], float] | None:
-        found = _ordered(work, style, room, best)
-        if found is not None:
+        ordered = _ordered(work, style, room, best)
+        if ordered is not None:
             budget.spend((cost(style) + COUNTED * waiting) * len(work.lanes) * work.microbatches)
-        return found
+        return ordered
 
     if allowed is not None and waiting:
         return fitted(work, make, allowed, best)
-    made = make(allowed)
-    return None if made is None else Fitted(*made, allowed)
+    made_orders = make(allowed)
+    return None if made_orders is None else Fitted(*made_orders, allowed)
 
 
 def cost(style: Style) -> float:
@@ -247,17 +251,17 @@ def climb(problem: Problem, trial: Trial, budget: Budget, effort: float = 1.0) -
     """Move one unit at a time to a neighbouring stage while that shortens the step under the trial's own rule, and
     until the budget is spent.
     """
-    found = branches(problem)
+    branching = branches(problem)
     left = max(4, int(CLIMB * effort / (len(trial.work.lanes) * problem.microbatches)))
     better = True
     while better and left > 0:
         better = False
-        for unit, source, target in list(moves(found, trial.stages)):
+        for unit, source, target in list(moves(branching, trial.stages)):
             if left <= 0 or budget.spent:
                 return trial
             if source >= len(trial.stages) or unit not in trial.stages[source] or len(trial.stages[source]) == 1:
                 continue
-            stages = moved(found, trial.stages, unit, target)
+            stages = moved(branching, trial.stages, unit, target)
             if stages is None:
                 continue
             left -= 1

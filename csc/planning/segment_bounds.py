@@ -111,10 +111,10 @@ def segments(problem: Problem, found: Branches) -> ChainTables:
     )
 
 
-def _largest(found: Branches, sizes: Sequence[float], start: Ints, places: int) -> Floats:
+def _largest(branching: Branches, sizes: Sequence[float], start: Ints, places: int) -> Floats:
     """(levels, places): the largest size among 2**level units of a chain, for queries of any range in one step."""
     flat = np.zeros(places)
-    for c, chain in enumerate(found.chains):
+    for c, chain in enumerate(branching.chains):
         flat[start[c] : start[c] + len(chain)] = [sizes[u] for u in chain]
     rows = [flat]
     while 2 ** len(rows) < places:
@@ -124,36 +124,36 @@ def _largest(found: Branches, sizes: Sequence[float], start: Ints, places: int) 
     return np.array(rows)
 
 
-def _edges(found: Branches, paths: Ramps, start: Ints, places: int) -> tuple[Floats, tuple[Crossing, ...]]:
+def _edges(branching: Branches, paths: Ramps, start: Ints, places: int) -> tuple[Floats, tuple[Crossing, ...]]:
     """The ramps that come over the chains' own links, and over all other edges."""
     links = np.zeros((4, places))
     inner: dict[tuple[int, int], list[int]] = {}
     seconds = (paths.to_forward, paths.to_backward, paths.from_backward, paths.from_forward)
     for where, edges in ((0, paths.forward_edges), (2, paths.backward_edges)):
-        linked = {(u, v) for u, v in edges if found.place[u][0] == found.place[v][0]}
-        whole = [0] * len(found.place)  # how many links of the chain in a row lead to this unit
-        for chain in found.chains:
+        linked = {(u, v) for u, v in edges if branching.place[u][0] == branching.place[v][0]}
+        run_lengths = [0] * len(branching.place)  # how many links of the chain in a row lead to this unit
+        for chain in branching.chains:
             for u, v in itertools.pairwise(chain):
-                there = (u, v) in linked if where == 0 else (v, u) in linked
-                whole[v] = whole[u] + 1 if there else 0
+                in_chain = (u, v) in linked if where == 0 else (v, u) in linked
+                run_lengths[v] = run_lengths[u] + 1 if in_chain else 0
         for u, v in edges:
             # F goes up the chain from u to v, B comes down from u to v.
             first, last = (u, v) if where == 0 else (v, u)
-            (c, i), (d, j) = found.place[first], found.place[last]
+            (c, i), (d, j) = branching.place[first], branching.place[last]
             ahead, behind = (0, 3) if where == 0 else (2, 1)
             if c == d and j == i + 1:
                 links[ahead, start[c] + j] = seconds[ahead][first]
                 links[behind, start[c] + j] = seconds[behind][last]
-            elif c != d or whole[last] < j - i:  # else the links between them say at least as much
+            elif c != d or run_lengths[last] < j - i:  # else the links between them say at least as much
                 inner.setdefault((ahead, first), []).append(last)
                 inner.setdefault((behind, last), []).append(first)
     crossings = []
     for (where, unit), ends in sorted(inner.items()):
         count = np.zeros(places, dtype=np.int64)
         for end in ends:
-            c, position = found.place[end]
+            c, position = branching.place[end]
             count[start[c] + position + 1] += 1
-        c, position = found.place[unit]
+        c, position = branching.place[unit]
         crossings.append(Crossing(where, c, position, float(seconds[where][unit]), np.cumsum(count)))
     return links, tuple(crossings)
 
@@ -202,8 +202,8 @@ def _largest_of(sizes: Floats, tables: ChainTables, low: Ints, high: Ints) -> Fl
     level = np.frexp(np.maximum(length, 1))[1] - 1  # the largest power of two that is not longer
     at_low, at_high = tables.start + low, tables.start + high - 2**level
     both = np.maximum(sizes[level, at_low], sizes[level, np.maximum(at_high, 0)])
-    found: Floats = np.where(length > 0, both, 0.0).max(axis=1)
-    return found
+    largest: Floats = np.where(length > 0, both, 0.0).max(axis=1)
+    return largest
 
 
 @dataclass(frozen=True)
@@ -249,10 +249,10 @@ def bounds_of(tables: ChainTables, measured: Measures) -> Floats:
 def ways(tables: ChainTables, low: Ints, high: Ints) -> Floats:
     """(4, segments): seconds of the longest paths that enter F, enter B, leave B, leave F of each from outside."""
     at_low, at_high = tables.start + low, tables.start + high
-    there = high > low
+    nonempty = high > low
     ramp = np.empty((4, len(low)))
-    ramp[0::2] = np.where(there, tables.links[0::2, at_low], 0.0).max(axis=2)
-    ramp[1::2] = np.where(there, tables.links[1::2, at_high], 0.0).max(axis=2)
+    ramp[0::2] = np.where(nonempty, tables.links[0::2, at_low], 0.0).max(axis=2)
+    ramp[1::2] = np.where(nonempty, tables.links[1::2, at_high], 0.0).max(axis=2)
     for crossing in tables.crossings:
         inside = (crossing.count[at_high] - crossing.count[at_low]).sum(axis=1) > 0
         c = crossing.chain
@@ -298,7 +298,7 @@ def need_of(tables: ChainTables, low: Ints, high: Ints, amounts: Floats, room: R
 
 def targets(tables: ChainTables) -> tuple[Target, ...]:
     """Units that come after units of other chains."""
-    found = []
+    targets_found = []
     place = tables.branches.place
     for unit, before in enumerate(tables.branches.before):
         c, position = place[unit]
@@ -307,8 +307,8 @@ def targets(tables: ChainTables) -> tuple[Target, ...]:
             count = np.zeros(len(tables.sums), dtype=np.int64)
             for d, there in sources:
                 count[tables.start[d] + there + 1] += 1
-            found.append((c, position, np.cumsum(count)))
-    return tuple(found)
+            targets_found.append((c, position, np.cumsum(count)))
+    return tuple(targets_found)
 
 
 def depths_of(tables: ChainTables, among: tuple[Target, ...], low: Ints, high: Ints, labels: Ints) -> Ints:
@@ -419,32 +419,32 @@ class Extension:
     def charges(self) -> list[tuple[Floats, float]]:
         """Running sums by place, and the largest of them, of every charge that has a limit."""
         sums, work = self.tables.sums, self.tables.work
-        found = [sums[:, :3].sum(axis=1) * work, sums[:, 0] * work] if math.isfinite(self.cap) else []
+        charges = [sums[:, :3].sum(axis=1) * work, sums[:, 0] * work] if math.isfinite(self.cap) else []
         if self.room and math.isfinite(self.room.memory):
-            found.append(sums[:, 3] + self.room.in_flight[1] * self.room.scale * sums[:, 4])
-        return [(charge, float(charge.max())) for charge in found]
+            charges.append(sums[:, 3] + self.room.in_flight[1] * self.room.scale * sums[:, 4])
+        return [(charge, float(charge.max())) for charge in charges]
 
     def limits(self, state: Ints) -> list[Floats]:
         """The limit of every charge for a segment of what each state leaves."""
-        found = []
+        limits = []
         if math.isfinite(self.cap):
             rest = self.tables.least_rest[self.tables.start + state].min(axis=1)
             tail = np.where(np.isfinite(rest), rest, 0.0) * self.tables.ramp
-            found = [np.full(len(state), self.cap), self.cap - tail]
+            limits = [np.full(len(state), self.cap), self.cap - tail]
         if self.room and math.isfinite(self.room.memory):
-            found.append(np.full(len(state), self.room.memory))
-        return found
+            limits.append(np.full(len(state), self.room.memory))
+        return limits
 
 
 def extend(step: Extension, state: Ints, labels: Ints, left: int, empty: bool) -> tuple[Ints, Ints, Ints]:
     """The states after one more stage that nothing dominates, their parents and labels; `left` stages come after."""
     limits = step.limits(state)
-    found = []
+    reaches = []
     for first, last in _batches(step, state, limits):
-        low, rows, limit = _choices(step, state, np.arange(first, last), [each[first:last] for each in limits])
+        low, rows, limit = _choices(step, state, np.arange(first, last), [bound[first:last] for bound in limits])
         low, largest, rows = _ends(step, state, low, rows, limit, 0 if empty else left)
-        found.append(_reach(step, state, labels, low, largest, rows, left))
-    low, rows, after = found[0] if len(found) == 1 else (np.concatenate(each) for each in zip(*found))
+        reaches.append(_reach(step, state, labels, low, largest, rows, left))
+    low, rows, after = reaches[0] if len(reaches) == 1 else (np.concatenate(column) for column in zip(*reaches))
     kept = undominated(step.tables, low, after)
     return low[kept], rows[kept], after[kept]
 
@@ -513,9 +513,9 @@ def _ends(
             if c != d:
                 fine &= need[:, c, d] <= low[:, d]
     largest = low[:, last].copy()
-    own = tables.need[tables.start[last] : tables.start[last] + tables.lengths[last] + 1]
+    needs = tables.need[tables.start[last] : tables.start[last] + tables.lengths[last] + 1]
     for d in range(last):
-        np.minimum(largest, np.searchsorted(own[:, d], low[:, d], side="right") - 1, out=largest)
+        np.minimum(largest, np.searchsorted(needs[:, d], low[:, d], side="right") - 1, out=largest)
     moved = (low[:, :last] < state[rows][:, :last]).any(axis=1)
     largest = np.where(moved, largest, np.minimum(largest, low[:, last] - 1))
     least = np.maximum(need[:, :last, last].max(axis=1, initial=0), left - low[:, :last].sum(axis=1))
@@ -535,18 +535,18 @@ def _reach(
         every = np.sort(labels[rows], axis=1).T + 1
         depths = [limit for i, limit in enumerate(every) if i == 0 or (limit > every[i - 1]).any()]
         at_most = np.concatenate(depths)
-        low, largest, rows = (np.concatenate([each] * len(depths)) for each in (low, largest, rows))
+        low, largest, rows = (np.concatenate([column] * len(depths)) for column in (low, largest, rows))
 
     def fits(which: Ints, end: Ints) -> Bools:
-        at, parents = low[which], rows[which]
-        at[:, last] = end
-        return fitting(step, at, state[parents], labels[parents], None if at_most is None else at_most[which])
+        ends, parents = low[which], rows[which]
+        ends[:, last] = end
+        return fitting(step, ends, state[parents], labels[parents], None if at_most is None else at_most[which])
 
     end = _least_that_fits(fits, low[:, last], largest)
     low[:, last] = end
-    there = np.flatnonzero(end <= largest)
-    there = there[_enough(step.after or step, low[there], left)]
-    low, parents = low[there], rows[there]
+    ends_possible = np.flatnonzero(end <= largest)
+    ends_possible = ends_possible[_enough(step.after or step, low[ends_possible], left)]
+    low, parents = low[ends_possible], rows[ends_possible]
     if step.room is None:
         return low, parents, labels[parents]
     high, before = state[parents], labels[parents]

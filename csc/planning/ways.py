@@ -40,13 +40,13 @@ def paired(problem: Problem, placement: Sequence[int], actions: float = math.inf
     ranks = problem.ranks
     if not sorted(placement[:ranks]) == sorted(placement[ranks:]) == list(range(ranks)):
         return []
-    found = list(_balanced(problem, placement))
-    if not found:
+    pairs = list(_balanced(problem, placement))
+    if not pairs:
         return []
-    least = min(load for load, _ in found)
-    close = [stages for load, stages in found if load <= CLOSE * least]
-    each = 6 * ranks * problem.microbatches * sum(map(cost, STYLES))  # F, B and W of two stages on each rank
-    tried = int(min(TRIED, actions // each))
+    least = min(load for load, _ in pairs)
+    close = [stages for load, stages in pairs if load <= CLOSE * least]
+    actions_each = 6 * ranks * problem.microbatches * sum(map(cost, STYLES))  # F, B and W of two stages on each rank
+    tried = int(min(TRIED, actions // actions_each))
     if tried <= KEPT:
         return close[:: -(-len(close) // KEPT)]
     trials = [screen(problem, stages, placement, STYLES) for stages in close[:: -(-len(close) // tried)]]
@@ -63,9 +63,9 @@ def _balanced(problem: Problem, placement: Sequence[int]) -> Iterator[tuple[floa
         ends: list[int] = []
         for part, (a, b) in enumerate(((0, cut), (cut, count))):
             homes = placement[part * ranks : (part + 1) * ranks]
-            own = works[part * ranks : (part + 1) * ranks]
-            ends += filled(own, [loads[rank] for rank in homes], a, b)
-            for rank, work, start, end in zip(homes, own, [a, *ends[-ranks:]], ends[-ranks:]):
+            works_here = works[part * ranks : (part + 1) * ranks]
+            ends += filled(works_here, [loads[rank] for rank in homes], a, b)
+            for rank, work, start, end in zip(homes, works_here, [a, *ends[-ranks:]], ends[-ranks:]):
                 loads[rank] += sum(work[start:end])
         yield max(loads), tuple(tuple(range(a, b)) for a, b in zip([0, *ends], ends))
 
@@ -93,9 +93,9 @@ def filled(
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)  # [end]: the least of the largest loads so far
     starts = []
     for load, work in zip(loads, works):
-        each = np.maximum(best[:, None], load + spans[id(work)])
-        starts.append(count - each[::-1].argmin(axis=0))
-        best = each.min(axis=0)
+        load_of = np.maximum(best[:, None], load + spans[id(work)])
+        starts.append(count - load_of[::-1].argmin(axis=0))
+        best = load_of.min(axis=0)
     ends = [count]
     for row in reversed(starts[1:]):
         ends.append(int(row[ends[-1]]))
@@ -149,15 +149,19 @@ def placements(
             "chunks",
             f"Ask for {units // ranks} on a rank at most",
         )
-    ways = [placed(schedule, ranks, wanted if chunks is None else chunks)]
+    candidates = [placed(schedule, ranks, wanted if chunks is None else chunks)]
     if schedule == "auto" and (chunks == 2 or (chunks is None and units >= 2 * ranks > 2)):
-        ways += [placed(name, ranks, 2) for name in ("interleaved-1f1b", "zb-v")]
+        candidates += [placed(name, ranks, 2) for name in ("interleaved-1f1b", "zb-v")]
     if schedule == "auto" and chunks is None and ranks > 1:
-        ways += [placed("interleaved-1f1b", ranks, n) for n in CHUNKS if units >= n * ranks]
+        candidates += [placed("interleaved-1f1b", ranks, n) for n in CHUNKS if units >= n * ranks]
     if problem.kinds and stages is None:
         turns = partition.orders(problem)
-        ways = [[turn[rank] for rank in way] for way in ways for turn in turns[: 1 if len(way) > 2 * ranks else None]]
-    return list(dict.fromkeys(tuple(way) for way in ways))
+        candidates = [
+            [turn[rank] for rank in candidate]
+            for candidate in candidates
+            for turn in turns[: 1 if len(candidate) > 2 * ranks else None]
+        ]
+    return list(dict.fromkeys(tuple(candidate) for candidate in candidates))
 
 
 def partitions(
@@ -176,27 +180,30 @@ def partitions(
     known = {} if found_before is None else found_before
     size = len(home) * len(problem.units)
     if problem.kinds and len(home) == problem.ranks:
-        found = [*(partition.partitions(problem, home, limits) if size <= SEARCHED else ()), *even(problem, home)]
+        stages_found = [
+            *(partition.partitions(problem, home, limits) if size <= SEARCHED else ()),
+            *even(problem, home),
+        ]
     elif problem.kinds:
-        found = [
+        stages_found = [
             *spread(problem, home),
             *(paired(problem, home, actions) if size <= 2 * THOROUGH else ()),
             *even(problem, home),
         ]
     elif len(home) == problem.ranks:
-        found = _single(problem, limits, size)
+        stages_found = _single(problem, limits, size)
     elif len(home) == 2 * problem.ranks and size <= 2 * THOROUGH:
         if len(home) not in known:
             known[len(home)] = _searched(problem, len(home))
-        found = [*known[len(home)], *even(problem, home), *paired(problem, home, actions)]
+        stages_found = [*known[len(home)], *even(problem, home), *paired(problem, home, actions)]
     else:
-        found = [*(spread(problem, home) or _searched(problem, len(home))), *even(problem, home)]
-    return list(dict.fromkeys(found))
+        stages_found = [*(spread(problem, home) or _searched(problem, len(home))), *even(problem, home)]
+    return list(dict.fromkeys(stages_found))
 
 
 def _single(problem: Problem, limits: Sequence[InFlight | None], size: int) -> list[Stages]:
     """One stage on a rank."""
-    found: list[Stages] = []
+    stages_found: list[Stages] = []
     thorough = size <= THOROUGH
     cuts: list[Stages] = []
     if problem.memory is not None or not thorough:
@@ -205,35 +212,37 @@ def _single(problem: Problem, limits: Sequence[InFlight | None], size: int) -> l
     if size > SEARCHED:
         return cuts + even(problem, range(problem.ranks))
     for limit in limits:
-        whole = thorough and not found
+        exhaustive = thorough and not stages_found
         try:
-            found += candidates(problem, limit) if whole else candidates(problem, limit, (MIDDLE,), layouts=False)
+            stages_found += (
+                candidates(problem, limit) if exhaustive else candidates(problem, limit, (MIDDLE,), layouts=False)
+            )
         except InputError:
-            if limit is limits[-1] and not found:
+            if limit is limits[-1] and not stages_found:
                 raise
-        if problem.memory is None or (found and not thorough):
+        if problem.memory is None or (stages_found and not thorough):
             break
     if problem.memory is not None and thorough:
         with suppress(InputError):
-            found += candidates(_fused(problem), limits[0], FUSED, layouts=False)
-    found += cuts
+            stages_found += candidates(_fused(problem), limits[0], FUSED, layouts=False)
+    stages_found += cuts
     if problem.memory is not None and problem.waiting and thorough:
-        found += _with_messages(problem, limits)
-    return found if thorough else found + even(problem, range(problem.ranks))
+        stages_found += _with_messages(problem, limits)
+    return stages_found if thorough else stages_found + even(problem, range(problem.ranks))
 
 
 def _with_messages(problem: Problem, limits: Sequence[InFlight | None]) -> list[Stages]:
     """One stage on a rank, in less memory by some of the largest messages: how many wait follows from the order."""
     largest = max((max(value.size, value.gradient_size) for value in problem.values), default=0.0)
-    found: list[Stages] = []
+    stages_found: list[Stages] = []
     for count in WAIT:
         less = problem.less(count * largest)
         for limit in limits:
             with suppress(InputError):
-                found += candidates(less, limit, (MIDDLE,), layouts=False)
+                stages_found += candidates(less, limit, (MIDDLE,), layouts=False)
         stages = contiguous(less)
-        found += [] if stages is None else [stages]
-    return found
+        stages_found += [] if stages is None else [stages]
+    return stages_found
 
 
 def _searched(problem: Problem, count: int) -> list[Stages]:
@@ -242,12 +251,12 @@ def _searched(problem: Problem, count: int) -> list[Stages]:
     Memory is the rank's, not the stage's: the first look away from it and let the schedule say what fits.
     """
     every = replace(problem, ranks=count, memory=None)
-    found = candidates(every, shares=(0.0, MIDDLE), layouts=False)
+    stages_found = candidates(every, shares=(0.0, MIDDLE), layouts=False)
     if problem.memory is not None:
         with suppress(InputError):
             share = replace(every, memory=problem.memory * problem.ranks / count)
-            found += candidates(share, one_in_flight, (0.0,), layouts=False)
-    return found
+            stages_found += candidates(share, one_in_flight, (0.0,), layouts=False)
+    return stages_found
 
 
 def spread(problem: Problem, home: Sequence[int]) -> list[Stages]:
@@ -260,9 +269,9 @@ def spread(problem: Problem, home: Sequence[int]) -> list[Stages]:
     if len(home) != chunks * ranks or list(home) != list(home[:ranks]) * chunks or len(home) > len(units):
         return []
     works = works_of(problem, home[:ranks])
-    found: list[Stages] = []
+    stages_found: list[Stages] = []
     for measure in ([unit.work for unit in units], [unit.forward for unit in units], [1.0] * len(units)):
-        starts = _roomy(balance([round(1e9 * each) for each in measure], chunks), ranks, len(units))
+        starts = _roomy(balance([round(1e9 * seconds) for seconds in measure], chunks), ranks, len(units))
         parts = list(pairwise([*starts, len(units)]))
         for turned in (False, True):
             loads = [0.0] * ranks
@@ -272,8 +281,8 @@ def spread(problem: Problem, home: Sequence[int]) -> list[Stages]:
                 for rank, work, start, end in zip(home, works, [a, *ends[a]], ends[a]):
                     loads[rank] += sum(work[start:end])
             bounds = [0, *(end for a in sorted(ends) for end in ends[a])]
-            found.append(tuple(tuple(range(a, b)) for a, b in pairwise(bounds)))
-    return list(dict.fromkeys(found))
+            stages_found.append(tuple(tuple(range(a, b)) for a, b in pairwise(bounds)))
+    return list(dict.fromkeys(stages_found))
 
 
 def _roomy(starts: Sequence[int], ranks: int, count: int) -> list[int]:
@@ -293,11 +302,11 @@ def even(problem: Problem, home: Sequence[int]) -> list[Stages]:
         return [tuple(tuple(range(a, b)) for a, b in pairwise([0, *ends]))]
     count = len(home)
     measures: tuple[Callable[[Unit], float], ...] = (lambda unit: unit.forward, lambda unit: unit.work)
-    found = []
+    stages_found = []
     for seconds in measures:
         starts = balance([round(1e9 * seconds(unit)) for unit in problem.units], count)
-        found.append(tuple(tuple(range(a, b)) for a, b in pairwise([*starts, len(problem.units)])))
-    return found
+        stages_found.append(tuple(tuple(range(a, b)) for a, b in pairwise([*starts, len(problem.units)])))
+    return stages_found
 
 
 def _fused(problem: Problem) -> Problem:

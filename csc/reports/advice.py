@@ -116,18 +116,18 @@ def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None])
     orders = priced_orders(
         compiled.program, compiled.options, now.problem, now.stages, now.placement, now.whole
     )  # fmt: skip
-    others, changed = (
-        [as_compiled(compiled, each) for each in rows] for rows in (alternatives(now), changes(compiled, now))
+    rest, changed = (
+        [as_compiled(compiled, variation) for variation in rows] for rows in (alternatives(now), changes(compiled, now))
     )
-    first = tried(others, seconds * SHARE, tell)
+    first = tried(rest, seconds * SHARE, tell)
     second = tried(changed, end - time.monotonic(), tell)
     rows = [_itself(now), *(_row(outcome, now) for outcome in first)]
     return Advice(
         alternatives=tuple(sorted(rows, key=lambda row: math.inf if row.makespan is None else row.makespan)),
         changes=tuple(_row(outcome, now) for outcome in second),
-        left=tuple(each.name for each in (*others[len(first) :], *changed[len(second) :])),
+        left=tuple(variation.name for variation in (*rest[len(first) :], *changed[len(second) :])),
         with_auto=now.schedule_given,
-        orders=tuple((str(one.mesh), one.seconds) for one in orders),
+        orders=tuple((str(order.mesh), order.seconds) for order in orders),
     )
 
 
@@ -177,16 +177,20 @@ def alternatives(now: Now) -> list[Variation]:
 
     if now.stages_given:
         names = (*ONE_ON_A_RANK, "auto") if now.on_a_rank == 1 else (*ONE_ON_A_RANK, *IN_TURNS, "auto")
-        found = [Variation(name, plain, name, **now.kept) for name in names if name != now.schedule]
-        return found if now.uneven else [*found, Variation("auto", plain)]
+        variations = [Variation(name, plain, name, **now.kept) for name in names if name != now.schedule]
+        return variations if now.uneven else [*variations, Variation("auto", plain)]
     several = [n for n in SEVERAL if n * numbers.ranks <= len(numbers.units)] if numbers.ranks > 1 else []
-    found = [Variation(name, plain, name) for name in ONE_ON_A_RANK]
-    found += [Variation(name, plain, name, n) for name in IN_TURNS for n in several]
-    found += [Variation("zb-v", plain, "zb-v", 2)] if several else []
-    found += [Variation("auto", plain, "auto", n) for n in (1, *several)]
-    own = (now.schedule, now.on_a_rank)
-    found = [each for each in found if now.schedule_given or (each.schedule, each.chunks or 1) != own]
-    return [*found, Variation(EQUAL, lambda: replace(numbers, memory=None), "1f1b", stages=_equal(numbers))]
+    variations = [Variation(name, plain, name) for name in ONE_ON_A_RANK]
+    variations += [Variation(name, plain, name, n) for name in IN_TURNS for n in several]
+    variations += [Variation("zb-v", plain, "zb-v", 2)] if several else []
+    variations += [Variation("auto", plain, "auto", n) for n in (1, *several)]
+    choice = (now.schedule, now.on_a_rank)
+    variations = [
+        variation
+        for variation in variations
+        if now.schedule_given or (variation.schedule, variation.chunks or 1) != choice
+    ]
+    return [*variations, Variation(EQUAL, lambda: replace(numbers, memory=None), "1f1b", stages=_equal(numbers))]
 
 
 def _equal(numbers: Problem) -> list[list[int]]:
@@ -199,26 +203,26 @@ def _equal(numbers: Problem) -> list[list[int]]:
 def changes(compiled: CompiledModel, now: Now) -> list[Variation]:
     """Other problems near this one."""
     numbers, schedule = now.problem, now.schedule
-    found = []
+    variations = []
     if now.schedule_given:
-        found.append(Variation("schedule auto, nothing else", lambda: numbers, schedule, **now.kept))
+        variations.append(Variation("schedule auto, nothing else", lambda: numbers, schedule, **now.kept))
     if not now.stages_given and schedule != "zb-v" and 1 < numbers.ranks <= len(numbers.units) // (now.on_a_rank + 1):
-        found.append(
+        variations.append(
             Variation(f"{now.on_a_rank + 1} stages on a rank", lambda: numbers, schedule, now.on_a_rank + 1)
         )  # fmt: skip
     twice = replace(numbers, microbatches=2 * numbers.microbatches)
-    found.append(Variation(f"{twice.microbatches} microbatches", lambda: twice, schedule, **now.kept))
+    variations.append(Variation(f"{twice.microbatches} microbatches", lambda: twice, schedule, **now.kept))
     if not now.stages_given and not numbers.kinds and 2 * numbers.ranks <= len(numbers.units):
-        found.append(_wider(compiled, now))
+        variations.append(_wider(compiled, now))
     if numbers.memory is not None:
-        found.append(_with_more_memory(compiled, now))
+        variations.append(_with_more_memory(compiled, now))
     instant = replace(numbers, network=Network())
-    found.append(
+    variations.append(
         Variation("messages that take no time, same order", lambda: instant, now.whole, stages=now.stages)
     )  # fmt: skip
     if not compiled.options.fuse:
-        found.append(_compiled("functions compiled (fuse)", compiled, now, fuse=True))
-    return [*found, *recomputations(compiled, now), *_freezings(compiled, now)]
+        variations.append(_compiled("functions compiled (fuse)", compiled, now, fuse=True))
+    return [*variations, *recomputations(compiled, now), *_freezings(compiled, now)]
 
 
 def _wider(compiled: CompiledModel, now: Now) -> Variation:
@@ -235,7 +239,7 @@ def _with_more_memory(compiled: CompiledModel, now: Now) -> Variation:
     most = limits(program, options)
     assert most is not None
     if any(choice == AUTO for _, choice in options.recompute):
-        more = [round(one + MORE_MEMORY) for one in most]
+        more = [round(limit + MORE_MEMORY) for limit in most]
         return replace(_compiled(name, compiled, now, memory=more if len(set(more)) > 1 else more[0]), same=True)
     roomy = now.problem.less(-MORE_MEMORY)
     return Variation(name, lambda: roomy, now.schedule, **now.kept, same=True)
@@ -291,26 +295,26 @@ def _itself(now: Now) -> Row:
 
 
 def _row(outcome: Outcome, now: Now) -> Row:
-    variation, found = outcome.variation, outcome.plan
+    variation, plan = outcome.variation, outcome.plan
     if variation.name == EQUAL:
         name, stages = "1f1b", EQUAL
     else:
         name, stages = variation.name, _stages(variation.stages is not None and now.stages_given)
-    if found is None:
+    if plan is None:
         return Row(name, stages, variation.chunks, why=outcome.why)
-    if variation.same and found.makespan > now.makespan:
+    if variation.same and plan.makespan > now.makespan:
         return replace(_itself(now), name=name, fits=True)
-    ranks = len(found.peak_memory)
-    each, before = found.makespan / outcome.microbatches, now.makespan / now.problem.microbatches
+    ranks = len(plan.peak_memory)
+    seconds, before = plan.makespan / outcome.microbatches, now.makespan / now.problem.microbatches
     return Row(
         name=name,
         stages=stages,
-        on_a_rank=-(-len(found.placement) // ranks),
-        makespan=found.makespan,
-        speedup=before / each if each else 1.0,
-        idle=sum(found.bubble) / ranks,
-        peak_memory=max(found.peak_memory),
-        fits=variation.name != EQUAL or _fits(now.problem, found.peak_memory),
+        on_a_rank=-(-len(plan.placement) // ranks),
+        makespan=plan.makespan,
+        speedup=before / seconds if seconds else 1.0,
+        idle=sum(plan.bubble) / ranks,
+        peak_memory=max(plan.peak_memory),
+        fits=variation.name != EQUAL or _fits(now.problem, plan.peak_memory),
         cut=outcome.cut,
     )
 
@@ -321,5 +325,5 @@ def _fits(numbers: Problem, peaks: Sequence[float]) -> bool:
     return all(limit is None or peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits))
 
 
-def _stages(given: bool) -> str:
-    return "given" if given else "planned"
+def _stages(is_given: bool) -> str:
+    return "given" if is_given else "planned"

@@ -72,8 +72,8 @@ def certificate(compiled: CompiledModel, result: Verification, batch: Any = None
         loss=result.loss,
         loss_allowed=allowed.get(LOSS, least),
         gradients={
-            name: Gradient(found.shape, found.norm, found.sums, allowed.get(name, least), result.grad_rel.get(name))
-            for name, found in sorted(result.fingerprints.items())
+            name: Gradient(digest.shape, digest.norm, digest.sums, allowed.get(name, least), result.grad_rel.get(name))
+            for name, digest in sorted(result.fingerprints.items())
         },
         layout=_layout(compiled),
         precision={
@@ -124,9 +124,11 @@ def against(there: Certificate, here: Certificate, tolerance: float | None = Non
         InputError: One of both draws random numbers, and the other does not.
     """
     if bool(there.random_operations) != bool(here.random_operations):
-        one, other = ("the certificate", "this run") if there.random_operations else ("this run", "the certificate")
+        left_out, other = (
+            ("the certificate", "this run") if there.random_operations else ("this run", "the certificate")
+        )
         raise InputError(
-            f"{one} is of a step with random numbers (dropout), and {other} of one without", "certificate",
+            f"{left_out} is of a step with random numbers (dropout), and {other} of one without", "certificate",
             "set dropout to 0 in the model's configuration, for both",
         )  # fmt: skip
     return compare(there, here, tolerance)

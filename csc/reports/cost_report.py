@@ -141,8 +141,12 @@ def _expressions(
                 "csc cost --symbolic",
                 "read the numbers at the sizes of your own example instead (without --symbolic)",
             )
-        found = _figures(sized, master)
-        return {(region, name): value for region, own in found.items() for name, value in own.items()}
+        figures = _figures(sized, master)
+        return {
+            (region, name): value
+            for region, region_figures in figures.items()
+            for name, value in region_figures.items()
+        }
 
     expressions = poly.fit(symbols, points, [at(point) for point in points])
     poly.check(expressions, symbols, further, at(further))
@@ -158,20 +162,23 @@ def _components(program: Program, regions: Sequence[CostRow], master: bool) -> l
     members: dict[str, list[int]] = {}
     for position, row in enumerate(regions):
         members.setdefault(row.component, []).append(position)
-    return [_component(program, name, [regions[i] for i in found], found, master) for name, found in members.items()]
+    return [
+        _component(program, name, [regions[i] for i in positions], positions, master)
+        for name, positions in members.items()
+    ]
 
 
-def _component(program: Program, name: str, own: Sequence[CostRow], positions: Sequence[int], master: bool) -> CostRow:
+def _component(program: Program, name: str, rows: Sequence[CostRow], positions: Sequence[int], master: bool) -> CostRow:
     state = _state(program, positions, master)
-    figures = {**_sum(row.figures for row in own), **state}
+    figures = {**_sum(row.figures for row in rows), **state}
     expressions: dict[str, sympy.Expr] = {}
-    if own[0].expressions:
-        expressions = {**_sum(row.expressions for row in own), **{key: sympy.Integer(v) for key, v in state.items()}}
-    times = [row.seconds for row in own if row.seconds is not None]
+    if rows[0].expressions:
+        expressions = {**_sum(row.expressions for row in rows), **{key: sympy.Integer(v) for key, v in state.items()}}
+    times = [row.seconds for row in rows if row.seconds is not None]
     return CostRow(
         name,
         name,
-        f"{len(own)} regions",
+        f"{len(rows)} regions",
         figures,
         expressions,
         (sum(t[0] for t in times), sum(t[1] for t in times), sum(t[2] for t in times)) if times else None,

@@ -90,9 +90,9 @@ def of_lengths(
     for seed in range(steps):
         indices = np.random.default_rng(1000 + seed).choice(len(table), batch_size, replace=False).tolist()
         step = decider.step(indices)
-        own = decider.decide(indices)
-        outside += sum(size not in known for replica in own.sizes for size in replica)
-        sums["balanced"] += own.seconds
+        decided = decider.decide(indices)
+        outside += sum(size not in known for replica in decided.sizes for size in replica)
+        sums["balanced"] += decided.seconds
         sums["random"] += _dealt(step, list(range(batch_size)))
         sums["sorted"] += _dealt(step, np.argsort(-table.tokens[indices], kind="stable").tolist())
         mean = np.concatenate([[1.0], step.samples.sum(axis=0) / (mesh.dp * microbatches)])
@@ -100,7 +100,7 @@ def of_lengths(
     columns = {"tokens": table.tokens, **dict(zip(table.names, table.units.T))}
     return DataReport(
         len(table), {name: _shares(column) for name, column in columns.items()},
-        {way: seconds / steps for way, seconds in sums.items()}, decider.sizes, outside,
+        {name: seconds / steps for name, seconds in sums.items()}, decider.sizes, outside,
         steps * mesh.dp * microbatches, costs.error, batch_size, table.names,
         {name: _histogram(column) for name, column in columns.items()},
     )  # fmt: skip
@@ -120,14 +120,14 @@ def _shares(column: Floats) -> dict[str, float]:
 def _dealt(step: SampleCosts, order: Sequence[int]) -> float:
     """Seconds of the slowest replica if samples go to microbatches in this order, equally many to each."""
     replicas = [list(order[r :: step.replicas]) for r in range(step.replicas)]
-    parts = [[part.tolist() for part in np.array_split(own, step.microbatches)] for own in replicas]
+    parts = [[part.tolist() for part in np.array_split(replica, step.microbatches)] for replica in replicas]
     return max(step.seconds(parts))
 
 
 def _costs(compiled: CompiledModel, table: Lengths) -> Costs:
-    found = probes(compiled, table)
+    probed = probes(compiled, table)
     return of_problems(
-        compiled.program, [problem(one, compiled.options) for one in found.programs], found.counted
+        compiled.program, [problem(program, compiled.options) for program in probed.programs], probed.counted
     )  # fmt: skip
 
 
@@ -151,9 +151,9 @@ def probes(compiled: CompiledModel, table: Lengths) -> Probes:
     points.append((2, _wide(text, 1.25)))
     counted = []
     for copies, wide in points:
-        own = [copies * one for one in units]
+        units_each = [copies * unit for unit in units]
         positions = copies * rows * wide
-        counted.append([1.0, *own, *(one**2 for one in own), positions, positions * wide])
+        counted.append([1.0, *units_each, *(unit**2 for unit in units_each), positions, positions * wide])
     programs = tuple(source.program(copies, {text: wide}) for copies, wide in points)
     return Probes(programs, np.array(counted, dtype=np.float64))
 
@@ -164,7 +164,7 @@ def _wide(text: Length, share: float) -> int:
 
 def _text(source: Sampler) -> Length:
     """The length of the language model's rows. InputError if the example's cannot be another."""
-    text = next((one for one in lengths(source) if one.name == "text"), None)
+    text = next((length for length in lengths(source) if length.name == "text"), None)
     if text is None:
         raise InputError(
             "the model takes rows of one length only", "csc data", "balance is for samples of different lengths"
@@ -175,13 +175,13 @@ def _text(source: Sampler) -> Length:
 def _units(compiled: CompiledModel, kinds: int) -> list[int]:
     """How many units the example's microbatch has: rows of its features, in order."""
     tensors, _ = split_batch(compiled.inspected.microbatch)
-    found = [len(one) for one in tensors.values() if one.is_floating_point() and one.dim() > 1]
-    if len(found) < kinds:
+    sizes = [len(tensor) for tensor in tensors.values() if tensor.is_floating_point() and tensor.dim() > 1]
+    if len(sizes) < kinds:
         raise InputError(
-            f"the lengths have {kinds} kinds of units beside tokens, and the example {len(found)} entries of features",
+            f"the lengths have {kinds} kinds of units beside tokens, and the example {len(sizes)} entries of features",
             "csc data", "leave out the columns that no encoder pays for",
         )  # fmt: skip
-    return found[:kinds]
+    return sizes[:kinds]
 
 
 # --- What balance makes of lengths, as one HTML page -----------------------------------------------------------------
@@ -215,7 +215,7 @@ def page(report: DataReport, title: str) -> str:
             f"<h1>{html.escape(title)}</h1>",
             f"<h2>How long {report.samples:,} samples are</h2>",
             _distribution(report),
-            *(_histogram_picture(name, one) for name, one in report.histograms.items()),
+            *(_histogram_picture(name, histogram) for name, histogram in report.histograms.items()),
             f"<h2>What a step of {report.batch_size} samples takes, by how they are divided</h2>",
             _ways(report),
             f"<h2>Sizes of microbatches that are compiled: {len(report.sizes)}</h2>",
@@ -234,15 +234,15 @@ def _distribution(report: DataReport) -> str:
     return table(["", *first], rows)
 
 
-def _histogram_picture(name: str, one: Histogram) -> str:
+def _histogram_picture(name: str, histogram: Histogram) -> str:
     """Samples by length, in bins of one width; the axis says where they begin and end."""
-    most, count = max(one.counts, default=0) or 1, len(one.counts)
+    most, count = max(histogram.counts, default=0) or 1, len(histogram.counts)
     wide = (WIDTH - LEFT) / max(count, 1)
     bars = [
         _bar(LEFT + n * wide, samples / most, max(wide - 1, 0.5), BASE["F"], f"{samples:,} samples")
-        for n, samples in enumerate(one.counts)
+        for n, samples in enumerate(histogram.counts)
     ]
-    ends = [_label(LEFT, "start", f"{one.first:g}"), _label(WIDTH, "end", f"{one.last:g}")]
+    ends = [_label(LEFT, "start", f"{histogram.first:g}"), _label(WIDTH, "end", f"{histogram.last:g}")]
     middle = _label((LEFT + WIDTH) / 2, "middle", name)
     return _picture([*bars, *ends, middle, _top(f"{most:,} samples")], f"{name}: samples by length")
 
@@ -251,11 +251,11 @@ def _ways(report: DataReport) -> str:
     most, best = max(report.seconds.values()), report.seconds["balanced"]
     wide = (WIDTH - LEFT) / len(report.seconds)
     parts = []
-    for n, (way, seconds) in enumerate(report.seconds.items()):
-        own = MEMORY if way == "equal" else BASE["W"] if way == "balanced" else BASE["B"]
-        text = f"{way}: {seconds_text(seconds)}, {seconds / best:.3f} × balanced"
-        parts.append(_bar(LEFT + (n + 0.15) * wide, seconds / most, 0.7 * wide, own, text))
-        parts.append(_label(LEFT + (n + 0.5) * wide, "middle", f"{way}, {seconds / best:.3f} × balanced"))
+    for n, (name, seconds) in enumerate(report.seconds.items()):
+        color = MEMORY if name == "equal" else BASE["W"] if name == "balanced" else BASE["B"]
+        text = f"{name}: {seconds_text(seconds)}, {seconds / best:.3f} × balanced"
+        parts.append(_bar(LEFT + (n + 0.15) * wide, seconds / most, 0.7 * wide, color, text))
+        parts.append(_label(LEFT + (n + 0.5) * wide, "middle", f"{name}, {seconds / best:.3f} × balanced"))
     note = "<p>equal: every microbatch the mean, which no samples are.</p>"
     return _picture([*parts, _top(seconds_text(most))], "seconds of a step by way") + note
 
@@ -402,8 +402,8 @@ class _Planned:
 
     def steps(self, table: Lengths, asked: LengthsRequest, batches: Sequence[Sequence[int]]) -> Floats:
         """Of each batch. InputError for a sample that fits nowhere."""
-        own = self.decider(table, asked)
-        return np.array([own.decide(batch).seconds + self.end for batch in batches])
+        decider = self.decider(table, asked)
+        return np.array([decider.decide(batch).seconds + self.end for batch in batches])
 
 
 def plan_for_lengths(
@@ -416,25 +416,25 @@ def plan_for_lengths(
     _check(compiled.options, len(table), asked.batch_size)
     tell("costs of samples")
     costed = probes(compiled, table)
-    made = _Making(costed.programs[-1], costed, table, asked, time.monotonic() + asked.seconds)
-    planned, ways = made.ways(compiled.options, tell)
+    making = _Making(costed.programs[-1], costed, table, asked, time.monotonic() + asked.seconds)
+    planned, rows = making.ways(compiled.options, tell)
     batches = [_draw(len(table), asked.batch_size, 1000 + number) for number in range(asked.batches)]
-    tried = _tried(made, ways, planned, batches, tell)
+    tried = _tried(making, rows, planned, batches, tell)
     if not tried:
-        raise InputError(next((way.why for way in ways if way.why), "no way has a plan"), "csc plan --lengths",
+        raise InputError(next((row.why for row in rows if row.why), "no way has a plan"), "csc plan --lengths",
                          "allow more memory, or take smaller steps")  # fmt: skip
     tell("plans for single batches")
-    pool = made.around(min(tried, key=lambda pair: pair[0])[1], batches)
-    seconds = np.array([one.steps(table, asked, batches) for one in pool])  # [plan][batch]
+    pool = making.around(min(tried, key=lambda pair: pair[0])[1], batches)
+    seconds = np.array([plan.steps(table, asked, batches) for plan in pool])  # [plan][batch]
     best = int(seconds.mean(axis=1).argmin())
     tell("batch sizes")
-    found = made.alike(pool, best)
+    alike = making.alike(pool, best)
     chosen = pool[best]
-    names = [region.name for region in made.program.regions]
+    names = [region.name for region in making.program.regions]
     return LengthsPlan(
-        tuple(sorted(ways, key=lambda way: (way.step or np.inf, way.mean or np.inf))), chosen.plan.schedule.name,
+        tuple(sorted(rows, key=lambda row: (row.step or np.inf, row.mean or np.inf))), chosen.plan.schedule.name,
         tuple(tuple(names[unit] for unit in stage) for stage in chosen.plan.stages), chosen.plan.placement, len(pool),
-        float(seconds[best].mean()), float(seconds.min(axis=0).mean()), found.shares, found.least, chosen.costs.error,
+        float(seconds[best].mean()), float(seconds.min(axis=0).mean()), alike.shares, alike.least, chosen.costs.error,
     )  # fmt: skip
 
 
@@ -448,11 +448,11 @@ def _check(options: Options, samples: int, batch_size: int) -> None:
         raise InputError(
             f"there are {samples} samples, and a step has {batch_size}", "csc plan", "take smaller steps"
         )  # fmt: skip
-    given = [name for name in ("stages", "cuts", "placement") if getattr(options, name) is not None]
-    given += ["schedule"] if given_schedule(options) is not None else []
-    if given:
+    placed = [name for name in ("stages", "cuts", "placement") if getattr(options, name) is not None]
+    placed += ["schedule"] if given_schedule(options) is not None else []
+    if placed:
         raise InputError(
-            f"{given[0]} is given, and it is what --lengths looks for", "csc plan --lengths",
+            f"{placed[0]} is given, and it is what --lengths looks for", "csc plan --lengths",
             "leave it out; a schedule may be named, as in --schedule 1f1b",
         )  # fmt: skip
 
@@ -472,45 +472,47 @@ class _Making:
     ) -> tuple[dict[tuple[str, int], _Planned], list[Alternative]]:
         """Each mesh and number of microbatches with its plan for the mean microbatch."""
         planned: dict[tuple[str, int], _Planned] = {}
-        ways: list[Alternative] = []
-        for own in _options(options, self.asked.batch_size, len(self.program.regions)):
-            key = (str(own.mesh), own.microbatches)
+        rows: list[Alternative] = []
+        for options_here in _options(options, self.asked.batch_size, len(self.program.regions)):
+            key = (str(options_here.mesh), options_here.microbatches)
             tell(f"{key[0]}, {key[1]} microbatches: plan")
             try:
-                one = planned[key] = self.planned(own, self.mean(own, range(len(self.table))), TRIED_SHARES[0])
+                one = planned[key] = self.planned(
+                    options_here, self.mean(options_here, range(len(self.table))), TRIED_SHARES[0]
+                )
             except CscError as error:
-                ways.append(Alternative(*key, why=str(error)))
+                rows.append(Alternative(*key, why=str(error)))
                 continue
-            ways.append(
+            rows.append(
                 Alternative(*key, one.plan.makespan + one.end, peak=max(one.plan.peak_memory), layout=one.plan.layout)
             )
-        return planned, ways
+        return planned, rows
 
     def mean(self, options: Options, batch: Sequence[int]) -> Floats:
         """Features of the mean microbatch of a step with samples like these."""
         layout = self._decider_of(batch)
-        each = self.asked.batch_size / (options.mesh.dp * options.microbatches)
-        return np.concatenate([[1.0], each * layout.mean(axis=0)])
+        samples = self.asked.batch_size / (options.mesh.dp * options.microbatches)
+        return np.concatenate([[1.0], samples * layout.mean(axis=0)])
 
     def _decider_of(self, batch: Sequence[int]) -> Floats:
-        units, own = self.table.units[list(batch)], self.table.tokens[list(batch), None]
-        return np.hstack([units, units**2, own, own**2])
+        units, tokens = self.table.units[list(batch)], self.table.tokens[list(batch), None]
+        return np.hstack([units, units**2, tokens, tokens**2])
 
     def planned(self, options: Options, features: Floats, share: float) -> _Planned:
         """The plan for microbatches with these features. InputError if nothing fits."""
-        problems = [problem(one, options) for one in self.probes.programs]
+        problems = [problem(program, options) for program in self.probes.programs]
         rates, _ = rates_of(problems, self.probes.counted)
         limit = max(1.0, share * (self.end - time.monotonic()))
-        found = plan(
+        planned = plan(
             replace(mean(rates, problems[-1], features.tolist()), microbatches=options.microbatches),
             schedule=options.schedule, chunks=options.chunks, limit=limit,
         )  # fmt: skip
-        return self._of(options, found, problems)
+        return self._of(options, planned, problems)
 
-    def _of(self, options: Options, found: PipelinePlan, problems: Sequence[Problem]) -> _Planned:
-        costs = of_stages(problems, self.probes.counted, found.stages, found.placement, found.schedule)
-        end = seconds_behind(self.program, options, found.stages, found.placement)
-        return _Planned(options, found, costs, end)
+    def _of(self, options: Options, planned: PipelinePlan, problems: Sequence[Problem]) -> _Planned:
+        costs = of_stages(problems, self.probes.counted, planned.stages, planned.placement, planned.schedule)
+        end = seconds_behind(self.program, options, planned.stages, planned.placement)
+        return _Planned(options, planned, costs, end)
 
     def around(self, one: _Planned, batches: Sequence[Sequence[int]]) -> list[_Planned]:
         """Plans of the same way for the means of single batches, each partition once, the given one first."""
@@ -524,11 +526,11 @@ class _Making:
         """From which size on batches choose the best plan, or one that is as good."""
         sizes = {round(growth * self.asked.batch_size) for growth in GROWTH}
         options = pool[best].options
-        steps = [one.decider(self.table, self.asked).step([0]) for one in pool]
+        steps = [plan.decider(self.table, self.asked).step([0]) for plan in pool]
 
         def chooses(size: int, number: int) -> bool:
             features = self.mean(options, _draw(len(self.table), size, 10**6 + number))
-            seconds = [one.seconds_of(np.tile(features, (options.microbatches, 1))) for one in steps]
+            seconds = [decider.seconds_of(np.tile(features, (options.microbatches, 1))) for decider in steps]
             return seconds[best] <= min(seconds) * (1 + AS_GOOD)
 
         return large_enough(chooses, [size for size in sizes if 1 <= size <= len(self.table)])
@@ -539,45 +541,45 @@ def _options(options: Options, batch_size: int, regions: int) -> Iterator[Option
     What is said of each pipeline rank, or of a component's stages, keeps their number.
     """
     mesh = options.mesh
-    fixed = bool(mesh.own("pp")) or any(isinstance(one, tuple) for one in (options.hardware, options.memory))
+    fixed = bool(mesh.own("pp")) or any(isinstance(value, tuple) for value in (options.hardware, options.memory))
     total = mesh.dp * mesh.pp
     lengths = [mesh.pp] if fixed else [pp for pp in range(1, min(total, regions) + 1) if total % pp == 0]
     for pp in lengths:
         dp = total // pp
-        counts = {batch_size // (dp * each) for each in PER_MICROBATCH} | {options.microbatches}
+        counts = {batch_size // (dp * samples) for samples in PER_MICROBATCH} | {options.microbatches}
         for count in sorted(counts):
             if 0 < count <= batch_size // dp:
                 yield replace(options, mesh=replace(mesh, dp=dp, pp=pp), microbatches=count)
 
 
 def _tried(
-    made: _Making,
-    ways: list[Alternative],
+    making: _Making,
+    rows: list[Alternative],
     planned: Mapping[tuple[str, int], _Planned],
     batches: Sequence[Sequence[int]],
     tell: Callable[[str], None],
 ) -> list[tuple[float, _Planned]]:
-    """The mean steps of the ways that are worth trying on batches, which are entered in `ways`. One whose mean fits in
+    """The mean steps of the ways that are worth trying on batches, which are entered in `rows`. One whose mean fits in
     memory and batches do not is none of them.
     """
     tried: list[tuple[float, _Planned]] = []
     fastest = 0.0
-    for way in sorted((way for way in ways if way.mean is not None), key=lambda way: way.mean or 0.0):
-        if tried and (len(tried) == TRIED or (way.mean or 0.0) > NEAR * fastest):
+    for row in sorted((row for row in rows if row.mean is not None), key=lambda row: row.mean or 0.0):
+        if tried and (len(tried) == TRIED or (row.mean or 0.0) > NEAR * fastest):
             break
-        one, place = planned[way.mesh, way.microbatches], ways.index(way)
-        tell(f"{way.mesh}, {way.microbatches} microbatches")
+        plan, place = planned[row.mesh, row.microbatches], rows.index(row)
+        tell(f"{row.mesh}, {row.microbatches} microbatches")
         try:
-            steps = one.steps(made.table, made.asked, batches)
+            steps = plan.steps(making.table, making.asked, batches)
         except CscError as error:
-            ways[place] = replace(way, why=str(error))
+            rows[place] = replace(row, why=str(error))
             continue
-        ways[place] = replace(way, step=float(steps.mean()), spread=float(steps.std()))
-        fastest = fastest or way.mean or 0.0
-        tried.append((float(steps.mean()), one))
+        rows[place] = replace(row, step=float(steps.mean()), spread=float(steps.std()))
+        fastest = fastest or row.mean or 0.0
+        tried.append((float(steps.mean()), plan))
     return tried
 
 
 def _draw(count: int, size: int, seed: int) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).choice(count, size, replace=False).tolist()
-    return found
+    drawn: list[int] = np.random.default_rng(seed).choice(count, size, replace=False).tolist()
+    return drawn

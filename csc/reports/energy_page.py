@@ -67,10 +67,10 @@ def energy_page(report: EnergyReport) -> str:
     head = ["step", "over the plan", "energy", "power", "saved", "saved at most", "changes of clock"]
     heads = "".join(f"<th>{name}</th>" for name in head)
     body = "".join(
-        f"<tr{' class=chosen' if each is report.chosen else ''}>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(report, each))
+        f"<tr{' class=chosen' if point is report.chosen else ''}>"
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(report, point))
         + "</tr>"
-        for each in report.points
+        for point in report.points
     )
     return "\n".join(
         [
@@ -92,24 +92,24 @@ def _title(report: EnergyReport) -> str:
     return f"{report.name}: energy of the step under {report.schedule}"
 
 
-def _cells(report: EnergyReport, at: EnergyPoint) -> list[str]:
+def _cells(report: EnergyReport, point: EnergyPoint) -> list[str]:
     found = report.frontier
     return [
-        seconds_text(at.seconds),
-        f"{at.seconds / found.usual.seconds - 1:+.1%}",
-        joules_text(at.joules),
-        watts_text(at.watts),
-        f"{found.saved(at):.1%}",
-        f"{found.possible(at):.1%}",
-        str(sum(at.changes)),
+        seconds_text(point.seconds),
+        f"{point.seconds / found.usual.seconds - 1:+.1%}",
+        joules_text(point.joules),
+        watts_text(point.watts),
+        f"{found.saved(point):.1%}",
+        f"{found.possible(point):.1%}",
+        str(sum(point.changes)),
     ]
 
 
 def _chart(report: EnergyReport) -> Iterator[str]:
     found = report.frontier
     every = [*found.points, report.chosen, found.usual]
-    times = [each.seconds for each in every]
-    spent = [each.joules for each in every] + [each.bound for each in found.points]
+    times = [point.seconds for point in every]
+    spent = [point.joules for point in every] + [point.bound for point in found.points]
     low, high = min(times), max(times)
     least, most = min(spent), max(spent)
     across = (WIDTH - LEFT - RIGHT) / ((high - low) or 1.0)
@@ -127,15 +127,15 @@ def _chart(report: EnergyReport) -> Iterator[str]:
         yield f'<text class="soft" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{joules_text(joules)}</text>'
         anchor = "start" if not i else "end" if i == 4 else "middle"
         yield f'<text class="soft" x="{x:.1f}" y="{CHART}" text-anchor="{anchor}">{seconds_text(seconds)}</text>'
-    bounds = sorted((each.promised, each.bound) for each in found.points)
+    bounds = sorted((point.promised, point.bound) for point in found.points)
     for rows, colour, dash in (
         ([(e.seconds, e.joules) for e in found.points], FOUND, ""),
         ([(min(seconds, high), joules) for seconds, joules in bounds], BOUND, ' stroke-dasharray="5 4"'),
     ):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*row) for row in rows))
         yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>'
-    for each in found.points:
-        x, y = place(each.seconds, each.joules)
+    for point in found.points:
+        x, y = place(point.seconds, point.joules)
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{FOUND}"/>'
     x, y = place(report.chosen.seconds, report.chosen.joules)
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="none" stroke="{FOUND}" stroke-width="2"/>'
@@ -155,19 +155,19 @@ def _lanes(report: EnergyReport, top: float) -> tuple[list[str], float]:
     """The chosen point's run, each action in the colour of its clock."""
     numbers = report.problem
     timeline = simulate(numbers.pipeline, numbers.schedule, seconds=numbers.seconds_at(report.chosen.clocks))
-    clocks = [clock for own in report.chosen.clocks for clock in own]
+    clocks = [clock for rank_clocks in report.chosen.clocks for clock in rank_clocks]
     low, high = min(clocks, default=0), max(clocks, default=1)
     scale = (WIDTH - LEFT - RIGHT) / (timeline.makespan or 1.0)
     chosen = f"clocks at {seconds_text(report.chosen.seconds)} a step"
-    found = [f'<text class="head" x="12" y="{top + 12:.0f}">{chosen}</text>']
+    drawn = [f'<text class="head" x="12" y="{top + 12:.0f}">{chosen}</text>']
     y = top + 24
     for rank, events in enumerate(timeline.ranks):
-        found.append(f'<text x="12" y="{y + 13:.1f}">rank {rank}</text>')
+        drawn.append(f'<text x="12" y="{y + 13:.1f}">rank {rank}</text>')
         for event, clock in zip(events, report.chosen.clocks[rank]):
             x, width = LEFT + event.start * scale, max(event.seconds * scale, 0.3)
             fill = colour_of(clock, low, high)
             name = f"{event.action}: {clock} MHz"
-            found.append(
+            drawn.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{LANE}" fill="{fill}">'
                 f"<title>{name}</title></rect>"
             )
@@ -175,9 +175,9 @@ def _lanes(report: EnergyReport, top: float) -> tuple[list[str], float]:
     steps = sorted({low, *(low + (high - low) * i // 4 for i in range(5)), high})
     for i, clock in enumerate(steps):
         x = LEFT + i * 110
-        found.append(f'<rect x="{x}" y="{y + 6:.1f}" width="10" height="10" fill="{colour_of(clock, low, high)}"/>')
-        found.append(f'<text x="{x + 16}" y="{y + 15:.1f}">{clock} MHz</text>')
-    return found, y + 30
+        drawn.append(f'<rect x="{x}" y="{y + 6:.1f}" width="10" height="10" fill="{colour_of(clock, low, high)}"/>')
+        drawn.append(f'<text x="{x + 16}" y="{y + 15:.1f}">{clock} MHz</text>')
+    return drawn, y + 30
 
 
 def colour_of(clock: int, low: int, high: int) -> str:

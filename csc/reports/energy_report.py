@@ -88,10 +88,10 @@ class EnergyReport:
     @property
     def points(self) -> list[EnergyPoint]:
         """The frontier's points and the chosen one, the shortest step first."""
-        found = list(self.frontier.points)
-        if all(each is not self.chosen for each in found):
-            found.append(self.chosen)
-        return sorted(found, key=lambda each: each.seconds)
+        points = list(self.frontier.points)
+        if all(point is not self.chosen for point in points):
+            points.append(self.chosen)
+        return sorted(points, key=lambda point: point.seconds)
 
     def as_dict(self) -> dict[str, Any]:
         usual = self.frontier.usual
@@ -104,24 +104,24 @@ class EnergyReport:
             "clock_change_seconds": self.problem.change_seconds,
             "usual": {"seconds": usual.seconds, "joules": usual.joules, "watts": usual.watts},
             "fastest_seconds": self.frontier.fastest.seconds,
-            "points": [self._row(each) for each in self.frontier.points],
+            "points": [self._row(point) for point in self.frontier.points],
             "chosen": {**self._row(self.chosen), "slack": self.slack},
             "clocks": self.clocks_file()["ranks"],
             "orders": [row.as_dict() for row in self.orders],
         }
 
-    def _row(self, at: EnergyPoint) -> dict[str, Any]:
+    def _row(self, point: EnergyPoint) -> dict[str, Any]:
         return {
-            "seconds": at.seconds,
-            "promised": at.promised,
-            "over_usual": at.seconds / self.frontier.usual.seconds - 1,
-            "joules": at.joules,
-            "watts": at.watts,
-            "saved": self.frontier.saved(at),
-            "bound_joules": at.bound,
-            "bound_saved": self.frontier.possible(at),
-            "changes": list(at.changes),
-            "until": at.until,
+            "seconds": point.seconds,
+            "promised": point.promised,
+            "over_usual": point.seconds / self.frontier.usual.seconds - 1,
+            "joules": point.joules,
+            "watts": point.watts,
+            "saved": self.frontier.saved(point),
+            "bound_joules": point.bound,
+            "bound_saved": self.frontier.possible(point),
+            "changes": list(point.changes),
+            "until": point.until,
         }
 
     def clocks_file(self) -> dict[str, Any]:
@@ -154,19 +154,19 @@ def energy(
     share = slack_of(slack)
     program, options = compiled.program, compiled.options
     assert program.plan is not None and program.schedule is not None
-    own = profiles(program, options)
-    clocks = clocks_of(own)
+    used = profiles(program, options)
+    clocks = clocks_of(used)
     count = Counter(options.mesh.coordinates(rank).pp for rank in range(options.mesh.size))
     devices = tuple(count[rank] for rank in range(options.mesh.pp))
     problem = of_profiles(read_pipeline(program.plan.pipeline), program.schedule, clocks, devices)
     if changes is not None and changes < 0:
         raise InputError(f"{changes} changes of clock are asked for", "changes", "ask for 0 or more")
-    found = frontier(problem, changes=changes, straggler=straggler)
-    chosen = chosen_point(problem, found, share, changes, straggler)
+    front = frontier(problem, changes=changes, straggler=straggler)
+    chosen = chosen_point(problem, front, share, changes, straggler)
     return EnergyReport(
-        program.name, program.schedule.name, program.plan.layout, problem, found, chosen, share,
-        tuple(dict.fromkeys(f"{one.name}: {clock.source}" for one, clock in zip(own, clocks))), devices,
-        _orders(compiled, clocks, devices, chosen, found.usual, changes, straggler is not None) if orders else (),
+        program.name, program.schedule.name, program.plan.layout, problem, front, chosen, share,
+        tuple(dict.fromkeys(f"{profile.name}: {clock.source}" for profile, clock in zip(used, clocks))), devices,
+        _orders(compiled, clocks, devices, chosen, front.usual, changes, straggler is not None) if orders else (),
     )  # fmt: skip
 
 
@@ -180,11 +180,11 @@ def chosen_point(
     seconds = max(found.usual.seconds * (1 + slack), found.fastest.seconds)
     if seconds >= last.promised:
         return last
-    at = [each for each in found.points if each.promised <= seconds * (1 + 1e-9)]
-    if at and at[-1].promised >= seconds * (1 - 1e-9):
-        return at[-1]
-    one = point(problem, seconds, changes)
-    return one if not at or one.joules < at[-1].joules else at[-1]
+    before = [each for each in found.points if each.promised <= seconds * (1 + 1e-9)]
+    if before and before[-1].promised >= seconds * (1 - 1e-9):
+        return before[-1]
+    candidate = point(problem, seconds, changes)
+    return candidate if not before or candidate.joules < before[-1].joules else before[-1]
 
 
 def slack_of(given: float | str) -> float:
@@ -204,17 +204,17 @@ def slack_of(given: float | str) -> float:
 def clocks_of(own: Sequence[Hardware]) -> list[ClockProfile]:
     """What each profile knows of clocks. InputError for the first that knows nothing: nothing is guessed."""
     with_clocks = [name for name in names() if hardware(name).clocks is not None]
-    found = []
-    for one in own:
-        if one.clocks is None:
+    clocks = []
+    for profile in own:
+        if profile.clocks is None:
             raise InputError(
-                f"the profile {one.name} has no measured clocks, what an action takes at each in seconds and watts",
-                f"hardware {one.name}",
+                f"the profile {profile.name} has no measured clocks, what an action takes at each in seconds and watts",
+                f"hardware {profile.name}",
                 "measure them on such a device (csc profile TARGET --clocks -o mine.toml, then --hardware mine.toml), "
                 f"or choose a profile that has them: {', '.join(with_clocks)}",
             )  # fmt: skip
-        found.append(one.clocks)
-    return found
+        clocks.append(profile.clocks)
+    return clocks
 
 
 def _orders(
@@ -225,13 +225,15 @@ def _orders(
     waited_for: a straggler is, in all of them.
     """
     now = now_of(compiled.program, compiled.options)
-    others = [as_compiled(compiled, each) for each in (*alternatives(now), *recomputations(compiled, now))]
-    own = OrderRow(
+    variations = [
+        as_compiled(compiled, variation) for variation in (*alternatives(now), *recomputations(compiled, now))
+    ]
+    own_row = OrderRow(
         f"{now.whole.name}, this plan", now.makespan, max(now.peak_memory), chosen.joules,
         1 - chosen.joules / usual.joules,
     )  # fmt: skip
-    rows = [own]
-    for outcome in tried(others, ORDER_SECONDS, compiled.inspected.progress):
+    rows = [own_row]
+    for outcome in tried(variations, ORDER_SECONDS, compiled.inspected.progress):
         plan = outcome.plan
         if plan is None:
             continue
@@ -247,9 +249,9 @@ def _orders(
             continue
         other = of_profiles(plan.pipeline, plan.schedule, clocks, devices)
         try:
-            found = point(other, chosen.promised, changes, chosen.until if waited_for else None)
+            found_point = point(other, chosen.promised, changes, chosen.until if waited_for else None)
         except CscError as error:
             rows.append(OrderRow(named, plan.makespan, peak, why=error.what))
             continue
-        rows.append(OrderRow(named, plan.makespan, peak, found.joules, 1 - found.joules / usual.joules))
+        rows.append(OrderRow(named, plan.makespan, peak, found_point.joules, 1 - found_point.joules / usual.joules))
     return tuple(sorted(rows, key=lambda row: math.inf if row.joules is None else row.joules))

@@ -60,7 +60,7 @@ class Limits:
     @property
     def causes(self) -> Causes:
         """Seconds of all ranks by cause."""
-        return {cause: sum(one[cause] for one in self.idle) for cause in CAUSES}
+        return {cause: sum(idle[cause] for idle in self.idle) for cause in CAUSES}
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -72,8 +72,8 @@ class Limits:
                 "gathers": self.path.gathers,
             },
             "idle": [
-                {"rank": rank, "work": work, "causes": dict(one)}
-                for rank, (work, one) in enumerate(zip(self.work, self.idle))
+                {"rank": rank, "work": work, "causes": dict(idle)}
+                for rank, (work, idle) in enumerate(zip(self.work, self.idle))
             ],
         }
 
@@ -139,16 +139,16 @@ def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
     costs = {name: variant_cost(v, False, stored[name]) for name, v in program.variants.items()}
     ranks = math.prod(options.mesh.sizes(Group.DATA))
     variant, besides = {region.name: region.variant for region in program.regions}, recorded(program, options)
-    found = []
+    rows = []
     for rank in range(options.mesh.pp):
         stages = [stage for stage in program.stages if stage.rank == rank]
-        own = [costs[variant[name]] for stage in stages for name in stage.regions]
+        region_costs = [costs[variant[name]] for stage in stages for name in stage.regions]
         replicas = ranks // options.mesh.sharers(rank)
         parameters, gradients, optimizer = (
-            sum(size) for size in zip(*(one.held(options.zero, replicas) for one in own))
+            sum(size) for size in zip(*(cost.held(options.zero, replicas) for cost in region_costs))
         )
         here = {stage.index for stage in stages}
-        found.append(
+        rows.append(
             RankMemory(
                 rank,
                 parameters=parameters,
@@ -160,7 +160,7 @@ def memory_forecast(program: Program, options: Options) -> list[RankMemory]:
                 recorded=sum(besides[variant[name]] for stage in stages for name in stage.regions),
             )
         )
-    return found
+    return rows
 
 
 # --- What `csc simulate` and `csc timeline` show: a plan before it runs, and timelines beside each other -------------
@@ -304,9 +304,12 @@ def jittered(compiled: CompiledModel, jitter: Jitter) -> tuple[tuple[JitteredSch
     tried[f"for this jitter: {best.name}"] = best
     rows = [
         JitteredSchedule(
-            name, mean_makespan(pipeline, each, jitter), makespan(pipeline, each), max(peak_memory(pipeline, each))
+            name,
+            mean_makespan(pipeline, schedule, jitter),
+            makespan(pipeline, schedule),
+            max(peak_memory(pipeline, schedule)),
         )
-        for name, each in tried.items()
+        for name, schedule in tried.items()
     ]
     return tuple(sorted(rows, key=lambda row: row.mean)), best
 
@@ -323,8 +326,8 @@ def _baseline(program: Program, options: Options, schedule: str, jitter: Jitter 
     starts = balance([round(1e9 * unit.forward) for unit in numbers.units], numbers.ranks)
     bounds = [*starts, len(numbers.units)]
     stages = [list(range(bounds[i], bounds[i + 1])) for i in range(numbers.ranks)]
-    found = plan(numbers, schedule=schedule, stages=stages)
-    return simulate(found.pipeline, found.schedule, jitter, f"baseline: equal forward time, {schedule}")
+    planned = plan(numbers, schedule=schedule, stages=stages)
+    return simulate(planned.pipeline, planned.schedule, jitter, f"baseline: equal forward time, {schedule}")
 
 
 def _held(program: Program, rank: int) -> str:
@@ -375,7 +378,7 @@ def comparison(timelines: Sequence[Timeline]) -> list[TimelineRatio]:
             for event in events:
                 if event.action.kind in by_kind:
                     by_kind[event.action.kind].append(event.seconds)
-        mean = {kind: sum(found) / len(found) for kind, found in by_kind.items() if found}
+        mean = {kind: sum(seconds) / len(seconds) for kind, seconds in by_kind.items() if seconds}
         shares = timeline.bubble_share
         first = timelines[0].makespan
         rows.append(
@@ -400,7 +403,7 @@ def cost_note(sources: Sequence[Path], timelines: Sequence[Timeline]) -> str:
     far = [(ratio, name) for ratio, name in ratios if ratio > FAR or 0 < ratio < 1 / FAR]
     if not far:
         return ""
-    ratio, name = max(far, key=lambda each: abs(math.log(each[0])))
+    ratio, name = max(far, key=lambda item: abs(math.log(item[0])))
     costs = str(load(sources[0], ranks=()).manifest.plan.get("costs", ""))
     start = f"{name} takes {ratio:.3g} times as long as the plan expects"
     measure = "csc profile TARGET -o mine.toml measures the machine it runs on, --hardware mine.toml plans with that."

@@ -76,8 +76,8 @@ def taken(program: Emulated, steps: Sequence[Sequence[Timed]]) -> HostTime:
                 spent["compute"].append(seconds - program.pipeline.stages[event.action.stage].seconds(kind))
             elif kind in spent:
                 spent[kind].append(seconds)
-        for one, other in pairwise(trace):
-            ahead[other.action.computes].append(other.start - one.end)
+        for timed, other in pairwise(trace):
+            ahead[other.action.computes].append(other.start - timed.end)
     between = statistics.median(ahead[False])
     action = max(0.0, statistics.median(spent["compute"])) + between
     if not spent["SEND"]:
@@ -123,11 +123,11 @@ class _Compiled:
     known: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        layouts = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
+        layouts = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         if layouts not in self.known:
             self.known[layouts] = self._made(tensors)
-        made = self.known[layouts]
-        return self.plain(*tensors) if made is None else made(tensors)
+        compiled = self.known[layouts]
+        return self.plain(*tensors) if compiled is None else compiled(tensors)
 
     def _made(self, tensors: tuple[torch.Tensor, ...]) -> Callable[..., Any] | None:
         from csc.runtime.compiled_function import KeptFunction  # which imports what only compilers need
@@ -176,7 +176,7 @@ class _Timer:
         return self._clock()
 
     def medians(self) -> dict[tuple[str, int], float]:
-        return {key: statistics.median(found) for key, found in self.samples.items()}
+        return {key: statistics.median(samples) for key, samples in self.samples.items()}
 
 
 @torch.no_grad()
@@ -239,8 +239,8 @@ def _tables(program: Program, batch: Mapping[str, torch.Tensor], device: torch.d
     entries[BATCH_LOSS] = numbered(STANDING_IN)
     function = part_function(program.shared)
     assert function is not None
-    made = function.call(*(entries[role] for role in function.roles))
-    return dict(zip(program.shared.output_node().meta["names"], made))
+    tables = function.call(*(entries[role] for role in function.roles))
+    return dict(zip(program.shared.output_node().meta["names"], tables))
 
 
 def _step(
@@ -252,21 +252,21 @@ def _step(
 ) -> None:
     """F of all regions in order, then B and W from the last to the first; values are dropped after their last use."""
     last_reader = {value: i for i, region in enumerate(program.regions) for value in region.activations}
-    made: dict[str, torch.Tensor] = {}
+    activations: dict[str, torch.Tensor] = {}
     saved: list[Sequence[torch.Tensor]] = []
     for position, region in enumerate(program.regions):
         forward, backward, _ = functions[region.variant]
         assert forward is not None
         values = _given(program, region, weights, tables)
-        values |= {("activation", str(i)): made[value] for i, value in enumerate(region.activations)}
+        values |= {("activation", str(i)): activations[value] for i, value in enumerate(region.activations)}
         result = timer((region.variant, 0), forward, values)
         outputs, kept = result if backward is not None else (result, ())
-        made.update(zip(region.outputs, outputs))
+        activations.update(zip(region.outputs, outputs))
         saved.append(kept)
         for value in {*region.activations, *region.outputs}:
             if last_reader.get(value, position) <= position and value != LOSS:
-                made.pop(value, None)
-    gradients = {LOSS: torch.ones_like(made[LOSS])}
+                activations.pop(value, None)
+    gradients = {LOSS: torch.ones_like(activations[LOSS])}
     for region in reversed(program.regions):
         _, backward, weight = functions[region.variant]
         kept = saved.pop()
@@ -284,8 +284,8 @@ def _step(
             for i in template.threaded
             if variant.dx[i]
         }
-        found, left = timer((region.variant, 1), backward, values)
-        gradients.update(zip((v for v, needed in zip(region.activations, region.dx) if needed), found))
+        gradients_found, left = timer((region.variant, 1), backward, values)
+        gradients.update(zip((v for v, needed in zip(region.activations, region.dx) if needed), gradients_found))
         if weight is not None:
             timer((region.variant, 2), weight, _given(program, region, weights, tables) | _saved(weight, left))
 
@@ -296,8 +296,8 @@ def _given(
     """The parameters and tables of a region, by role."""
     template = program.templates[region.template]
     values: dict[Role, torch.Tensor] = {}
-    values |= {("parameter", own): weights[name] for own, name in zip(template.parameters, region.parameters)}
-    values |= {("shared", own): tables[name] for own, name in zip(template.shared, region.shared)}
+    values |= {("parameter", local): weights[name] for local, name in zip(template.parameters, region.parameters)}
+    values |= {("shared", local): tables[name] for local, name in zip(template.shared, region.shared)}
     return values
 
 

@@ -65,8 +65,8 @@ def fit(base: Hardware, parts: Sequence[Part]) -> Hardware:
     return _with(base, best)
 
 
-def _with(base: Hardware, found: tuple[float, float, float]) -> Hardware:
-    compute, memory = 1 / found[0], 1 / found[1]
+def _with(base: Hardware, fitted: tuple[float, float, float]) -> Hardware:
+    compute, memory = 1 / fitted[0], 1 / fitted[1]
     return replace(
         base,
         peak={dtype: rate * max(1.0, compute) for dtype, rate in base.peak.items()},
@@ -74,7 +74,7 @@ def _with(base: Hardware, found: tuple[float, float, float]) -> Hardware:
         bandwidth=base.bandwidth * max(1.0, memory),
         matmul_efficiency=min(1.0, compute),
         bandwidth_efficiency=min(1.0, memory),
-        launch=found[2],
+        launch=fitted[2],
     )
 
 
@@ -112,16 +112,16 @@ def _least_squares(
     choices = [(None, low, high) if size > 0 else (value,) for (low, high), size, value in zip(BOUNDS, scale, start)]
     best, least = start, float("inf")
     for fixed in product(*choices):
-        found = np.array([0.0 if value is None else value for value in fixed])
+        solved = np.array([0.0 if value is None else value for value in fixed])
         free = [i for i, value in enumerate(fixed) if value is None]
         if free:
-            solution = np.linalg.lstsq(matrix[:, free] / scale[free], right - matrix @ found, rcond=None)[0]
-            found[free] = solution / scale[free]
-        if not all(BOUNDS[i][0] <= found[i] <= BOUNDS[i][1] for i in free):
+            solution = np.linalg.lstsq(matrix[:, free] / scale[free], right - matrix @ solved, rcond=None)[0]
+            solved[free] = solution / scale[free]
+        if not all(BOUNDS[i][0] <= solved[i] <= BOUNDS[i][1] for i in free):
             continue
-        off = float(((matrix @ found - right) ** 2).sum())
+        off = float(((matrix @ solved - right) ** 2).sum())
         if off < least:
-            best, least = (float(found[0]), float(found[1]), float(found[2])), off
+            best, least = (float(solved[0]), float(solved[1]), float(solved[2])), off
     return best
 
 
@@ -206,7 +206,7 @@ def spread(supported: Sequence[int], count: int) -> list[int]:
 
 def _at(run: Callable[[Measure], None], device: Gpu, window: float) -> dict[str, tuple[float, float]]:
     """Seconds and joules of F and of B with W, of all regions."""
-    found = {"F": (0.0, 0.0), "B": (0.0, 0.0)}
+    sums = {"F": (0.0, 0.0), "B": (0.0, 0.0)}
 
     def measure(kind: str, regions: int, call: Callable[[], Any]) -> None:
         call()
@@ -220,11 +220,11 @@ def _at(run: Callable[[Measure], None], device: Gpu, window: float) -> dict[str,
             if seconds >= window:
                 break
         joules = device.joules - before
-        total, spent = found[kind]
-        found[kind] = (total + regions * seconds / times, spent + regions * joules / times)
+        total, spent = sums[kind]
+        sums[kind] = (total + regions * seconds / times, spent + regions * joules / times)
 
     run(measure)
-    return found
+    return sums
 
 
 def _waiting(device: Gpu, window: float) -> float:
@@ -355,7 +355,7 @@ def profile(
     device = device_of(with_weights(compiled.model, "profile"))
     chosen = hardware(base if base is not None else profile_of(device))
     source = sampler(compiled)
-    programs = [(source.program(), source.microbatch), *((source.of(one), one) for one in microbatches)]
+    programs = [(source.program(), source.microbatch), *((source.of(batch), batch) for batch in microbatches)]
     source.progress("measuring")
     rows, kernels, fuse = [], [], compiled.options.fuse
     for program, microbatch in programs:
@@ -375,11 +375,11 @@ def profile(
         )
     if wires:
         fitted = _with_wires(fitted, wire_profile.measure(device))
-    found = replace(fitted, measured_on=described(device), measured={row.key: row.measured for row in rows})
+    profile = replace(fitted, measured_on=described(device), measured={row.key: row.measured for row in rows})
     if output is not None:
-        found = replace(found, name=output.stem)
-        output.write_text(toml_text(found), encoding="utf-8")
-    return Profile(found, rows)
+        profile = replace(profile, name=output.stem)
+        output.write_text(toml_text(profile), encoding="utf-8")
+    return Profile(profile, rows)
 
 
 def _with_wires(fitted: Hardware, host: wire_profile.WireTimes) -> Hardware:
@@ -410,14 +410,14 @@ def profile_of(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     title = devices.title(device).lower()
-    found = [name for name in names() if name in title.replace("-", " ").split()]
-    if not found:
+    matches = [name for name in names() if name in title.replace("-", " ").split()]
+    if not matches:
         raise InputError(
             f"there is no profile for {title}",
             "--hardware",
             f"name the nearest of {', '.join(names())}, or the path of a .toml file with its peaks and network",
         )
-    return found[0]
+    return matches[0]
 
 
 def described(device: torch.device) -> str:

@@ -121,15 +121,15 @@ def _front(result: SearchResult) -> str:
     drawn = []
     for row, (x, y) in zip(rows, points):
         size = 3 + 6 * math.sqrt((row.planned_bytes or 0.0) / most)
-        own = row.pair in result.front
-        said = f"{' x '.join(row.pair)}: {row.score:.4g}, {seconds_text(x)}, {bytes_text(row.planned_bytes or 0.0)}"
-        tip = f"<title>{html.escape(said)}</title>"
-        drawn.append(_dot(across(x), up(y), size, LIMIT if own else BASE["F"], tip))
-        if own:
+        on_front = row.pair in result.front
+        label = f"{' x '.join(row.pair)}: {row.score:.4g}, {seconds_text(x)}, {bytes_text(row.planned_bytes or 0.0)}"
+        tip = f"<title>{html.escape(label)}</title>"
+        drawn.append(_dot(across(x), up(y), size, LIMIT if on_front else BASE["F"], tip))
+        if on_front:
             far = across(x) > WIDTH / 2  # the name stands on the side that has room
-            at = f'x="{across(x) + (-size - 3 if far else size + 3):.1f}" y="{up(y) + 4:.1f}"'
+            place = f'x="{across(x) + (-size - 3 if far else size + 3):.1f}" y="{up(y) + 4:.1f}"'
             anchor = "end" if far else "start"
-            drawn.append(f'<text {at} text-anchor="{anchor}">{html.escape(" x ".join(row.pair))}</text>')
+            drawn.append(f'<text {place} text-anchor="{anchor}">{html.escape(" x ".join(row.pair))}</text>')
     shown = [(x * 1000, y) for x, y in points]
     return _picture([*drawn, *_ends(shown, "{:.3g} ms a step", "score {:.3g}")], "score over seconds of a step") + (
         f"<p>On {html.escape(result.mesh)}; a dot's area shows bytes of the fullest rank. In colour: pairs that no "

@@ -162,20 +162,20 @@ def lengths(sampler: Sampler) -> list[Length]:
     for item in captured.inputs:
         for d, size in enumerate(item.shape[1:], start=1):
             (traced if (item.name, d) in symbolic else other).setdefault(size, []).append((item.name, d))
-    found: list[Length] = []
+    lengths_found: list[Length] = []
     for size, dimensions in traced.items():
         alone = Length("text", tuple(dimensions), size, TEXT_STEP, True)
         joined = Length("text", tuple(dimensions + other.get(size, [])), size, size, False)
-        found += next(([one] for one in (alone, joined) if _varies(sampler, one)), [])
-    taken = {d for length in found for d in length.dimensions}
+        lengths_found += next(([length] for length in (alone, joined) if _varies(sampler, length)), [])
+    taken = {d for length in lengths_found for d in length.dimensions}
     entries = {name for name, _ in taken}
     for size, dimensions in other.items():
         for dimension in dimensions:
             length = Length("", (dimension,), size, size, False)
             if dimension not in taken and dimension[0] not in entries and _varies(sampler, length):
-                found.append(length)
+                lengths_found.append(length)
                 entries.add(dimension[0])
-    return _named(found)
+    return _named(lengths_found)
 
 
 def _varies(sampler: Sampler, length: Length) -> bool:
@@ -189,10 +189,10 @@ def _varies(sampler: Sampler, length: Length) -> bool:
     return True
 
 
-def _named(found: Sequence[Length]) -> list[Length]:
+def _named(lengths_found: Sequence[Length]) -> list[Length]:
     """By what the batch entries are called; numbered from the second of a name on."""
     named: list[Length] = []
-    for length in found:
+    for length in lengths_found:
         entry = length.dimensions[0][0]
         base = next((name for name, words in MODALITIES.items() if re.search(words, entry.lower())), "")
         base = base or length.name or re.sub(r"\W", "_", entry)

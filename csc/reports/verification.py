@@ -79,8 +79,8 @@ class Verification:
         return max(tolerance, ROUNDING * self.rounding.get(name, 0.0))
 
     def _as_exact(self, name: str, tolerance: float) -> bool:
-        eager, own = self.from_float64.get(name, (0.0, math.inf))
-        return own <= max(tolerance, AS_EXACT * eager)
+        eager, from_exact = self.from_float64.get(name, (0.0, math.inf))
+        return from_exact <= max(tolerance, AS_EXACT * eager)
 
     @property
     def grad_rel_max(self) -> float:
@@ -128,20 +128,20 @@ def verify(
     trainable = {p.name for p in program.parameters if p.trainable}
     axes = compiled.inspected.axes
     right = eager_step(model, batch, trainable, axes=axes)
-    found = compiled.inspected.step_without_chance(batch)
+    step = compiled.inspected.step_without_chance(batch)
     exact = None
     if float64:
         exact = eager_step(deepcopy(model).double(), pytree.tree_map(_doubled, batch), trainable, axes=axes).gradients
-    result = compared(found.loss, right.loss, right.gradients, found.gradients, _random_ops(compiled), exact)
+    result = compared(step.loss, right.loss, right.gradients, step.gradients, _random_ops(compiled), exact)
     trained = {}
     if steps:
         moved = trained_by_eager(model, batch, trainable, steps, axes)
         trained = relative(
             moved, trained_by_program(compiled.trainer(batch, check=False), compiled.inspected.complete(batch), steps)
         )
-    result = replace(result, unknown=tuple(sorted(right.unknown | found.unknown)), trained_rel=trained)
+    result = replace(result, unknown=tuple(sorted(right.unknown | step.unknown)), trained_rel=trained)
     if certify:
-        result = replace(result, fingerprints={name: fingerprint(name, g) for name, g in found.gradients.items()})
+        result = replace(result, fingerprints={name: fingerprint(name, g) for name, g in step.gradients.items()})
     if certify or (rounding and not result.good(default_tolerance(compiled.options))):
         epsilon = torch.finfo(torch.float32).eps / 2
         result = replace(result, rounding=moved_by_rounding(model, batch, trainable, "auto", right, epsilon, axes=axes))
@@ -174,8 +174,8 @@ def compared(
     differences = relative(eager, found)
     from_float64 = {}
     if exact is not None:
-        of_eager, own = relative(exact, eager), relative(exact, found)
-        from_float64 = {name: (of_eager[name], own[name]) for name in of_eager.keys() & own.keys()}
+        of_eager, of_csc = relative(exact, eager), relative(exact, found)
+        from_float64 = {name: (of_eager[name], of_csc[name]) for name in of_eager.keys() & of_csc.keys()}
     return Verification(
         loss=loss,
         loss_eager=loss_eager,

@@ -64,19 +64,19 @@ def measure(device: torch.device) -> WireTimes:
             for rank in range(2)
         ]
         try:
-            said = [process.communicate(timeout=LIMIT)[1] for process in running]
+            outputs = [process.communicate(timeout=LIMIT)[1] for process in running]
         except subprocess.TimeoutExpired as error:
             raise _failed(f"they did not end within {LIMIT:.0f} s") from error
         finally:
             for process in running:
                 process.kill()
                 process.wait()
-        for process, text in zip(running, said):
+        for process, text in zip(running, outputs):
             if process.returncode:
                 raise _failed(text.strip().splitlines()[-1] if text.strip() else "they end without a word")
-        found = json.loads(Path(name, "wires.json").read_text())
-    host = part_times.HostTime(*found["host"]) if found["host"] is not None else None
-    return WireTimes(Wire(*found["message"]), Wire(*found["collective"]), host)
+        wires = json.loads(Path(name, "wires.json").read_text())
+    host = part_times.HostTime(*wires["host"]) if wires["host"] is not None else None
+    return WireTimes(Wire(*wires["message"]), Wire(*wires["collective"]), host)
 
 
 def _failed(why: str) -> CscError:
@@ -98,13 +98,13 @@ def _rank(rank: int, folder: Path, kind: str) -> None:
         world_size=2,
         timeout=timedelta(seconds=LIMIT),
     )
-    found: dict[str, list[float]] = {"message": [], "collective": []}
+    seconds: dict[str, list[float]] = {"message": [], "collective": []}
     for size in sizes:
-        found["message"].append(fastest(there_and_back(rank, size, device), device) / 2)
-        found["collective"].append(fastest(_everyone(size, device), device))
+        seconds["message"].append(fastest(there_and_back(rank, size, device), device) / 2)
+        seconds["collective"].append(fastest(_everyone(size, device), device))
     host = _host(rank, device) if device.type == "cpu" else None
     if rank == 0:
-        rows = {name: wire(times, sizes) for name, times in found.items()} | {"host": host}
+        rows = {name: wire(times, sizes) for name, times in seconds.items()} | {"host": host}
         (folder / "wires.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
@@ -139,9 +139,9 @@ def there_and_back(rank: int, size: int, device: torch.device) -> Callable[[], N
 
 def _everyone(size: int, device: torch.device) -> Callable[[], None]:
     """As csc's collectives run: `size` bytes come to each rank from the other."""
-    given = torch.zeros(2 * size, dtype=torch.uint8, device=device)
-    made = torch.empty_like(given)
-    return lambda: dist.all_to_all_single(made, given)
+    sent = torch.zeros(2 * size, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    return lambda: dist.all_to_all_single(received, sent)
 
 
 def fastest(turn: Callable[[], None], device: torch.device) -> float:

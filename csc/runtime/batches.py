@@ -60,7 +60,7 @@ class Microbatches:
     @property
     def all(self) -> list[Microbatch]:
         """Replica after replica."""
-        return [one for own in self.of.values() for one in own]
+        return [microbatch for microbatches in self.of.values() for microbatch in microbatches]
 
 
 def split(manifests: Sequence[Manifest], batch: GlobalBatch, replicas: Sequence[int] | None = None) -> Microbatches:
@@ -101,9 +101,9 @@ def split(manifests: Sequence[Manifest], batch: GlobalBatch, replicas: Sequence[
 
 def read(manifests: Sequence[Manifest], microbatch: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that a program reads: the one that reads most of what is there."""
-    given = {name for name, value in microbatch.items() if value is not None}
-    able = [one for one in manifests if all(spec.name in given for spec in one.inputs)]
-    chosen = max(able, key=lambda one: len(one.inputs), default=manifests[0])
+    names = {name for name, value in microbatch.items() if value is not None}
+    able = [manifest for manifest in manifests if all(spec.name in names for spec in manifest.inputs)]
+    chosen = max(able, key=lambda manifest: len(manifest.inputs), default=manifests[0])
     used = {spec.name for spec in chosen.inputs} | chosen.fixed.keys()
     return {name: value for name, value in microbatch.items() if name in used}
 
@@ -111,11 +111,11 @@ def read(manifests: Sequence[Manifest], microbatch: Mapping[str, Any]) -> dict[s
 def sizes(microbatches: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """A line for every entry of every microbatch: dtype and shape of a tensor, another value as it is."""
     return tuple(
-        f"microbatch {i}: {name} {_text(one.dtype, tuple(one.shape))}"
-        if isinstance(one, torch.Tensor)
-        else f"microbatch {i}: {name}={one!r:.100}"
+        f"microbatch {i}: {name} {_text(value.dtype, tuple(value.shape))}"
+        if isinstance(value, torch.Tensor)
+        else f"microbatch {i}: {name}={value!r:.100}"
         for i, microbatch in enumerate(microbatches)
-        for name, one in sorted(microbatch.items())
+        for name, value in sorted(microbatch.items())
     )
 
 
@@ -208,8 +208,8 @@ def _for(manifests: Sequence[Manifest], batch: Mapping[str, Any]) -> Manifest:
 def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[str, torch.Tensor]:
     """The entries that the program reads; complains about others, and about missing ones."""
     specs = {spec.name: spec for spec in manifest.inputs}
-    given = {name: value for name, value in batch.items() if value is not None}
-    for name in given:
+    entries = {name: value for name, value in batch.items() if value is not None}
+    for name in entries:
         if name not in specs and name not in manifest.fixed:
             close = difflib.get_close_matches(name, specs, 1)
             raise InputError(
@@ -217,21 +217,21 @@ def _tensors(manifest: Manifest, batch: Mapping[str, Any], where: str) -> dict[s
                 where,
                 f"Did you mean {close[0]!r}?" if close else "Leave it out, or compile with it in the example batch",
             )
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, spec in specs.items():
-        if name not in given:
+        if name not in entries:
             raise InputError(
                 f"key {name!r} is missing: expected {_text(spec.dtype, spec.shape)} for each microbatch",
                 where,
-                f"Add it; the keys given are {', '.join(given) or 'none'}",
+                f"Add it; the keys given are {', '.join(entries) or 'none'}",
             )
-        value = given[name]
+        value = entries[name]
         if not isinstance(value, torch.Tensor):
             raise InputError(
                 f"key {name!r}: expected a tensor, found {type(value).__name__}", where, "Convert it first"
             )
-        found[name] = value
-    return found | {name: given[name] for name in manifest.fixed if isinstance(given.get(name), torch.Tensor)}
+        tensors[name] = value
+    return tensors | {name: entries[name] for name in manifest.fixed if isinstance(entries.get(name), torch.Tensor)}
 
 
 def _cut(manifest: Manifest, name: str, tensor: torch.Tensor, total: int, replicas: int) -> tuple[torch.Tensor, ...]:
@@ -255,9 +255,9 @@ def _check_whole(manifest: Manifest, ready: Sequence[Mapping[str, torch.Tensor]]
     """InputError if microbatches differ in an entry that all of a batch's samples share."""
     for spec in manifest.inputs:
         if spec.whole or not spec.shape:
-            given = [one[spec.name] for one in ready if spec.name in one]
-            given = [one for one in given if not one.is_meta]
-            if any(one is not given[0] and not torch.equal(one, given[0]) for one in given[1:]):
+            values = [microbatch[spec.name] for microbatch in ready if spec.name in microbatch]
+            values = [value for value in values if not value.is_meta]
+            if any(value is not values[0] and not torch.equal(value, values[0]) for value in values[1:]):
                 raise InputError(
                     f"key {spec.name!r} has no sample dimension, and microbatches differ in it",
                     "batch",
@@ -289,8 +289,8 @@ def _check(spec: InputSpec, tensor: torch.Tensor, where: str, total: int) -> Non
 
 def _check_labels(name: str, labels: torch.Tensor, classes: int, ignored: int, first: int, where: str) -> None:
     """InputError for a label that is no class, where it is read."""
-    given = labels.detach().numpy()  # which is quicker with few
-    wrong = (given != ignored) & ((given < 0) | (given >= classes))
+    numbers = labels.detach().numpy()  # which is quicker with few
+    wrong = (numbers != ignored) & ((numbers < 0) | (numbers >= classes))
     if first:
         wrong[..., :first] = False
     if not wrong.any():
@@ -358,9 +358,9 @@ def told(ready: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps(
         [
             {
-                name: (str(one.dtype).removeprefix("torch."), list(one.shape), not one.is_meta)
-                for name, one in microbatch.items()
-                if isinstance(one, torch.Tensor)
+                name: (str(value.dtype).removeprefix("torch."), list(value.shape), not value.is_meta)
+                for name, value in microbatch.items()
+                if isinstance(value, torch.Tensor)
             }
             for microbatch in ready
         ]
@@ -374,14 +374,14 @@ def completed(ready: Sequence[Mapping[str, Any]], texts: Sequence[str], replicas
     """
     words = [_read(text) for text in texts]
     for replica in sorted(set(replicas)):
-        _refuse_other([(one, words[one]) for one, of in enumerate(replicas) if of == replica])
-    found = [dict(microbatch) for microbatch in ready]
+        _refuse_other([(rank, words[rank]) for rank, of in enumerate(replicas) if of == replica])
+    microbatches = [dict(microbatch) for microbatch in ready]
     for word in (words[one] for one, of in enumerate(replicas) if of == replicas[rank]):
-        for microbatch, entries in zip(found, word):
+        for microbatch, entries in zip(microbatches, word):
             for name, (dtype, shape, _) in entries.items():
                 if name not in microbatch:
                     microbatch[name] = torch.empty(shape, dtype=_dtype(dtype), device="meta")
-    return found
+    return microbatches
 
 
 def _refuse_other(words: Sequence[tuple[int, Told]]) -> None:
@@ -389,11 +389,11 @@ def _refuse_other(words: Sequence[tuple[int, Told]]) -> None:
     places = [{name for _, word in words for name in word[place]} for place in range(len(words[0][1]))]
     for place, names in enumerate(places):
         for name in sorted(names):
-            given = {rank: tuple(map(str, word[place][name][:2])) for rank, word in words if name in word[place]}
-            first, entry = next(iter(given.items()))
+            descriptions = {rank: tuple(map(str, word[place][name][:2])) for rank, word in words if name in word[place]}
+            first, entry = next(iter(descriptions.items()))
             absent = None if _dtype(entry[0]).is_floating_point else "nothing"
             for rank, _ in words:
-                other = " ".join(given[rank]) if rank in given else absent
+                other = " ".join(descriptions[rank]) if rank in descriptions else absent
                 if other is not None and other != " ".join(entry):
                     raise StepFailed(
                         f"rank {first} and rank {rank} belong to one replica and were given different samples: "
@@ -417,17 +417,21 @@ def of_all(meeting: Meeting, replicas: Sequence[int], ready: Sequence[Mapping[st
             names = [n for n, one in sources.items() if one == rank and _is_feature(n, words[rank]) == features]
             if names:
                 tensors |= meeting.guarded(lambda: _moved(meeting, rank, names, ready, features), OWN_SAMPLES)  # noqa: B023
-    found: Ready = []
+    microbatches: Ready = []
     for replica in dict.fromkeys(sorted(replicas)):
         first = replicas.index(replica)
         for place, entries in enumerate(words[first]):
-            plain = {name: one for name, one in ready[place].items() if not isinstance(one, torch.Tensor)}
-            own = {
+            plain = {
+                name: plain_entries
+                for name, plain_entries in ready[place].items()
+                if not isinstance(plain_entries, torch.Tensor)
+            }
+            moved = {
                 name: tensors.get(_key(replica, place, name), torch.empty(shape, dtype=_dtype(dtype), device="meta"))
                 for name, (dtype, shape, _) in entries.items()
             }
-            found.append({**own, **plain})
-    return found
+            microbatches.append({**moved, **plain})
+    return microbatches
 
 
 def _read(text: str) -> Told:
@@ -435,8 +439,8 @@ def _read(text: str) -> Told:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _key(replica: int, place: int, name: str) -> str:
@@ -450,13 +454,13 @@ def _is_feature(key: str, word: Told) -> bool:
 
 def _sources(words: Sequence[Told], replicas: Sequence[int]) -> dict[str, int]:
     """The first rank that has values of an entry of a microbatch, by key."""
-    found: dict[str, int] = {}
+    rank_of: dict[str, int] = {}
     for rank, (replica, word) in enumerate(zip(replicas, words, strict=True)):
         for place, entries in enumerate(word):
-            for name, (_, _, there) in entries.items():
-                if there:
-                    found.setdefault(_key(replica, place, name), rank)
-    return found
+            for name, (_, _, has_values) in entries.items():
+                if has_values:
+                    rank_of.setdefault(_key(replica, place, name), rank)
+    return rank_of
 
 
 def _moved(
@@ -466,12 +470,12 @@ def _moved(
     rank, group = dist.get_rank(), meeting.group
     if features and rank not in (0, source):
         return {}
-    own = {}
+    tensors = {}
     if rank == source:
         places = [(name, *name.split("/", 2)[1:]) for name in names]
-        own = {key: with_own_memory(ready[int(place)][name]) for key, place, name in places}
+        tensors = {key: with_own_memory(ready[int(place)][name]) for key, place, name in places}
         if features and rank == 0:
-            return own
+            return tensors
 
     def move(tensor: torch.Tensor) -> None:
         if not features:
@@ -481,14 +485,16 @@ def _moved(
         else:
             dist.recv(tensor, source, group=group)
 
-    content = torch.frombuffer(bytearray(save(own)), dtype=torch.uint8) if own else torch.empty(0, dtype=torch.uint8)
+    content = (
+        torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8) if tensors else torch.empty(0, dtype=torch.uint8)
+    )
     size = torch.tensor([content.numel()])
     move(size)
     if rank != source:
         content = torch.empty(int(size), dtype=torch.uint8)
     for start in range(0, int(size), CHUNK):
         move(content[start : start + CHUNK])
-    return own or load(content.numpy().tobytes())
+    return tensors or load(content.numpy().tobytes())
 
 
 # --- Batches that are prepared by a thread of their own while the one before is trained on ---------------------------
@@ -513,8 +519,8 @@ class Fetched(Generic[Batch]):
 
     def following(self) -> Batch | None:
         """The batch after this one, once it is fetched; None if there is none, or an error, which comes in its turn."""
-        found = self.coming.result() if self.coming.exception() is None else None
-        return found[0] if found is not None else None
+        result = self.coming.result() if self.coming.exception() is None else None
+        return result[0] if result is not None else None
 
 
 def ahead(batches: Iterable[Batch], prepare: Callable[[Batch], None], depth: int) -> Iterator[Fetched[Batch]]:

@@ -66,27 +66,27 @@ class ProcessGroups:
 
     def _layer(self) -> dist.ProcessGroup | None:
         """The group of the ranks that share sequences, or the work of layers, with this one."""
-        own, mesh = None, self._manifest.mesh
+        layer, mesh = None, self._manifest.mesh
         if not self._manifest.contexts and mesh.sizes(Group.TENSOR) == (1,):
             return None
         for ranks in mesh.groups(Group.LAYER):
             group = self._new(ranks)
-            own = group if self._rank in ranks else own
-        return own
+            layer = group if self._rank in ranks else layer
+        return layer
 
     def close(self) -> None:
         """Whoever waits for this rank gets an error within milliseconds over gloo, as soon as nothing refers to the
         groups any more: operations that are under way must have been let go of before.
         """
-        own = [*self.messages.values(), *self._own_sums()]
-        own += [self.layer] if self.layer is not None else []
+        groups = [*self.messages.values(), *self._own_sums()]
+        groups += [self.layer] if self.layer is not None else []
         self.messages, self.sums, self.layer = {}, {}, None
-        destroy(own)
+        destroy(groups)
 
     def close_sums(self) -> None:
         """As `close`, but messages of this rank's pipeline still pass."""
-        own, self.sums = self._own_sums(), {}
-        destroy(own)
+        sums, self.sums = self._own_sums(), {}
+        destroy(sums)
 
     def _own_sums(self) -> list[dist.ProcessGroup]:
         return [group for ranks, group in self.sums.items() if self._rank in ranks]
@@ -191,15 +191,15 @@ class Distributed:
         let_go(error)
         self._close()
         try:
-            found = self.meeting.failed(error)
+            failure = self.meeting.failed(error)
             if not self.meeting.broken:
                 self._groups.open()
                 self._meet_first()
         except BaseException as stopped:
             self.meeting.give_up(f"rank {self.rank} was stopped before the ranks had come together again")
             return stopped
-        self.meeting.positions.failure = found if self.meeting.broken else None
-        return found
+        self.meeting.positions.failure = failure if self.meeting.broken else None
+        return failure
 
     def _close(self) -> None:
         """Free those who wait for this rank."""
@@ -230,14 +230,14 @@ class Distributed:
         peers = self._receivers(message.destination, microbatch)
         if not peers:
             return
-        what = str(Action.send(message.channel, microbatch))
+        action = str(Action.send(message.channel, microbatch))
         sending = _Sending(microbatch, [])
         for spec, tensor in zip(message.values, laid_out(message, values, self.rank), strict=True):
             if tensor.numel() == 0:
                 continue
             data = _bytes(tensor if dense(spec.shape, spec.stride) else tensor.contiguous()).to(self._wire)
             for peer in peers:
-                work = self._guard(partial(dist.isend, data, peer, self._groups.messages[message.kind]), what, peer)
+                work = self._guard(partial(dist.isend, data, peer, self._groups.messages[message.kind]), action, peer)
                 sending.works.append((peer, work))
             sending.buffers.append(data)
         queue = self._sending.setdefault(message.channel, [])
@@ -247,7 +247,7 @@ class Distributed:
 
     def post(self, message: MessageSpec, microbatch: int) -> None:
         peer = self._sender(message.source, microbatch)
-        what = str(Action.recv(message.channel, microbatch))
+        action = str(Action.recv(message.channel, microbatch))
         receipts: list[tuple[dist.Work | None, torch.Tensor, torch.Tensor]] = []
         for spec in message.values:
             stride = spec.stride if dense(spec.shape, spec.stride) else torch.empty(spec.shape, device="meta").stride()
@@ -255,9 +255,9 @@ class Distributed:
             if spec.numel == 0:
                 receipts.append((None, tensor, tensor))
                 continue
-            own = _bytes(tensor)
-            data = own if own.device == self._wire else torch.empty_like(own, device=self._wire)
-            work = self._guard(partial(dist.irecv, data, peer, self._groups.messages[message.kind]), what, peer)
+            buffer = _bytes(tensor)
+            data = buffer if buffer.device == self._wire else torch.empty_like(buffer, device=self._wire)
+            work = self._guard(partial(dist.irecv, data, peer, self._groups.messages[message.kind]), action, peer)
             receipts.append((work, data, tensor))
         self._posted[message.channel, microbatch] = receipts
 
@@ -265,14 +265,14 @@ class Distributed:
         if (message.channel, microbatch) not in self._posted:
             self.post(message, microbatch)
         peer = self._sender(message.source, microbatch)
-        what = str(Action.recv(message.channel, microbatch))
+        action = str(Action.recv(message.channel, microbatch))
         waits = ", ".join(spec.name for spec in message.values)
         values = {}
         for spec, (work, data, tensor) in zip(
             message.values, self._posted.pop((message.channel, microbatch)), strict=True
         ):
             if work is not None:
-                self._guard(work.wait, what, peer, f"the gradient of {waits}" if message.kind == "B" else waits)
+                self._guard(work.wait, action, peer, f"the gradient of {waits}" if message.kind == "B" else waits)
                 if data.device != tensor.device:
                     _bytes(tensor).copy_(data)
             values[spec.name] = in_layout(spec, tensor)
@@ -313,21 +313,21 @@ class Distributed:
         """
         while len(self._left) > UNDER_WAY:
             self._await_sends(self._left.pop(0))
-        coming = {peer: [self._buffer(one) for one in tensors] for peer, tensors in receives.items()}
-        leaving = {peer: [one.contiguous().to(self._wire) for one in tensors] for peer, tensors in sends.items()}
-        arriving = [(peer, one) for peer, tensors in coming.items() for one in tensors]
-        departing = [(peer, one) for peer, tensors in leaving.items() for one in tensors]
+        coming = {peer: [self._buffer(tensor) for tensor in tensors] for peer, tensors in receives.items()}
+        leaving = {peer: [tensor.contiguous().to(self._wire) for tensor in tensors] for peer, tensors in sends.items()}
+        arriving = [(peer, tensor) for peer, tensors in coming.items() for tensor in tensors]
+        departing = [(peer, tensor) for peer, tensors in leaving.items() for tensor in tensors]
         group, exchange = self._groups.layer, _Exchanging(coming, leaving, why)
         if self._pollable and arriving + departing:
-            batch = [dist.P2POp(dist.irecv, one, peer, group) for peer, one in arriving]
-            batch += [dist.P2POp(dist.isend, one, peer, group) for peer, one in departing]
+            batch = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in arriving]
+            batch += [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in departing]
             works = self._guard(lambda: dist.batch_isend_irecv(batch), why)
             exchange.receiving = [(None, work) for work in works]
             return exchange
-        for peer, one in arriving:
-            exchange.receiving.append((peer, self._guard(partial(dist.irecv, one, peer, group), why, peer)))
-        for peer, one in departing:
-            exchange.sending.append((peer, self._guard(partial(dist.isend, one, peer, group), why, peer)))
+        for peer, tensor in arriving:
+            exchange.receiving.append((peer, self._guard(partial(dist.irecv, tensor, peer, group), why, peer)))
+        for peer, tensor in departing:
+            exchange.sending.append((peer, self._guard(partial(dist.isend, tensor, peer, group), why, peer)))
         return exchange
 
     def finish_exchange(self, ticket: _Exchanging) -> dict[int, Sequence[torch.Tensor]]:
@@ -335,7 +335,7 @@ class Distributed:
             self._guard(work.wait, ticket.why, peer)
         if ticket.sending:
             self._left.append(ticket)
-        return {peer: [one.to(self._device) for one in tensors] for peer, tensors in ticket.coming.items()}
+        return {peer: [tensor.to(self._device) for tensor in tensors] for peer, tensors in ticket.coming.items()}
 
     def _await_sends(self, exchange: _Exchanging) -> None:
         for peer, work in exchange.sending:
@@ -374,9 +374,9 @@ class Distributed:
 
     def start_scatter(self, rows: torch.Tensor, ranks: tuple[int, ...], why: str) -> _Summing:
         buffer = rows.detach().to(self._wire)
-        own, group = torch.empty_like(buffer), self._groups.sums[tuple(sorted(ranks))]
-        work = self._guard(lambda: dist.all_to_all_single(own, buffer, group=group, async_op=True), why)
-        return _Summing(work, own, buffer, dict(zip(ranks, own)), why)
+        summed, group = torch.empty_like(buffer), self._groups.sums[tuple(sorted(ranks))]
+        work = self._guard(lambda: dist.all_to_all_single(summed, buffer, group=group, async_op=True), why)
+        return _Summing(work, summed, buffer, dict(zip(ranks, summed)), why)
 
     def finish_scatter(self, ticket: _Summing) -> torch.Tensor:
         self._guard(ticket.work.wait, ticket.why)
@@ -420,23 +420,23 @@ class Distributed:
         """Whose a microbatch of this rank's step is."""
         return self._manifest.mesh.served(self.rank, microbatch)[0]
 
-    def _guard(self, call: Callable[[], Any], what: str, peer: int | None = None, waits: str = "") -> Any:
+    def _guard(self, call: Callable[[], Any], doing: str, peer: int | None = None, waits: str = "") -> Any:
         """Run a call of torch.distributed; a peer that is gone or silent becomes a RankLost, what the backend does not
-        do a CscError. waits: what for, in words; "": for `what`.
+        do a CscError. waits: what for, in words; "": for `doing`.
         """
         positions = self.meeting.positions
-        positions.waits = (waits or what, peer)
+        positions.waits = (waits or doing, peer)
         try:
             result = call()
         except RuntimeError as error:
             if not is_lost(error):
-                raise cannot(error, what, f"rank {self.rank} {self._place(self.rank)}") from error
+                raise cannot(error, doing, f"rank {self.rank} {self._place(self.rank)}") from error
             lost = "another rank" if peer is None else f"rank {peer} {self._place(peer)}"
             reason = first_line(error)
             silent = is_silence(reason)
             happened = "did not answer in time (or waits itself)" if silent else "went away"
             raise RankLost(
-                f"{lost} {happened} while this rank was at '{what}' ({reason}){positions.told() if silent else ''}",
+                f"{lost} {happened} while this rank was at '{doing}' ({reason}){positions.told() if silent else ''}",
                 f"rank {self.rank} {self._place(self.rank)}",
                 "Look at that rank's own output for the cause, then start again from saved weights",
             ) from error
@@ -444,10 +444,10 @@ class Distributed:
         return result
 
     def _place(self, rank: int) -> str:
-        at = self._manifest.mesh.coordinates(rank)
-        stages = [stage.stage for stage in self._manifest.stages_of(at.pp)]
+        coordinates = self._manifest.mesh.coordinates(rank)
+        stages = [stage.stage for stage in self._manifest.stages_of(coordinates.pp)]
         named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        return f"({named}, replica {at.dp})" if self._manifest.mesh.dp > 1 else f"({named})"
+        return f"({named}, replica {coordinates.dp})" if self._manifest.mesh.dp > 1 else f"({named})"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,10 @@ def clocks_document(
         "seconds": seconds,
         "joules": joules,
         "sources": list(sources),
-        "ranks": [[[str(a), clock] for a, clock in zip(actions, own)] for actions, own in zip(computes, clocks)],
+        "ranks": [
+            [[str(a), clock] for a, clock in zip(actions, clocks_of_rank)]
+            for actions, clocks_of_rank in zip(computes, clocks)
+        ],
     }
 
 
@@ -55,19 +58,19 @@ def read_clocks(path: Path, schedule: Schedule) -> list[dict[Action, int]]:
     if not isinstance(rows, list) or len(rows) != len(schedule.ranks):
         count = len(rows) if isinstance(rows, list) else 0
         raise InputError(f"it is for {count} pipeline ranks, the program has {len(schedule.ranks)}", str(path), REMEDY)
-    found = []
+    clocks = []
     for rank, (actions, listed) in enumerate(zip(schedule.ranks, rows)):
         computes = [action for action in actions if action.computes]
-        own: dict[Action, int] = {}
+        clock_of: dict[Action, int] = {}
         if not isinstance(listed, list) or len(listed) != len(computes):
             raise InputError(f"rank {rank} has other actions than the program", str(path), REMEDY)
         for action, row in zip(computes, listed):
             good = isinstance(row, list) and len(row) == 2 and type(row[1]) is int and row[1] > 0
             if not good or row[0] != str(action):
                 raise InputError(f"rank {rank} has {row!r} where the program runs '{action}'", str(path), REMEDY)
-            own[action] = row[1]
-        found.append(own)
-    return found
+            clock_of[action] = row[1]
+        clocks.append(clock_of)
+    return clocks
 
 
 # --- A rank that sets its device's clock ahead of each action --------------------------------------------------------

@@ -96,7 +96,7 @@ def make_side_by_side(
     """here(order, wait): makes one in this process; without wait it raises BeingMadeError where another process does.
     The longest come first. started: gives workers; None: new ones.
     """
-    left = deque(sorted(orders, key=lambda one: -len(one.layouts)))
+    left = deque(sorted(orders, key=lambda order: -len(order.layouts)))
     beside: list[CompileWorker] = []
     feeders = [
         threading.Thread(target=_feed, args=(left, beside, started or CompileWorker), name="csc-compile", daemon=True)
@@ -182,7 +182,7 @@ class Background:
                 if not self._left:
                     self._thread = None
                     break
-                order, made = self._left.popleft()
+                order, report = self._left.popleft()
             try:
                 worker = worker or CompileWorker(POLITE)
                 why = worker.make(order)
@@ -191,7 +191,7 @@ class Background:
                 if worker is not None:
                     worker.close()
                 worker = None  # the next one has another
-            made(order, why)
+            report(order, why)
         if worker is not None:
             worker.close()
 

@@ -48,17 +48,17 @@ def main() -> None:
         except queue.Empty:  # nobody takes a step of what this was started for
             os._exit(1)
         patience = None
-        told = {"key": order.key, "error": ""}
+        answer = {"key": order.key, "error": ""}
         try:
             TorchState(**start["torch"]).set()
             order.make()
         except Exception as error:
-            told["error"] = f"{type(error).__name__}: {error}"
-        print(json.dumps(told), file=answers, flush=True)
+            answer["error"] = f"{type(error).__name__}: {error}"
+        print(json.dumps(answer), file=answers, flush=True)
 
 
-def _listen(given: TextIO, lines: Lines) -> None:
-    for line in given:
+def _listen(stream: TextIO, lines: Lines) -> None:
+    for line in stream:
         lines.put(line)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)  # the compilers that it has started too

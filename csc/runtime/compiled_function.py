@@ -92,11 +92,11 @@ def products_by_onednn() -> Iterator[Replaced]:
             matrices = _matrices(operator, args, kwargs)
             if not matrices or not _gains(*matrices):
                 return operator(*args, **(kwargs or {}))
-            left, *others = matrices
+            left, *rest = matrices
             if left.numel() >= LARGE and not left.is_contiguous():
                 left = left.clone(memory_format=torch.contiguous_format)
             count.made += 1
-            return PRODUCT(left, *others)
+            return PRODUCT(left, *rest)
 
     with Products():
         yield count
@@ -197,8 +197,8 @@ class KeptFunction:
             str(torch.get_default_dtype()), inductor_settings(), os.environ.get("ATEN_CPU_CAPABILITY"),
             least_multiplications(),
         ]  # fmt: skip
-        told = [self.text, self.name, self.layouts, self.structure, of_torch, self._settings]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        identity = [self.text, self.name, self.layouts, self.structure, of_torch, self._settings]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def read(self) -> CompiledFunction | Missing | None:
         """Returns what is kept; None for a function that computes nothing, MISSING where nothing is kept. Never an
@@ -214,8 +214,8 @@ class KeptFunction:
         or the compiler.
         """
         with _kept_in(self.folder), _alone(self._file, wait):
-            found = self._read()
-            return (self._make(function, given), False) if isinstance(found, Missing) else (found, True)
+            kept = self._read()
+            return (self._make(function, given), False) if isinstance(kept, Missing) else (kept, True)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -230,31 +230,31 @@ class KeptFunction:
 
     def _read(self) -> CompiledFunction | Missing | None:
         try:
-            told = json.loads(self._file.with_suffix(".json").read_text())
-            if told["empty"]:
+            about = json.loads(self._file.with_suffix(".json").read_text())
+            if about["empty"]:
                 return None
             found = artifact_of(self._file, self._settings)
             if found is None:
                 return MISSING
-            return CompiledFunction(found, told["structure"], told["seconds"], told["products"])
+            return CompiledFunction(found, about["structure"], about["seconds"], about["products"])
         except (OSError, ValueError, KeyError, TypeError):
             return MISSING
 
-    def _make(self, function: Callable[..., Any], given: tuple[Any, ...]) -> CompiledFunction | None:
-        found: list[Any] = []
+    def _make(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> CompiledFunction | None:
+        traces: list[Any] = []
         start, nested = time.perf_counter(), nesting(self.structure)
 
         def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
             with products_by_onednn() as count:
                 results = function(*nested(tensors))
-            found.append((structure_of(results), count.made))
+            traces.append((structure_of(results), count.made))
             return tensors_of(results)
 
-        made = artifact(flat, tensors_of(given), self._settings, self._file, (PRODUCT,))
-        structure, products = found[-1]
-        told = {"structure": structure, "seconds": round(time.perf_counter() - start, 2), "products": products}
-        write_whole(self._file.with_suffix(".json"), json.dumps(told | {"empty": made is None}))
-        return None if made is None else CompiledFunction(made, **told)
+        compiled = artifact(flat, tensors_of(arguments), self._settings, self._file, (PRODUCT,))
+        structure, products = traces[-1]
+        about = {"structure": structure, "seconds": round(time.perf_counter() - start, 2), "products": products}
+        write_whole(self._file.with_suffix(".json"), json.dumps(about | {"empty": compiled is None}))
+        return None if compiled is None else CompiledFunction(compiled, **about)
 
 
 def function_file(folder: Path, key: str) -> Path:
@@ -406,8 +406,8 @@ class FunctionOrder:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        found: Callable[..., Any] = getattr(module, self.name)
-        return found
+        function: Callable[..., Any] = getattr(module, self.name)
+        return function
 
 
 def prepare(folder: Path) -> None:

@@ -63,7 +63,7 @@ def digests(program: LoadedProgram) -> dict[str, bytes]:
         "schedules": str(program.schedule),
         "files of layers": _files(program, [name for name in sorted(manifest.files) if name.startswith("layers/")]),
     }
-    return {what: hashlib.sha256(text.encode()).digest() for what, text in parts.items()}
+    return {part: hashlib.sha256(text.encode()).digest() for part, text in parts.items()}
 
 
 def of_position(program: LoadedProgram, rank: int) -> bytes:
@@ -83,22 +83,22 @@ def agree(program: LoadedProgram, device: torch.device) -> None:
     """
     mesh, rank = program.manifest.mesh, dist.get_rank()
     mine = digests(program) | {OF_POSITION: of_position(program, rank)}
-    own = torch.frombuffer(bytearray(b"".join(mine.values())), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
+    digest = torch.frombuffer(bytearray(b"".join(mine.values())), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, digest)
     rows = torch.stack(gathered).cpu().view(len(gathered), len(mine), 32)
     differing: dict[str, tuple[int, list[int]]] = {}
-    for i, what in enumerate(mine):
-        alike = mesh.groups(Group.POSITION if what == OF_POSITION else Group.WORLD)
+    for i, part in enumerate(mine):
+        alike = mesh.groups(Group.POSITION if part == OF_POSITION else Group.WORLD)
         for first, *rest in alike:
-            others = [one for one in rest if not torch.equal(rows[one, i], rows[first, i])]
-            if others:
-                differing.setdefault(what, (first, others))
+            differing_ranks = [rank for rank in rest if not torch.equal(rows[rank, i], rows[first, i])]
+            if differing_ranks:
+                differing.setdefault(part, (first, differing_ranks))
     if differing:
-        first, others = next(iter(differing.values()))
+        first, differing_ranks = next(iter(differing.values()))
         raise ProgramError(
             f"the ranks do not run the same program: {' and '.join(differing)} differ between rank {first} and "
-            f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}",
+            f"rank{'s' * (len(differing_ranks) > 1)} {', '.join(map(str, differing_ranks))}",
             program.manifest.name,
             "Give every node the same program directory",
         )
@@ -113,22 +113,22 @@ def agree_on_values(
     Every rank starts from its own copy: without this, an initialization without a seed would go unnoticed, and so
     would a node whose program directory has other constants.
     """
-    several = [(one, holders) for one in shared for holders in mesh.groups(one.equal, one.positions)]
-    several = [(one, holders) for one, holders in several if len(holders) > 1]
+    several = [(value, holders) for value in shared for holders in mesh.groups(value.equal, value.positions)]
+    several = [(value, holders) for value, holders in several if len(holders) > 1]
     if not several:
         return
     none = torch.zeros((), dtype=torch.int64)
     sums = [checksum(values[s.name]) if rank in holders and s.name in values else none for s, holders in several]
-    own = torch.stack([s.cpu() for s in sums]).to(device)
-    gathered = [torch.empty_like(own) for _ in range(mesh.size)]
-    dist.all_gather(gathered, own)
+    row = torch.stack([s.cpu() for s in sums]).to(device)
+    gathered = [torch.empty_like(row) for _ in range(mesh.size)]
+    dist.all_gather(gathered, row)
     rows = torch.stack(gathered).cpu()
-    for i, (one, holders) in enumerate(several):
+    for i, (item, holders) in enumerate(several):
         held = rows[list(holders), i].tolist()
         differing = sorted(rank for rank, value in zip(holders, held, strict=True) if value != held[0])
         if differing:
             raise InputError(
-                f"{one.what} {one.name!r} starts with other values on rank {differing[0]} than on rank {holders[0]}",
+                f"{item.what} {item.name!r} starts with other values on rank {differing[0]} than on rank {holders[0]}",
                 "weights and constants",
                 "Give all ranks the same weights and the same program: a file, or the same seed before the model is "
                 "built",
@@ -173,11 +173,11 @@ class Sample:
         tensor = self.tensor.detach()
         if tensor.dtype.itemsize == 1:  # float8 has no indexing of its own
             tensor = tensor.view(torch.uint8)
-        found = tensor[self._places] if self._places else tensor
-        return found.reshape(-1).contiguous().view(torch.uint8)
+        part = tensor[self._places] if self._places else tensor
+        return part.reshape(-1).contiguous().view(torch.uint8)
 
 
 def read(samples: Iterable[Sample]) -> bytes:
     """Returns the bytes of all samples, one after the other. Tensors on the meta device have none."""
-    found = [one.entries() for one in samples if not one.tensor.is_meta]
-    return torch.cat(found).cpu().numpy().tobytes() if found else b""
+    entries = [sample.entries() for sample in samples if not sample.tensor.is_meta]
+    return torch.cat(entries).cpu().numpy().tobytes() if entries else b""

@@ -79,15 +79,15 @@ class KVExchange:
         back = {r: torch.searchsorted(ordered, one) for r, one in borrowed.items()}
         self._borrowed = {r: places(one, device) for r, one in back.items()}
         self._back = places(torch.cat([*back.values(), torch.empty(0, dtype=torch.int64)]), device)
-        own, half = where.tokens[me], shard // where.block // 2 * where.block
+        tokens, half = where.tokens[me], shard // where.block // 2 * where.block
         if (
             self._own is not None
-            and 0 < half < len(own)
+            and 0 < half < len(tokens)
             and _worth_splitting(self._own, where, sum(map(len, lent.values())))
         ):
             cuts = (slice(0, half), slice(half, shard))
             self._early, self._late = (
-                [(cut, attention_part(mask, own[cut], cut.stop - cut.start, own, shard, blocks, device))]
+                [(cut, attention_part(mask, tokens[cut], cut.stop - cut.start, tokens, shard, blocks, device))]
                 for cut in cuts
             )
 
@@ -106,23 +106,23 @@ class KVExchange:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """The gradients of this rank's q, k and v. Each part is given the whole output and log-sum-exp."""
         coming = self._ask(k, v)
-        dqs, own = list[torch.Tensor](), list[Tensors]()
+        dqs, own_gradients = list[torch.Tensor](), list[Tensors]()
 
         def attend(arrived: list[tuple[slice, AttentionPart]]) -> None:
-            for slots, one in arrived:
-                dq, *shards = backward(d_out, q, k[:, :, slots], v[:, :, slots], out, lse, one, scale, softcap)
+            for slots, part in arrived:
+                dq, *shards = backward(d_out, q, k[:, :, slots], v[:, :, slots], out, lse, part, scale, softcap)
                 dqs.append(dq)
-                own.append(shards)
+                own_gradients.append(shards)
 
         attend(self._early)
         foreign_k, foreign_v = self._arrived(coming)
-        given: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         if self._foreign is not None:
-            dq, *given = backward(d_out, q, foreign_k, foreign_v, out, lse, self._foreign, scale, softcap)
+            dq, *gradients = backward(d_out, q, foreign_k, foreign_v, out, lse, self._foreign, scale, softcap)
             dqs.append(dq)
-        returning = self._give_back(given, k)
+        returning = self._give_back(gradients, k)
         attend(self._late)
-        totals = [_side_by_side([shards[i] for shards in own], like) for i, like in enumerate((k, v))]
+        totals = [_side_by_side([shards[i] for shards in own_gradients], like) for i, like in enumerate((k, v))]
         dq = _summed(dqs, q)
         for index, arrived in self._group.finish(returning).items():
             for total, shard in zip(totals, arrived):
@@ -133,13 +133,13 @@ class KVExchange:
         """Send the keys and values that others attend to, and announce those that this rank does."""
         sends: dict[int, Tensors] = {}
         if self._lent:
-            sources = [in_blocks(one, self._block) for one in (k, v)]
+            sources = [in_blocks(tensor, self._block) for tensor in (k, v)]
             if self._views:
-                sends = {r: [taken(one, chosen) for one in sources] for r, chosen in self._lent.items()}
+                sends = {r: [taken(tensor, chosen) for tensor in sources] for r, chosen in self._lent.items()}
             else:
-                sends = self._split([one.index_select(0, self._lent_together) for one in sources], self._lent)
+                sends = self._split([tensor.index_select(0, self._lent_together) for tensor in sources], self._lent)
         into = [empty_blocks(k, count(self._back), self._block) for _ in range(2)]
-        receives = {r: [room(one, chosen) for one in into] for r, chosen in self._borrowed.items()}
+        receives = {r: [room(buffer, chosen) for buffer in into] for r, chosen in self._borrowed.items()}
         return into, self._group.start(sends, receives, "keys and values")
 
     def _arrived(self, coming: tuple[Tensors, Any]) -> Tensors:
@@ -148,13 +148,15 @@ class KVExchange:
         for index, shards in self._group.finish(ticket).items():
             for total, shard in zip(into, shards):
                 put(total, self._borrowed[index], shard)
-        return [in_heads(one) for one in into]
+        return [in_heads(buffer) for buffer in into]
 
     def _give_back(self, gradients: Tensors, k: torch.Tensor) -> Any:
         """Send each owner the gradients of its keys, and announce those of the lent ones."""
         sends: dict[int, Tensors] = {}
         if gradients:
-            sends = self._split([taken(in_blocks(one, self._block), self._back) for one in gradients], self._borrowed)
+            sends = self._split(
+                [taken(in_blocks(gradient, self._block), self._back) for gradient in gradients], self._borrowed
+            )
         batch, heads, _, width = k.shape
         receives = {}
         for r, chosen in self._lent.items():
@@ -165,16 +167,16 @@ class KVExchange:
     @staticmethod
     def _split(tensors: Tensors, chosen: dict[int, Any]) -> dict[int, Tensors]:
         """Blocks that were taken for several ranks at once, by rank."""
-        cut = [one.split([count(some) for some in chosen.values()]) for one in tensors]
+        cut = [tensor.split([count(some) for some in chosen.values()]) for tensor in tensors]
         return dict(zip(chosen, zip(*cut)))
 
 
-def _worth_splitting(own: AttentionPart, where: Spread, lent: int) -> bool:
+def _worth_splitting(own_part: AttentionPart, where: Spread, lent: int) -> bool:
     """Whether half of the own part, run while gradients of lent keys come back, hides more than it costs."""
     rates = where.dispatch.prepared.workload.rates
-    _, tiles = packing.unpack(own.packed, own.form)
-    size = own.form.block_q * own.form.block_k / where.block**2
-    load = float(tiles.of_queries.counts[..., 1].sum()) / len(own.packed) * size
+    _, tiles = packing.unpack(own_part.packed, own_part.form)
+    size = own_part.form.block_q * own_part.form.block_k / where.block**2
+    load = float(tiles.of_queries.counts[..., 1].sum()) / len(own_part.packed) * size
     compute = load * rates.tile_seconds * rates.backward_compute / 2
     return min(compute, lent * rates.block_seconds * rates.backward_communication / 2) > SPLITTING
 
@@ -186,7 +188,7 @@ def _side_by_side(shards: Tensors, like: torch.Tensor) -> torch.Tensor:
     if len(shards) == 1:
         return shards[0].to(exact(like.dtype))
     joined = heads_last(like, exact(like.dtype))
-    for place, shard in zip(joined.split([one.shape[2] for one in shards], 2), shards):
+    for place, shard in zip(joined.split([shard.shape[2] for shard in shards], 2), shards):
         place.copy_(shard)
     return joined
 
@@ -245,9 +247,9 @@ class AllToAll:
         heads_q, heads_k, heads_v = self._to_heads([q, k, v], "heads of queries, keys and values")
         out, lse = forward(heads_q, heads_k, heads_v, self._whole, scale, softcap)
         outs, lses = self._to_tokens([out, lse[..., None]], "outputs of heads")
-        found = q.new_full(q.shape[:3], -float("inf"), dtype=lse.dtype)
-        self._fill(found[..., None], lses)
-        return self._filled(q, outs), found
+        whole_lse = q.new_full(q.shape[:3], -float("inf"), dtype=lse.dtype)
+        self._fill(whole_lse[..., None], lses)
+        return self._filled(q, outs), whole_lse
 
     def backward(
         self, d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
@@ -256,19 +258,19 @@ class AllToAll:
         """The gradients of this rank's q, k and v."""
         tensors = [d_out, q, k, v, out, lse[..., None]]
         d_out, q_heads, k_heads, v_heads, out, lse = self._to_heads(tensors, "heads of gradients and their sources")
-        found = backward(d_out, q_heads, k_heads, v_heads, out, lse[..., 0], self._whole, scale, softcap)
-        dqs, dks, dvs = self._to_tokens(found, "gradients of heads")
+        gradients = backward(d_out, q_heads, k_heads, v_heads, out, lse[..., 0], self._whole, scale, softcap)
+        dqs, dks, dvs = self._to_tokens(gradients, "gradients of heads")
         return self._filled(q, dqs), self._gradient(k, dks), self._gradient(v, dvs)
 
     def _heads_of(self, heads: int) -> Callable[[int], slice]:
         """Which of so many heads a rank has."""
         if heads % self._ranks == 0:
-            each = heads // self._ranks
-            return lambda rank: slice(rank * each, rank * each + each)
+            heads_each = heads // self._ranks
+            return lambda rank: slice(rank * heads_each, rank * heads_each + heads_each)
         if self._ranks % heads == 0:
             return lambda rank: slice(rank * heads // self._ranks, rank * heads // self._ranks + 1)
-        what = f"{heads} heads cannot be divided over {self._ranks} ranks"
-        raise InputError(what, "context parallelism over heads", "Let csc choose, or take another number of ranks")
+        fault = f"{heads} heads cannot be divided over {self._ranks} ranks"
+        raise InputError(fault, "context parallelism over heads", "Let csc choose, or take another number of ranks")
 
     def _to_heads(self, tensors: Tensors, why: str) -> list[torch.Tensor]:
         """[B, H, shard, D] of this rank's tokens -> [B, its heads, all tokens, D], for each tensor."""
@@ -281,19 +283,21 @@ class AllToAll:
             put(into[-1], self._places[me], blocks[:, :, :, heads(me)])
             for rank, sent in leaving.items():
                 sent.append(blocks[:, :, :, heads(rank)])
-        receives = {rank: [room(one, self._places[rank]) for one in into] for rank in self._group.others}
+        receives = {rank: [room(buffer, self._places[rank]) for buffer in into] for rank in self._group.others}
         for rank, arrived in self._group.finish(self._group.start(leaving, receives, why)).items():
-            for one, given in zip(into, arrived):
-                put(one, self._places[rank], given)
-        return [in_heads(one) for one in into]
+            for buffer, tensor in zip(into, arrived):
+                put(buffer, self._places[rank], tensor)
+        return [in_heads(buffer) for buffer in into]
 
     def _to_tokens(self, tensors: Tensors, why: str) -> list[list[torch.Tensor]]:
         """[B, its heads, all tokens, D] -> of each tensor, this rank's blocks as they come from each rank."""
         mine = count(self._places[self._group.index])
         sources = [in_blocks(x, self._block) for x in tensors]
-        cut = [[taken(one, chosen) for one in sources] for chosen in self._places]
+        cut = [[taken(tensor, chosen) for tensor in sources] for chosen in self._places]
         sends = {rank: cut[rank] for rank in self._group.others}
-        receives = {rank: [one.new_empty((mine, *one.shape[1:])) for one in sources] for rank in self._group.others}
+        receives = {
+            rank: [tensor.new_empty((mine, *tensor.shape[1:])) for tensor in sources] for rank in self._group.others
+        }
         arrived = self._group.finish(self._group.start(sends, receives, why))
         by_rank = [arrived.get(rank, cut[rank]) for rank in range(self._ranks)]
         return [[some[i] for some in by_rank] for i in range(len(tensors))]
@@ -314,7 +318,7 @@ class AllToAll:
         if heads >= self._ranks:
             return self._filled(like, chunks)
         copies = self._ranks // heads
-        total = [torch.stack([one.to(exact(like.dtype)) for one in chunks[i * copies : i * copies + copies]]).sum(0)
+        total = [torch.stack([chunk.to(exact(like.dtype)) for chunk in chunks[i * copies : i * copies + copies]]).sum(0)
                  for i in range(heads)]  # fmt: skip
         return self._filled(like, total)
 
@@ -334,49 +338,49 @@ class AllGather:
     def __init__(self, group: Membership, where: Spread, shard: int, device: torch.device) -> None:
         self._group, self._shard = group, shard
         self._tokens = sum(map(len, where.tokens))
-        self._places: list[Places] = [places(own, device) for own in where.tokens]
+        self._places: list[Places] = [places(tokens, device) for tokens in where.tokens]
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """x: `shard` slots along `dim`. Returns all tokens along it, contiguous."""
         me = self._group.index
-        own = x.narrow(dim, 0, count(self._places[me])).contiguous()
+        shard = x.narrow(dim, 0, count(self._places[me])).contiguous()
         receives = {
             rank: [x.new_empty(_resized(x, dim, count(self._places[rank])))] for rank in self._group.others
         }  # fmt: skip
-        ticket = self._group.start({rank: [own] for rank in self._group.others}, receives, "tokens of a whole value")
-        whole = x.new_empty(_resized(x, dim, self._tokens))
-        _put(whole, dim, self._places[me], own)
+        ticket = self._group.start({rank: [shard] for rank in self._group.others}, receives, "tokens of a whole value")
+        gathered = x.new_empty(_resized(x, dim, self._tokens))
+        _put(gathered, dim, self._places[me], shard)
         for rank, (arrived,) in self._group.finish(ticket).items():
-            _put(whole, dim, self._places[rank], arrived)
-        return whole
+            _put(gathered, dim, self._places[rank], arrived)
+        return gathered
 
     def sum_to_shards(self, d_whole: torch.Tensor, dim: int) -> torch.Tensor:
         """d_whole: this rank's part, all tokens along `dim`. Returns `shard` slots along it, contiguous."""
         me = self._group.index
         sends = {rank: [_taken(d_whole, dim, self._places[rank])] for rank in self._group.others}
-        own = _taken(d_whole, dim, self._places[me])
-        receives = {rank: [torch.empty_like(own)] for rank in self._group.others}
-        parts = {rank: given[0] for rank, given in self._group.finish(
+        shard_gradient = _taken(d_whole, dim, self._places[me])
+        receives = {rank: [torch.empty_like(shard_gradient)] for rank in self._group.others}
+        parts = {rank: received[0] for rank, received in self._group.finish(
             self._group.start(sends, receives, "gradients of a whole value")).items()}  # fmt: skip
-        parts[me] = own
+        parts[me] = shard_gradient
         first, *rest = (parts[rank] for rank in sorted(parts))
         total = first.to(exact(first.dtype), copy=True)
         for part in rest:
             total += part
-        found = d_whole.new_zeros(_resized(d_whole, dim, self._shard))
-        found.narrow(dim, 0, own.shape[dim]).copy_(total)
-        return found
+        summed = d_whole.new_zeros(_resized(d_whole, dim, self._shard))
+        summed.narrow(dim, 0, shard_gradient.shape[dim]).copy_(total)
+        return summed
 
 
 def _resized(x: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
     return (*x.shape[:dim], size, *x.shape[dim + 1 :])
 
 
-def _put(whole: torch.Tensor, dim: int, chosen: Places, given: torch.Tensor) -> None:
+def _put(whole: torch.Tensor, dim: int, chosen: Places, values: torch.Tensor) -> None:
     if isinstance(chosen, slice):
-        whole.narrow(dim, chosen.start, count(chosen)).copy_(given)
+        whole.narrow(dim, chosen.start, count(chosen)).copy_(values)
     else:
-        whole.index_copy_(dim, chosen, given)
+        whole.index_copy_(dim, chosen, values)
 
 
 def _taken(whole: torch.Tensor, dim: int, chosen: Places) -> torch.Tensor:
@@ -414,12 +418,12 @@ def prepare(rank: Rank, microbatch: Mapping[str, Any]) -> None:
 
 def contexts(rank: Rank) -> list[ContextSpec]:
     """The components of whose tokens the rank's stages have shards."""
-    asked = {name for stage in rank.stages for name in stage.contexts}
-    return [spec for spec in rank.program.manifest.contexts if spec.component in asked]
+    components = {name for stage in rank.stages for name in stage.contexts}
+    return [spec for spec in rank.program.manifest.contexts if spec.component in components]
 
 
 def _plan(spec: ContextSpec, rank: Rank, batch: Mapping[str, Any]) -> ContextPlan:
-    masks = [_mask(spec, given) for given in rank.visibility[spec.component](batch, rank.constants)]
+    masks = [_mask(spec, tensors) for tensors in rank.visibility[spec.component](batch, rank.constants)]
     known = rank.endpoint.recent.of(spec, masks)
     if rank.rank not in known.plans:
         known.plans.setdefault(rank.rank, ContextPlan(spec, known.masks, known.spread, rank))
@@ -427,9 +431,9 @@ def _plan(spec: ContextSpec, rank: Rank, batch: Mapping[str, Any]) -> ContextPla
     return plan
 
 
-def _mask(spec: ContextSpec, given: tuple[torch.Tensor | None, ...]) -> Mask:
+def _mask(spec: ContextSpec, tensors: tuple[torch.Tensor | None, ...]) -> Mask:
     """The mask of the whole sequence on the CPU; one that shows everything where there is none."""
-    ranges, admits, kinds = (None if tensor is None else tensor.cpu() for tensor in given)
+    ranges, admits, kinds = (None if tensor is None else tensor.cpu() for tensor in tensors)
     if ranges is None:
         ranges = torch.tensor([0, spec.tokens], dtype=torch.int32).expand(1, 1, spec.tokens, 2)
     return Mask(ranges, admits, kinds, spec.tokens)
@@ -454,12 +458,12 @@ class ContextPlan:
         self._exchanges: dict[Any, KVExchange | AllToAll] = {}
         self._asked = rank.endpoint.recent.asked.setdefault(spec, set())
         self._all_gather = AllGather(self._group, where, spec.shard, rank.device)
-        own = where.tokens[self._group.index]
+        tokens = where.tokens[self._group.index]
         padded = torch.zeros(spec.shard, dtype=torch.int64)
-        padded[: len(own)] = own
+        padded[: len(tokens)] = tokens
         self.plan = numbered(self)
         self.tokens = padded.to(rank.device)
-        self.real = (torch.arange(spec.shard) < len(own)).to(rank.device)
+        self.real = (torch.arange(spec.shard) < len(tokens)).to(rank.device)
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: int, scale: float, softcap: float
@@ -484,8 +488,10 @@ class ContextPlan:
 
     def own(self, x: torch.Tensor, dim: int, repeat: bool) -> torch.Tensor:
         """This rank's slots of a value with all tokens; those without one repeat token 0, or are zeros."""
-        own = x.index_select(dim, self.tokens)
-        return own if repeat else own * self.real.view([-1 if d == dim else 1 for d in range(x.dim())])
+        taken_tokens = x.index_select(dim, self.tokens)
+        return (
+            taken_tokens if repeat else taken_tokens * self.real.view([-1 if d == dim else 1 for d in range(x.dim())])
+        )
 
     def _exchange(self, mask: int, q: torch.Tensor, k: torch.Tensor) -> KVExchange | AllToAll:
         """How queries meet keys under a mask; made when first asked for, the same for all layers like this one."""

@@ -52,45 +52,45 @@ class Deaths:
         """To all others; addresses: of all ranks, in order. RankLost if one cannot be reached."""
         for rank in range(self.rank):
             try:
-                there = socket.create_connection(addresses[rank], timeout=seconds)
-                there.sendall(HELLO.pack(self.rank))
+                connection = socket.create_connection(addresses[rank], timeout=seconds)
+                connection.sendall(HELLO.pack(self.rank))
             except OSError as error:
                 raise RankLost(
                     f"rank {rank} cannot be reached at {addresses[rank][0]} ({error})", f"rank {self.rank}",
                     "survive= needs connections between all processes: open the ports between the machines",
                 ) from error  # fmt: skip
-            self._add(rank, there)
+            self._add(rank, connection)
         self._listener.settimeout(seconds)
         for _ in range(self.rank + 1, self._ranks):
             try:
-                there, _ = self._listener.accept()
-                there.settimeout(seconds)
-                (rank,) = HELLO.unpack(there.recv(HELLO.size, socket.MSG_WAITALL))
+                connection, _ = self._listener.accept()
+                connection.settimeout(seconds)
+                (rank,) = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
             except (OSError, struct.error) as error:
                 raise RankLost(
                     f"not all ranks came together ({error})", f"rank {self.rank}",
                     "Check that every process was started, and that they reach each other",
                 ) from error  # fmt: skip
-            self._add(rank, there)
+            self._add(rank, connection)
         threading.Thread(target=self._watch, name="csc-deaths", daemon=True).start()
         Finalize(self, self.close, exitpriority=0)
 
-    def _add(self, rank: int, there: socket.socket) -> None:
-        there.setblocking(False)
-        self._of[rank] = there
-        self._selector.register(there, selectors.EVENT_READ, rank)
+    def _add(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._of[rank] = connection
+        self._selector.register(connection, selectors.EVENT_READ, rank)
 
     def _watch(self) -> None:
         while not self._closed and self._of:
             for key, _ in self._selector.select(timeout=1.0):
                 try:
-                    said = key.fileobj.recv(16)  # type: ignore[union-attr]
+                    message = key.fileobj.recv(16)  # type: ignore[union-attr]
                 except BlockingIOError:
                     continue
                 except OSError:
-                    said = b""
+                    message = b""
                 with self._news:
-                    if said:
+                    if message:
                         self.left.add(key.data)
                     else:
                         if key.data not in self.left and not self._closed:
@@ -109,16 +109,16 @@ class Deaths:
         if self._closed:
             return
         self._closed = True
-        for there in list(self._of.values()):
+        for connection in list(self._of.values()):
             with contextlib.suppress(OSError):
-                there.send(BYE)
+                connection.send(BYE)
 
     def _forked(self) -> None:
         """In a process that this one forks: its copies of the connections would outlive this one."""
         self._closed = True
-        for there in (*self._of.values(), self._listener):
+        for connection in (*self._of.values(), self._listener):
             with contextlib.suppress(OSError):
-                os.close(there.detach())
+                os.close(connection.detach())
 
 
 def own_host() -> str:

@@ -146,7 +146,7 @@ def expected(program: Emulated, factor: float = 1.0) -> float:
 def _functions(program: Emulated, position: int) -> dict[int, StageFunctions]:
     manifest = program.program.manifest
     stages = [program.pipeline.stages_of(mb) for mb in range(manifest.microbatches)]
-    found = {}
+    functions = {}
     for spec in manifest.stages_of(position):
         parts: dict[str, Callable[..., Any]] = {}
         for kind, name in (("F", "forward"), ("B", "backward_input"), ("W", "backward_weight")):
@@ -158,22 +158,22 @@ def _functions(program: Emulated, position: int) -> dict[int, StageFunctions]:
             }
             if kind == "F" and spec.stage == manifest.loss.stage:
                 sent["loss"] = torch.zeros(())
-            seconds = [one[spec.stage].seconds(kind) for one in stages]
+            seconds = [stage[spec.stage].seconds(kind) for stage in stages]
             parts[name] = partial(_weights, seconds) if kind == "W" else partial(_work, seconds, sent)
             if kind == "B":
-                parts["backward"] = partial(_backward, [one[spec.stage].seconds("BW") for one in stages], sent)
-        found[spec.stage] = StageFunctions(**parts)
-    return found
+                parts["backward"] = partial(_backward, [stage[spec.stage].seconds("BW") for stage in stages], sent)
+        functions[spec.stage] = StageFunctions(**parts)
+    return functions
 
 
 def oversleep() -> float:
     """Seconds by which the timer of this machine is late, at the median of some short sleeps."""
-    found = []
+    delays = []
     for _ in range(NAPS):
         start = time.perf_counter()
         time.sleep(NAP)
-        found.append(time.perf_counter() - start - NAP)
-    return statistics.median(found)
+        delays.append(time.perf_counter() - start - NAP)
+    return statistics.median(delays)
 
 
 def wait(seconds: float, late: float) -> None:

@@ -131,12 +131,12 @@ class RankEncoding:
         """At the end of a step: give readers what they are to have, and take what others made."""
         here, manifest, endpoint = self.rank.position, self.whole.manifest, self.rank.endpoint
         readers = reading(manifest)
-        for place, made in self.made.items():
+        for place, value in self.made.items():
             for reader in readers:
                 if reader != here:
-                    sent = torch.frombuffer(bytearray(made.key), dtype=torch.uint8).to(self.rank.device)
+                    sent = torch.frombuffer(bytearray(value.key), dtype=torch.uint8).to(self.rank.device)
                     message = self._message(place, here, reader)
-                    endpoint.send(message, manifest.microbatches + place[1], {**made.values, KEY.name: sent})
+                    endpoint.send(message, manifest.microbatches + place[1], {**value.values, KEY.name: sent})
         if here not in readers:
             return
         self.whole.arrived.update(self.made)
@@ -162,7 +162,9 @@ class RankEncoding:
 
 def _makers(orders: Orders) -> dict[int, int]:
     """The position that encodes a microbatch."""
-    return {mb: position for position, order in enumerate(orders) for own in order.values() for mb in own}
+    return {
+        mb: position for position, order in enumerate(orders) for microbatches in order.values() for mb in microbatches
+    }
 
 
 def reading(manifest: Manifest) -> list[int]:
@@ -176,7 +178,7 @@ def orders(manifest: Manifest) -> Orders | None:
     listed = manifest.plan.get("ahead")
     if listed is None or manifest.features is None:
         return None
-    return [{place: tuple(own) for place, own in order} for order in listed]
+    return [{place: tuple(places) for place, places in order} for order in listed]
 
 
 # --- The executor: runs one rank's list of actions for one step ------------------------------------------------------
@@ -235,12 +237,12 @@ class _Routes:
 
     def __init__(self, rank: Rank) -> None:
         manifest = rank.program.manifest
-        own = {stage.stage for stage in rank.stages}
+        stages_here = {stage.stage for stage in rank.stages}
         self.messages: dict[Message, MessageSpec] = {m.channel: m for m in manifest.messages}
         self.leaving: dict[tuple[str, int], list[MessageSpec]] = {}
         self.staying: dict[tuple[str, int], list[MessageSpec]] = {}
         for message in manifest.messages:
-            kept = message.destination in own
+            kept = message.destination in stages_here
             (self.staying if kept else self.leaving).setdefault((message.kind, message.source), []).append(message)
 
 
@@ -264,10 +266,10 @@ class _Step:
         stages = {stage.stage: stage for stage in rank.stages}
         self.ranges = Ranges(stages) if profiled else None
         self.stages = {
-            stage.stage: [one.program.manifest.stages[stage.stage] for one in ranks] for stage in rank.stages
+            stage.stage: [rank.program.manifest.stages[stage.stage] for rank in ranks] for stage in rank.stages
         }
-        of_rank = {id(one): _Routes(one) for one in ranks}
-        self.routes = [of_rank[id(one)] for one in ranks]
+        of_rank = {id(rank): _Routes(rank) for rank in ranks}
+        self.routes = [of_rank[id(rank)] for rank in ranks]
         self.inbox = _Inbox()
         self.outbox: dict[tuple[str, int, int], dict[str, torch.Tensor]] = {}
         self.pending: dict[tuple[str, int, int], int] = {}  # messages that still have to be sent from an outbox
@@ -289,8 +291,8 @@ class _Step:
 
     def weights(self, stage: int) -> Mapping[str, torch.Tensor]:
         """What a stage computes with; while a profiler is on, what tells it which region does."""
-        own = self.gathered.of(stage)
-        return own if self.ranges is None else self.ranges.over(own)
+        weights = self.gathered.of(stage)
+        return weights if self.ranges is None else self.ranges.over(weights)
 
     def compute(self, action: Action) -> None:
         """Run F, B, W or BW of one microbatch, under a profiler in a range of its own."""
@@ -432,7 +434,7 @@ def step(
     """
     rank, manifest = whole, whole.program.manifest
     actions = rank.actions
-    microbatches = [context.attach(one, microbatch) for one, microbatch in zip(ranks, microbatches, strict=True)]
+    microbatches = [context.attach(rank, microbatch) for rank, microbatch in zip(ranks, microbatches, strict=True)]
     if rank.met:
         numbers = {name: met.number for name, met in rank.met.items()}
         microbatches = [{**microbatch, **numbers} for microbatch in microbatches]
@@ -508,7 +510,7 @@ def computed(
     step gives them (context, seeds, weights of terms). No other replica is met.
     """
     count = len(microbatches)
-    actions = [one for one in whole.actions if one.kind != "REDUCE" and one.microbatch < count]
+    actions = [action for action in whole.actions if action.kind != "REDUCE" and action.microbatch < count]
     state, timed = _Step(whole, ranks, microbatches, weights, profiled, within, alone or Alone()), list[Timed]()
     if whole.program.manifest.loss_rank == whole.position:
         state.loss_weights = dict(loss_weights)

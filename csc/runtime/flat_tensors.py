@@ -16,26 +16,26 @@ IMAGES = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}  # dimensions of what torch knows
 
 def tensors_of(nested: Any) -> list[torch.Tensor]:
     """In order. TypeError for what is no tensor, tuple or dict."""
-    found: list[torch.Tensor] = []
-    _collect((nested,), found)
-    return found
+    tensors: list[torch.Tensor] = []
+    _collect((nested,), tensors)
+    return tensors
 
 
-def _collect(several: tuple[Any, ...] | dict[str, Any], found: list[torch.Tensor]) -> None:
+def _collect(several: tuple[Any, ...] | dict[str, Any], tensors: list[torch.Tensor]) -> None:
     """A call for each tuple and dict, not for each tensor: every call of a compiled function asks."""
-    for one in several.values() if isinstance(several, dict) else several:
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        elif isinstance(one, (tuple, dict)):
-            _collect(one, found)
+    for item in several.values() if isinstance(several, dict) else several:
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+        elif isinstance(item, (tuple, dict)):
+            _collect(item, tensors)
         else:
-            raise TypeError(f"a {type(one).__name__} is no tensor, tuple or dict")
+            raise TypeError(f"a {type(item).__name__} is no tensor, tuple or dict")
 
 
 def structure_of(nested: Any) -> Any:
     if isinstance(nested, dict):
-        return {name: structure_of(one) for name, one in nested.items()}
-    return [structure_of(one) for one in nested] if isinstance(nested, tuple) else None
+        return {name: structure_of(item) for name, item in nested.items()}
+    return [structure_of(item) for item in nested] if isinstance(nested, tuple) else None
 
 
 def layouts_of(tensors: Sequence[torch.Tensor]) -> list[Layout]:
@@ -43,18 +43,23 @@ def layouts_of(tensors: Sequence[torch.Tensor]) -> list[Layout]:
     it tells whether the channels of images come last.
     """
     return [
-        [str(one.dtype).removeprefix("torch."), str(one.device), [*one.shape], _strides([*one.shape], [*one.stride()])]
-        for one in tensors
+        [
+            str(tensor.dtype).removeprefix("torch."),
+            str(tensor.device),
+            [*tensor.shape],
+            _strides([*tensor.shape], [*tensor.stride()]),
+        ]
+        for tensor in tensors
     ]
 
 
 def _strides(sizes: list[int], strides: list[int]) -> list[int]:
     """As kernels and compilers may give a dimension with one place any stride, so that which one is chance."""
-    found = list(strides)
+    result = list(strides)
     for place in reversed(range(len(sizes))):
         if sizes[place] == 1:
-            found[place] = sizes[place + 1] * found[place + 1] if place + 1 < len(sizes) else 1
-    return found if _have_channels_last(sizes, found) == _have_channels_last(sizes, strides) else strides
+            result[place] = sizes[place + 1] * result[place + 1] if place + 1 < len(sizes) else 1
+    return result if _have_channels_last(sizes, result) == _have_channels_last(sizes, strides) else strides
 
 
 def _have_channels_last(sizes: list[int], strides: list[int]) -> bool:
@@ -91,10 +96,10 @@ def _nesting(structure: Any, start: int) -> tuple[Callable[[Sequence[torch.Tenso
         return lambda tensors: tensors[start], start + 1
     parts, stop = [], start
     members = list(structure.values() if isinstance(structure, dict) else structure)
-    for one in members:
-        part, stop = _nesting(one, stop)
+    for member in members:
+        part, stop = _nesting(member, stop)
         parts.append(part)
-    flat = all(one is None for one in members)
+    flat = all(member is None for member in members)
     if isinstance(structure, dict):
         names = tuple(structure)
         if flat:

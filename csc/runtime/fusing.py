@@ -84,20 +84,20 @@ def _is_known(name: str, value: Any, of_file: bool) -> bool:
     if not of_file:
         return name in PURE
     values = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(one, CONSTANTS) for one in values) or value in (torch, math, torch.ops.aten)
+    return all(isinstance(constant, CONSTANTS) for constant in values) or value in (torch, math, torch.ops.aten)
 
 
 def _names(tree: ast.AST) -> list[str]:
     """Those that are read and not set in it; what it imports, and what it sets elsewhere."""
     nodes = list(ast.walk(tree))
-    there = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    there |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    there |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ExceptHandler)) and node.name}
+    bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ExceptHandler)) and node.name}
     elsewhere = [name for node in nodes if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names]
-    imports = [one.name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for one in node.names]
+    imports = [name.name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for name in node.names]
     read = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     return [f"global {name}" for name in elsewhere] + [f"import {name}" for name in imports] + [
-        name for name in read if name not in there
+        name for name in read if name not in bound
     ]  # fmt: skip
 
 
@@ -140,11 +140,11 @@ def fused_functions(package: str, folder: Path) -> list[Fused]:
     is kept, and taken from.
     """
     start = f"{package}.layers."
-    found = []
+    functions = []
     for name, module in sorted(sys.modules.items()):
         if name.startswith(start) and name != f"{start}tables":
-            found += _fused(module, folder)
-    return found
+            functions += _fused(module, folder)
+    return functions
 
 
 def host_compiler() -> str | None:
@@ -215,57 +215,57 @@ class Fused:
                     return nested(code(tensors))
         return self._called(given)
 
-    def _flat(self, given: tuple[Any, ...]) -> list[Any]:
+    def _flat(self, arguments: tuple[Any, ...]) -> list[Any]:
         """The tensors, unless something is nested more deeply or is none: then it is in the list as it is."""
-        found: list[Any] = []
-        for one in given:
-            kind = type(one)
+        flat: list[Any] = []
+        for argument in arguments:
+            kind = type(argument)
             if kind is tuple:
-                found += one
+                flat += argument
             elif kind is Under:
-                found += one.several(self._names)
+                flat += argument.several(self._names)
             else:
-                found.append(one)
-        return found
+                flat.append(argument)
+        return flat
 
-    def _called(self, given: tuple[Any, ...]) -> Any:
+    def _called(self, arguments: tuple[Any, ...]) -> Any:
         if not self.on and not self._tries and self._watch is None:
-            return self.plain(*given)
+            return self.plain(*arguments)
         if self._place >= 0:
-            w: Mapping[str, torch.Tensor] = given[self._place]
-            own = {name: w[name] for name in self._names}
-            given = (*given[: self._place], own, *given[self._place + 1 :])
+            w: Mapping[str, torch.Tensor] = arguments[self._place]
+            weights = {name: w[name] for name in self._names}
+            arguments = (*arguments[: self._place], weights, *arguments[self._place + 1 :])
         try:
-            tensors = tensors_of(given)
+            tensors = tensors_of(arguments)
         except TypeError:  # an edited file may hand on anything
-            return self.plain(*given)
-        layouts = tuple([(one.shape, one.stride(), one.dtype) for one in tensors])
+            return self.plain(*arguments)
+        layouts = tuple([(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
         if self._watch is not None:
-            return self._watch.call(self, layouts, given, tensors)
+            return self._watch.call(self, layouts, arguments, tensors)
         if self._tries:
-            return self._try(layouts, given, tensors)
+            return self._try(layouts, arguments, tensors)
         try:
             compiled = self._known[layouts]
         except KeyError:
             if len(self._known) == SEEN:
-                return self.plain(*given)
-            compiled = self._known[layouts] = self._first(given, tensors)
+                return self.plain(*arguments)
+            compiled = self._known[layouts] = self._first(arguments, tensors)
         if compiled is None:
-            return self.plain(*given)
+            return self.plain(*arguments)
         code = compiled.unwrapped.code
         if code is not None and len(self._short) < SHORT and layouts not in self._short:
             self._short[layouts] = len(tensors), same_layouts(tensors), code, compiled.nested
         return compiled.run(tensors)
 
-    def _first(self, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:
+    def _first(self, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:
         """What was taken for arguments like these."""
         layouts = layouts_of(tensors)
-        form = form_of(structure_of(given), layouts)
+        form = form_of(structure_of(arguments), layouts)
         if form not in self._taken and ALL not in self._taken:
-            others = ", ".join(f"{dtype} {sizes} {strides}" for dtype, _, sizes, strides in layouts)
+            listed = ", ".join(f"{dtype} {sizes} {strides}" for dtype, _, sizes, strides in layouts)
             if not any(row.why == OTHERS for row in self.rows):
                 log.warning("fuse: %s runs as it is with layouts that it was not compiled for", self.name)
-            log.debug("fuse: %s was not compiled for %s", self.name, others)
+            log.debug("fuse: %s was not compiled for %s", self.name, listed)
             self._rows[form] = FusedRow(self.name, AS_IT_IS, 0.0, OTHERS)
         return self._taken.get(form)
 
@@ -274,16 +274,16 @@ class Fused:
         self._tries = tries
         self._short.clear()
 
-    def _try(self, layouts: Layouts, given: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
+    def _try(self, layouts: Layouts, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
         if layouts in self._known:
-            return self.plain(*given)
-        form = form_of(structure_of(given), layouts_of(tensors))
+            return self.plain(*arguments)
+        form = form_of(structure_of(arguments), layouts_of(tensors))
         compiled = self._taken.get(form)
         if compiled is None:
-            return self.plain(*given)
+            return self.plain(*arguments)
         self._known[layouts] = compiled
         self._tried.add(form)
-        results, why = tried(self.plain, given, compiled, tensors)
+        results, why = tried(self.plain, arguments, compiled, tensors)
         if why:
             self.differs.append(f"{self.name}: {why}")
         return results
@@ -292,21 +292,21 @@ class Fused:
         """Compile it in this process, unless it is kept. Without wait BeingMadeError if another process does. Any error
         of the trace or the compiler.
         """
-        given = nesting(order.structure)(empty_as(order.layouts))
-        self._ordered(order.structure, order.layouts).made(self.plain, given, wait)
+        arguments = nesting(order.structure)(empty_as(order.layouts))
+        self._ordered(order.structure, order.layouts).made(self.plain, arguments, wait)
 
     def take(self, order: FunctionOrder, how: str) -> str:
         """Use what is kept of this once it is switched on. Why not; "" if it is there."""
         try:
-            found = self._ordered(order.structure, order.layouts).read()
+            function = self._ordered(order.structure, order.layouts).read()
         except Exception as error:  # of the folder, or of what is not torch's
             return f"{type(error).__name__}: {error}"
-        if found is MISSING:
+        if function is MISSING:
             return "what was compiled is not to be read"
-        self._taken[order.form] = found
-        if found is not None:
-            self._rows[order.form] = FusedRow(self.name, how, found.seconds, products=found.products)
-            log.info("fuse: %s %s%s", self.name, how, f" in {found.seconds:.2f} s" if how == COMPILED else "")
+        self._taken[order.form] = function
+        if function is not None:
+            self._rows[order.form] = FusedRow(self.name, how, function.seconds, products=function.products)
+            log.info("fuse: %s %s%s", self.name, how, f" in {function.seconds:.2f} s" if how == COMPILED else "")
         return ""
 
     def refuse(self, form: str, why: str) -> bool:
@@ -322,7 +322,7 @@ class Fused:
     @property
     def untried(self) -> list[str]:
         """The forms of what was taken and has not been called beside the function as it is."""
-        return [form for form, one in self._taken.items() if one is not None and form not in self._tried]
+        return [form for form, function in self._taken.items() if function is not None and form not in self._tried]
 
     @property
     def rows(self) -> list[FusedRow]:
@@ -410,7 +410,7 @@ class KeptProgram:
     def forms(self) -> list[CalledForm] | None:
         """Never an error of what is kept."""
         try:
-            return [CalledForm(**one) for one in json.loads(self._file.read_text())["forms"]]
+            return [CalledForm(**form) for form in json.loads(self._file.read_text())["forms"]]
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -418,16 +418,16 @@ class KeptProgram:
         """That none could be written is no error of a step; where nothing was compiled there is no folder for them."""
         if not rows:
             return
-        told = {"rows": [asdict(row) for row in rows], "forms": [asdict(form) for form in forms]}
+        content = {"rows": [asdict(row) for row in rows], "forms": [asdict(form) for form in forms]}
         try:
-            write_whole(self._file, json.dumps(told))
+            write_whole(self._file, json.dumps(content))
         except OSError as error:
             log.info("fuse: what was compiled is not told to later starts: %s", error)
 
 
 def rows_of(folder: Path, fingerprint: str) -> list[FusedRow]:
     """Of the functions of a program that has made a step on this machine, as the latest start to compile them told."""
-    files = sorted(folder.glob(f"functions/{fingerprint[:PREFIX]}-*.program"), key=lambda one: one.stat().st_mtime)
+    files = sorted(folder.glob(f"functions/{fingerprint[:PREFIX]}-*.program"), key=lambda file: file.stat().st_mtime)
     for file in reversed(files):
         try:
             return [FusedRow(**row) for row in json.loads(file.read_text())["rows"]]
@@ -465,8 +465,8 @@ class FusedWord:
 
 def told(meeting: Meeting, make: Callable[[], Sequence[FusedWord]]) -> list[FusedWord]:
     """By rank. What `make` raises is raised, and StepFailed on the other ranks."""
-    own = meeting.hold(COMPILED_FUNCTIONS, lambda: (NOTHING, json.dumps([asdict(one) for one in make()])))
-    return [FusedWord(**one) for text in meeting.texts(COMPILED_FUNCTIONS, own) for one in json.loads(text)]
+    text = meeting.hold(COMPILED_FUNCTIONS, lambda: (NOTHING, json.dumps([asdict(word) for word in make()])))
+    return [FusedWord(**word) for text in meeting.texts(COMPILED_FUNCTIONS, text) for word in json.loads(text)]
 
 
 # --- A rank's functions run once on tensors without values: what they call is seen before any of it computes ---------
@@ -481,13 +481,13 @@ def rehearse(rank: Rank, microbatch: Mapping[str, Any], weights: Mapping[str, to
     """weights: as the rank holds them; those that it has shards of stand here for whole ones."""
     from csc.torch_private.traces import FakeTensorMode  # imports a second's worth that ranks do not need otherwise
 
-    given = dict(context.attach(rank, microbatch))
+    entries = dict(context.attach(rank, microbatch))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return mode.from_tensor(tensor, static_shapes=True)
 
-    batch = {name: fake(value) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    batch = {name: fake(value) if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
     batch |= {name: met.number for name, met in rank.met.items()}
     if rank.program.manifest.random:
         batch[RANDOM] = NO_CHANCE
@@ -496,22 +496,24 @@ def rehearse(rank: Rank, microbatch: Mapping[str, Any], weights: Mapping[str, to
     if rank.program.manifest.loss.over_batch is not None:
         batch[PLACE] = numbered(STANDING_IN)
     constants = {name: fake(tensor) for name, tensor in rank.constants.items()}
-    whole = _whole(rank, weights, fake)
+    all_weights = _whole(rank, weights, fake)
     with torch.no_grad(), mode:
-        saved = {stage.stage: _forward(rank, stage, batch, whole, constants) for stage in rank.stages}
+        saved = {stage.stage: _forward(rank, stage, batch, all_weights, constants) for stage in rank.stages}
         for stage in reversed(rank.stages):
-            _backward(rank, stage, saved[stage.stage], whole, constants)
+            _backward(rank, stage, saved[stage.stage], all_weights, constants)
 
 
 def _whole(
     rank: Rank, weights: Mapping[str, torch.Tensor], fake: Callable[[torch.Tensor], torch.Tensor]
 ) -> Tensors:  # fmt: skip
-    found = {}
+    weights_found = {}
     for spec in rank.program.manifest.parameters:
         if spec.name in weights:
-            own = fake(weights[spec.name])
-            found[spec.name] = own if own.shape == spec.local.shape else own.new_empty(spec.local.shape)
-    return found
+            weight = fake(weights[spec.name])
+            weights_found[spec.name] = (
+                weight if weight.shape == spec.local.shape else weight.new_empty(spec.local.shape)
+            )
+    return weights_found
 
 
 def _received(rank: Rank, kind: str, stage: int) -> Tensors:
@@ -578,7 +580,7 @@ class FusedProgram:
         self._number, self._positions, self._without = number, positions, without
         self._functions, self._background, self._device = functions, background, device
         self._worker = worker
-        self._by_name = {one.name: one for one in functions}
+        self._by_name = {function.name: function for function in functions}
         self._folder, self._kept, self._later = folder, kept, later
         self._steps, self._notes_at = 0, MET if later else 0  # the step in which calls are noted; 0: in none
         self._watches, self._noted, self._settled = False, False, False
@@ -651,22 +653,24 @@ class FusedProgram:
         """What an earlier start has kept."""
         forms = self._kept.forms() if self._kept is not None else None
         known = [(self._by_name.get(form.name), form) for form in forms or ()]
-        return [(one, one.order(form.structure, form.layouts)) for one, form in known if one is not None]
+        return [
+            (function, function.order(form.structure, form.layouts)) for function, form in known if function is not None
+        ]
 
     def _rehearsed(self, calls: Iterable[Call]) -> list[tuple[Fused, FunctionOrder]]:
-        for one in self._functions:
-            one.watch(repeats=False)
+        for function in self._functions:
+            function.watch(repeats=False)
         try:
             for call in calls:
                 rehearse(*call)
         finally:
-            found = self._watched()
-        return found
+            watched = self._watched()
+        return watched
 
     def _here(self, order: FunctionOrder, wait: bool) -> None:
-        one = next(one for one, other in self._orders if other is order)
+        function = next(function for function, other in self._orders if other is order)
         try:
-            one.make(order, wait)
+            function.make(order, wait)
         except BeingMadeError:
             raise
         except Exception as error:  # of whatever stands in the file
@@ -676,37 +680,37 @@ class FusedProgram:
         """What was called since they are watched. None is watched any more, whatever happens: in a rehearsal they give
         tensors without values.
         """
-        found: dict[str, tuple[Fused, FunctionOrder]] = {}
-        for one in self._functions:
+        watched: dict[str, tuple[Fused, FunctionOrder]] = {}
+        for function in self._functions:
             try:
-                found |= {order.key: (one, order) for order in one.watched()}
+                watched |= {order.key: (function, order) for order in function.watched()}
             except Exception as error:  # of a C++ compiler that does not work, say
-                self._refuse(one, ALL, f"{type(error).__name__}: {error}")
-        return list(found.values())
+                self._refuse(function, ALL, f"{type(error).__name__}: {error}")
+        return list(watched.values())
 
     # on the way
 
     def _note(self) -> None:
         """All functions run as they are in this step, and what they are called with is compiled after it."""
-        for one in self._functions:
-            one.watch(repeats=True)
+        for function in self._functions:
+            function.watch(repeats=True)
         self._watches = True
 
     def _take_kept(self) -> list[FunctionOrder]:
         """Take what is there; what is to be made."""
-        return [order for one, order in self._orders if not order.is_kept or one.take(order, KEPT)]
+        return [order for function, order in self._orders if not order.is_kept or function.take(order, KEPT)]
 
     def _take(self, left: Sequence[FunctionOrder]) -> None:
         """What was made; why the rest was not."""
-        made = {order.key for order in left}
-        for one, order in self._orders:
-            if order.key in made:
-                why = self._failed.get(order.key) or one.take(order, COMPILED)
+        ordered = {order.key for order in left}
+        for function, order in self._orders:
+            if order.key in ordered:
+                why = self._failed.get(order.key) or function.take(order, COMPILED)
                 if why and not self._later and order.key not in self._failed:  # what another process could not make
                     self._here(order, True)
-                    why = self._failed.get(order.key) or one.take(order, COMPILED)
+                    why = self._failed.get(order.key) or function.take(order, COMPILED)
                 if why:
-                    self._refuse(one, order.form, why)
+                    self._refuse(function, order.form, why)
 
     def _refuse(self, function: Fused, form: str, why: str) -> None:
         """Of this rank's own."""
@@ -723,8 +727,8 @@ class FusedProgram:
         that fails in its middle is followed by another one that tries.
         """
         self._tries = tries
-        for one in self._functions:
-            one.tries(tries)
+        for function in self._functions:
+            function.tries(tries)
 
     def after(self) -> None:
         """Ends what `before` has begun, after a step: a trial is over, and what was noted is handed to the background
@@ -733,8 +737,10 @@ class FusedProgram:
         if self._tries:
             self._try(False)
             self._tried = True
-            for one in self._functions:
-                untried = {_named(one, form): "it was not called in the step that tries it" for form in one.untried}
+            for function in self._functions:
+                untried = {
+                    _named(function, form): "it was not called in the step that tries it" for form in function.untried
+                }
                 self._refused = untried | self._refused
         if self._watches:
             self._watches = False
@@ -760,7 +766,7 @@ class FusedProgram:
         ready = self._prepared or (self._tried and not hold)
         if self._settled or not (self._without or notes or ready):
             return None
-        differs = next((why for one in self._functions for why in one.differs), "")
+        differs = next((why for function in self._functions for why in function.differs), "")
         return FusedWord(self._number, self._positions, self._built(), self._without or differs, self._refused, notes)
 
     def _built(self) -> str:
@@ -774,13 +780,13 @@ class FusedProgram:
 
     def settle(self, words: Sequence[FusedWord], hold: bool) -> None:
         """words: of all ranks, on any program."""
-        ours = [one for one in words if one.program == self._number]
+        ours = [word for word in words if word.program == self._number]
         for word in ours:
             self._nothing = self._nothing or word.everything or ("" if word.built in (ours[0].built, "") else UNLIKE)
             self._elsewhere |= word.refused
-        own = self.word(hold)
-        if own is not None and not own.notes:
-            if any(one.notes and set(one.positions) & set(self._positions) for one in ours):
+        word_here = self.word(hold)
+        if word_here is not None and not word_here.notes:
+            if any(word.notes and set(word.positions) & set(self._positions) for word in ours):
                 self._prepared, self._notes_at = False, self._steps  # as what computes the same values
                 self._note()
                 return
@@ -794,24 +800,28 @@ class FusedProgram:
         if self._nothing:
             log.warning("fuse: all functions run as they are%s, as %s", self._when, self._nothing)
             return
-        for one in self._functions:
-            one.on = True
+        for function in self._functions:
+            function.on = True
         if self._later:
             log.info("fuse: the functions for sizes that came later are compiled")
         if self._kept is not None:
-            forms = [CalledForm(one.name, order.structure, order.layouts) for one, order in self._orders]
+            forms = [CalledForm(function.name, order.structure, order.layouts) for function, order in self._orders]
             self._kept.keep(self.rows(), forms)
 
     def _refuse_elsewhere(self) -> None:
         """Run as they are, here too, the functions that a rank could not have compiled."""
-        for one, order in self._orders:
-            why = self._elsewhere.get(_named(one, order.form)) or self._elsewhere.get(_named(one, ALL)) or self._nothing
-            if why and one.refuse(order.form, why) and not self._nothing:
-                log.warning("fuse: %s runs as it is%s, as on another rank: %s", one.name, self._when, why)
+        for function, order in self._orders:
+            why = (
+                self._elsewhere.get(_named(function, order.form))
+                or self._elsewhere.get(_named(function, ALL))
+                or self._nothing
+            )
+            if why and function.refuse(order.form, why) and not self._nothing:
+                log.warning("fuse: %s runs as it is%s, as on another rank: %s", function.name, self._when, why)
 
     def rows(self) -> list[FusedRow]:
         """Of each function and layout that was called."""
-        return [row for one in self._functions for row in one.rows]
+        return [row for function in self._functions for row in function.rows]
 
 
 def _named(function: Fused, form: str) -> str:
@@ -836,8 +846,8 @@ class FusedMembers:
         """Its modules are imported."""
         later = bool(self._programs)
         functions = fused_functions(program.package, self._folder.path)
-        own = later or self._folder.own is not None
-        kept = None if own else KeptProgram(self._folder.path, _key(program, self._positions))
+        is_temporary = later or self._folder.own is not None
+        kept = None if is_temporary else KeptProgram(self._folder.path, _key(program, self._positions))
         self._programs.append(
             FusedProgram(
                 len(self._programs), functions, self._folder.path, kept, self._device, self._background,
@@ -883,5 +893,5 @@ class FusedMembers:
 def _key(program: LoadedProgram, positions: Sequence[int]) -> str:
     """Of what the functions of a program are compiled for on some ranks, its layer files as they are now."""
     layers = [file.read_text() for file in sorted((program.directory / "layers").glob("*.py"))]
-    told = json.dumps([layers, list(positions), asdict(TorchState.now())])
-    return f"{program.manifest.fingerprint[:PREFIX]}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+    text = json.dumps([layers, list(positions), asdict(TorchState.now())])
+    return f"{program.manifest.fingerprint[:PREFIX]}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"

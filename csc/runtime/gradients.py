@@ -39,13 +39,13 @@ def filled(
     kinds: dict[Kind, list[list[Item]]] = {}
     room: dict[Kind, int] = {}
     for item in items:
-        own, bytes_ = kind(item), size(item)
-        if own not in kinds or room[own] < bytes_:
-            kinds.setdefault(own, []).append([])
-            room[own] = limit
-        kinds[own][-1].append(item)
-        room[own] -= bytes_
-    return [(own, bucket) for own, buckets in kinds.items() for bucket in buckets]
+        item_kind, bytes_ = kind(item), size(item)
+        if item_kind not in kinds or room[item_kind] < bytes_:
+            kinds.setdefault(item_kind, []).append([])
+            room[item_kind] = limit
+        kinds[item_kind][-1].append(item)
+        room[item_kind] -= bytes_
+    return [(item_kind, bucket) for item_kind, buckets in kinds.items() for bucket in buckets]
 
 
 # --- How data-parallel ranks divide a tensor that they would all hold alike ------------------------------------------
@@ -126,7 +126,7 @@ class Scattered:
         self.specs = {spec.name: spec.local for spec in parameters if divides(spec)}
         self._buckets = {stage.stage: self._of_stage(stage.stage) for stage in rank.stages if stage.backward_weight}
         self._bucket_of = {
-            (stage, name): one for stage, all_ in self._buckets.items() for one in all_ for name in one.specs
+            (stage, name): bucket for stage, all_ in self._buckets.items() for bucket in all_ for name in bucket.specs
         }
         self._next = dict.fromkeys(self._buckets, 0)  # the bucket of a stage that goes next
         self._tickets: list[tuple[Bucket, str, Any]] = []
@@ -135,9 +135,9 @@ class Scattered:
         self.touched: set[str] = set()
 
     def _of_stage(self, stage: int) -> list[Bucket]:
-        own = [spec for spec in reversed(self.specs.values()) if stage in spec.stages]
+        of_stage = [spec for spec in reversed(self.specs.values()) if stage in spec.stages]
         kinds = filled(
-            sorted(own, key=lambda spec: spec.repeated),
+            sorted(of_stage, key=lambda spec: spec.repeated),
             lambda spec: (spec.repeated, spec.dtype),
             lambda spec: spec.dtype.itemsize * math.prod(spec.shape),
         )
@@ -156,8 +156,8 @@ class Scattered:
 
     def zeros(self, spec: ParameterSpec) -> torch.Tensor:
         """A shard to which nothing has come."""
-        whole = torch.empty(self.specs[spec.name].shape, dtype=spec.dtype, device="meta")
-        return torch.zeros(seen(whole, self.shard(spec)).shape, dtype=spec.dtype, device=self._rank.device)
+        meta = torch.empty(self.specs[spec.name].shape, dtype=spec.dtype, device="meta")
+        return torch.zeros(seen(meta, self.shard(spec)).shape, dtype=spec.dtype, device=self._rank.device)
 
     def add(self, stage: int, name: str, gradient: torch.Tensor) -> None:
         """A microbatch's gradient; buckets that are full leave."""
@@ -193,8 +193,8 @@ class Scattered:
         parts = []
         for spec in bucket.specs.values():
             shard, gradient = self.shard(spec, place), bucket.come.get(spec.name)
-            whole = torch.zeros((), dtype=spec.dtype, device=self._rank.device).expand(spec.shape)
-            parts.append(seen(whole if gradient is None else gradient, shard).reshape(-1))
+            zero = torch.zeros((), dtype=spec.dtype, device=self._rank.device).expand(spec.shape)
+            parts.append(seen(zero if gradient is None else gradient, shard).reshape(-1))
         return torch.cat(parts)
 
     def _took(self) -> bool:
@@ -204,11 +204,11 @@ class Scattered:
         if total is None:
             return False
         self._tickets.pop(0)
-        at = 0
+        offset = 0
         for spec in bucket.specs.values():
             shape = self.zeros(spec).shape
-            part = total[at : at + shape.numel()].view(shape)
-            at += shape.numel()
+            part = total[offset : offset + shape.numel()].view(shape)
+            offset += shape.numel()
             if spec.name in self.shards:
                 self.shards[spec.name] += part
             else:
@@ -282,8 +282,8 @@ class GradientSums:
     def _add(self, stage: int, name: str, gradient: torch.Tensor) -> None:
         spec = self.specs.get(name)
         if spec is None or not spec.trainable or stage not in spec.stages:
-            what = "is frozen" if spec and not spec.trainable else f"is not on stage {stage}"
-            raise ProgramError(f"there is a gradient for {name!r}, which {what}", "", "Mend the rank file")
+            fault = "is frozen" if spec and not spec.trainable else f"is not on stage {stage}"
+            raise ProgramError(f"there is a gradient for {name!r}, which {fault}", "", "Mend the rank file")
         if gradient.shape != spec.shape:
             raise ProgramError(
                 f"the gradient of {name!r} is {list(gradient.shape)}, the parameter is {list(spec.shape)}",
@@ -295,14 +295,14 @@ class GradientSums:
         if self.scattered is not None and self.scattered.has(name):
             self.scattered.add(stage, name, gradient)
             return
-        sums, own = self._of_stage[stage], self._own_of_stage[stage]
+        sums, owned = self._of_stage[stage], self._own_of_stage[stage]
         if name not in sums:
             sums[name] = gradient
-        elif name in own:
+        elif name in owned:
             sums[name] += gradient
         else:
             sums[name] = sums[name] + gradient
-            own.add(name)
+            owned.add(name)
 
     @property
     def of_stages(self) -> Mapping[int, Mapping[str, torch.Tensor]]:
@@ -353,9 +353,11 @@ def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = Non
             sums.own.add(spec.name)
         if spec.trainable and len(spec.ranks) > 1 and (spec.reached if reached is None else spec.name in reached):
             if spec.name not in sums.own:  # a holder that did not use it in backward adds zeros
-                there = sums.buffers.get(spec.name)
+                buffer = sums.buffers.get(spec.name)
                 zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=rank.device)
-                sums.buffers[spec.name] = zeros if there is None else there.clone(memory_format=torch.contiguous_format)
+                sums.buffers[spec.name] = (
+                    zeros if buffer is None else buffer.clone(memory_format=torch.contiguous_format)
+                )
                 sums.own.add(spec.name)
             holders = rank.group(Group.PIPELINE, sorted(spec.ranks))
             why = f"tied gradient of {spec.name}"
@@ -381,10 +383,10 @@ def _reduce_shards(scattered: Scattered, rank: Rank, reached: Collection[str] | 
     """What is left to do for gradients that ranks divide: sums over the holders of tied parameters."""
     for spec in scattered.specs.values():
         if len(spec.ranks) > 1 and (spec.reached if reached is None else spec.name in reached):
-            own = scattered.shards[spec.name].clone() if spec.name in scattered.shards else scattered.zeros(spec)
+            shard = scattered.shards[spec.name].clone() if spec.name in scattered.shards else scattered.zeros(spec)
             holders = rank.group(Group.PIPELINE, sorted(spec.ranks))
-            yield from wait_sum(rank.endpoint, own, holders, f"tied gradient of {spec.name}", ordered=True)
-            scattered.shards[spec.name] = own
+            yield from wait_sum(rank.endpoint, shard, holders, f"tied gradient of {spec.name}", ordered=True)
+            scattered.shards[spec.name] = shard
         elif spec.name not in (scattered.touched if reached is None else reached):
             scattered.shards.pop(spec.name, None)
 
@@ -392,8 +394,8 @@ def _reduce_shards(scattered: Scattered, rank: Rank, reached: Collection[str] | 
 def of_any(sums: GradientSums, names: Sequence[str], rank: Rank) -> Generator[str, None, frozenset[str]]:
     """Those of these parameters that any rank has a gradient of. Every rank calls it with the same names."""
     sums.merge()
-    there = sums.there
-    row = torch.tensor([float(name in there) for name in names], dtype=torch.float64, device=rank.device)
+    present = sums.there
+    row = torch.tensor([float(name in present) for name in names], dtype=torch.float64, device=rank.device)
     yield from wait_sum(rank.endpoint, row, rank.group(Group.WORLD), "which parameters have a gradient")
     return frozenset(name for name, count in zip(names, row.tolist(), strict=True) if count)
 
@@ -404,13 +406,13 @@ def buckets(sums: GradientSums, limit: int | None = None) -> list[tuple[Group | 
     Parameters with the same holders share buckets, so that every holder of a tied one sums an equal bucket: a
     ring adds in an order that depends on the position, and the holders must end with the same bits.
     """
-    found = filled(
+    filled_buckets = filled(
         (spec for spec in sums.specs.values() if spec.name in sums.buffers),
         lambda spec: (spec.gradient.parts, spec.ranks, spec.dtype),
         lambda spec: sums.buffers[spec.name].numel() * spec.dtype.itemsize,
         limit,
     )
-    return [(parts, specs) for (parts, _, _), specs in found]
+    return [(parts, specs) for (parts, _, _), specs in filled_buckets]
 
 
 def wait_sum(
@@ -448,9 +450,9 @@ class Gathered:
     def __init__(self, rank: Rank, parameters: Iterable[ParameterSpec], shards: Mapping[str, torch.Tensor]) -> None:
         self._rank, self._ranks, self._given = rank, rank.group(Group.DATA), shards
         divided = rank.program.manifest.divided
-        own = [spec.local for spec in parameters if spec.shape]
+        sharded = [spec.local for spec in parameters if spec.shape]
         self._specs = {
-            stage.stage: [spec for spec in own if stage.stage in spec.stages]
+            stage.stage: [spec for spec in sharded if stage.stage in spec.stages]
             for stage in rank.stages
             if divided[stage.stage]
         }
@@ -474,19 +476,23 @@ class Gathered:
 
     def _buckets(self, stage: int) -> list[list[ParameterSpec]]:
         dtype = {spec.name: self._given[spec.name].dtype for spec in self._specs[stage]}
-        found = filled(
+        filled_buckets = filled(
             self._specs[stage],
             lambda spec: dtype[spec.name],
             lambda spec: dtype[spec.name].itemsize * math.prod(spec.shape),
         )
-        return [bucket for _, bucket in found]
+        return [bucket for _, bucket in filled_buckets]
 
     def _started(self, stage: int, specs: list[ParameterSpec]) -> Coming:
         self._count += 1  # a rank that waits twice with the same words would count as one that cannot go on
         why = f"parameters of stage {stage}, bucket {self._count} of the step"
-        own = torch.cat([self._given[spec.name].reshape(-1) for spec in specs])
+        flat_own = torch.cat([self._given[spec.name].reshape(-1) for spec in specs])
         sizes = [sum(self._shard(spec, place) for spec in specs) for place in range(len(self._ranks))]
-        flat = own if own.numel() == max(sizes) else torch.cat([own, own.new_zeros(max(sizes) - own.numel())])
+        flat = (
+            flat_own
+            if flat_own.numel() == max(sizes)
+            else torch.cat([flat_own, flat_own.new_zeros(max(sizes) - flat_own.numel())])
+        )
         return Coming(specs, self._rank.endpoint.start_gather(flat, self._ranks, why), why)
 
     def _shard(self, spec: ParameterSpec, place: int) -> int:
@@ -506,14 +512,14 @@ class Gathered:
         """rows: what each rank of the group has given, one behind the other."""
         if len(specs) == 1 and rows.numel() == math.prod(specs[0].shape) and self._is_in_order(specs[0]):
             return {specs[0].name: rows.view(specs[0].shape)}
-        found = {spec.name: rows.new_empty(spec.shape) for spec in specs}
+        tensors = {spec.name: rows.new_empty(spec.shape) for spec in specs}
         for place, row in enumerate(rows):
-            at = 0
+            offset = 0
             for spec in specs:
-                target = seen(found[spec.name], shard_of(spec.shape, len(self._ranks), place))
-                target.copy_(row[at : at + target.numel()].view(target.shape))
-                at += target.numel()
-        return found
+                target = seen(tensors[spec.name], shard_of(spec.shape, len(self._ranks), place))
+                target.copy_(row[offset : offset + target.numel()].view(target.shape))
+                offset += target.numel()
+        return tensors
 
     def _is_in_order(self, spec: ParameterSpec) -> bool:
         """Whether shards that lie one behind the other are the parameter."""

@@ -124,30 +124,32 @@ class Instance:
 
     def first(self, asked: Asked, batch: Mapping[str, Any], received: Tensors) -> None:
         """Records and proves F. asked: F as it has run on this batch. Raises any error: then nothing of it is used."""
-        own = {id(one) for one in self._constants.lasting()}
+        lasting = {id(tensor) for tensor in self._constants.lasting()}
         self._entries = list(asked.entries)
         self._lasting = {
-            name: [one if id(one) in own else None for one in _flat(results, f"layers.tables.{name} makes")]
+            name: [
+                tensor if id(tensor) in lasting else None for tensor in _flat(results, f"layers.tables.{name} makes")
+            ]
             for name, results in asked.tables.items()
         }
-        given = self._given(asked.tables, batch, received)
-        assert given is not None
-        elsewhere = [one for one in given if one.device != self._work.device]
+        inputs = self._given(asked.tables, batch, received)
+        assert inputs is not None
+        elsewhere = [tensor for tensor in inputs if tensor.device != self._work.device]
         if elsewhere:
             raise UnfitError(f"it is given a tensor of {elsewhere[0].device}")
-        self._places = FixedPlaces(given)
-        self._places.fill(given)
+        self._places = FixedPlaces(inputs)
+        self._places.fill(inputs)
         names = list(received)
         part = self._work.recorded(self._forward_of(names), self._pool if self._work.keeps else self._work.shared)
         part.launch()
         wanted = [*asked.sent.values(), *(tensors_in(asked.saved) if self._work.keeps else ())]
-        found = [*part.left, *tensors_in(part.kept)]
+        tensors = [*part.left, *tensors_in(part.kept)]
 
         def again() -> list[torch.Tensor]:
             other = Asked(self._work.functions.forward, batch, received, self._weights, self._constants)
             return [*other.sent.values(), *(tensors_in(other.saved) if self._work.keeps else ())]
 
-        _compare(found, wanted, again)
+        _compare(tensors, wanted, again)
         self._parts["F"], self._kept["F"] = part, part.kept
 
     def _forward_of(self, names: list[str]) -> Callable[..., Any]:
@@ -156,7 +158,7 @@ class Instance:
         def run(leave: Leave) -> Any:
             places = iter(fresh(self._places.tensors))
             tables = {
-                name: tuple(next(places) if one is None else one for one in lasting)
+                name: tuple(next(places) if tensor is None else tensor for tensor in lasting)
                 for name, lasting in self._lasting.items()
             }
             batch = {name: next(places) for name in self._entries}
@@ -175,10 +177,10 @@ class Instance:
         """What is copied in; None if something that lasted was made anew."""
         moving: list[torch.Tensor] = []
         for name, lasting in self._lasting.items():
-            for one, kept in zip(tables[name], lasting, strict=True):
+            for tensor, kept in zip(tables[name], lasting, strict=True):
                 if kept is None:
-                    moving.append(one)
-                elif one is not kept:
+                    moving.append(tensor)
+                elif tensor is not kept:
                     return None
         moving += _flat([batch[name] for name in self._entries], "the batch has")
         return [*moving, *received.values()]
@@ -189,10 +191,10 @@ class Instance:
         """
         forward = self._work.functions.forward
         tables = {name: table(forward, name)(batch, self._constants) for name in self._lasting}
-        given = self._given(tables, batch, received)
-        if given is None or not self._places.fits(given):
+        inputs = self._given(tables, batch, received)
+        if inputs is None or not self._places.fits(inputs):
             return None
-        self._places.fill(given)
+        self._places.fill(inputs)
         part = self._parts["F"]
         part.launch()
         return {name: tensor for (_, name), tensor in part.leaving()}
@@ -226,10 +228,10 @@ class Instance:
         functions = self._work.functions
         if kind == "B":
             assert functions.backward_input is not None
-            found: tuple[dict[str, torch.Tensor], Any] = functions.backward_input(
+            result: tuple[dict[str, torch.Tensor], Any] = functions.backward_input(
                 kept, received, weights, self._constants
             )
-            return found
+            return result
         if kind == "W":
             assert functions.backward_weight is not None
             yield from functions.backward_weight(kept, weights, self._constants)
@@ -248,8 +250,8 @@ class Instance:
         self._fill(kind, received)
 
         def run(leave: Leave, kept: Any) -> Any:
-            own = dict(zip(names, fresh(places.tensors), strict=True))
-            work = self._work_of(kind, kept, own, self._weights)
+            weights_given = dict(zip(names, fresh(places.tensors), strict=True))
+            work = self._work_of(kind, kept, weights_given, self._weights)
             while True:
                 try:
                     name, gradient = next(work)
@@ -311,7 +313,7 @@ class Instance:
         ends: list[torch.Tensor],
     ) -> None:  # fmt: skip
         """differing: of so many gradients those that are not the same. work: the function, to be run again."""
-        found = [*(part.left[one] for one in differing), *part.left[number:], *tensors_in(part.kept)]
+        tensors = [*(part.left[name] for name in differing), *part.left[number:], *tensors_in(part.kept)]
 
         def again() -> list[torch.Tensor]:
             gradients = []
@@ -320,30 +322,30 @@ class Instance:
                     gradients.append(next(work)[1])
                 except StopIteration as end:
                     sent, kept = end.value
-                    return [*(gradients[one] for one in differing), *sent.values(), *tensors_in(kept)]
+                    return [*(gradients[name] for name in differing), *sent.values(), *tensors_in(kept)]
 
-        _compare(found, [*differing.values(), *ends], again)
+        _compare(tensors, [*differing.values(), *ends], again)
 
 
 def _flat(tensors: Iterable[Any], whose: str) -> list[torch.Tensor]:
-    found = list(tensors)
-    other = next((one for one in found if not isinstance(one, torch.Tensor)), None)
+    flat = list(tensors)
+    other = next((tensor for tensor in flat if not isinstance(tensor, torch.Tensor)), None)
     if other is not None:
         raise UnfitError(f"{whose} a {type(other).__name__}, which is no tensor")
-    return found
+    return flat
 
 
 def _compare(
-    found: list[torch.Tensor], wanted: list[torch.Tensor], again: Callable[[], list[torch.Tensor]]
+    tensors: list[torch.Tensor], wanted: list[torch.Tensor], again: Callable[[], list[torch.Tensor]]
 ) -> None:  # fmt: skip
     """again: the function's results once more. UnfitError if they differ."""
-    if len(found) == len(wanted) and all(map(same_bits, found, wanted)):
+    if len(tensors) == len(wanted) and all(map(same_bits, tensors, wanted)):
         return
-    if len(found) != len(wanted):
-        raise UnfitError(f"it gave {len(found)} tensors when it was launched again, not {len(wanted)}")
+    if len(tensors) != len(wanted):
+        raise UnfitError(f"it gave {len(tensors)} tensors when it was launched again, not {len(wanted)}")
     if all(map(same_bits, again(), wanted)):
         raise UnfitError("it gave other bits when it was launched again than when it ran")
-    why = apart(found, wanted)
+    why = apart(tensors, wanted)
     if why:
         raise UnfitError(f"launched again: {why}")
 
@@ -396,7 +398,9 @@ class GraphedStage:
     def __init__(self, rank: Rank, spec: StageSpec, room: GraphRoom, why: str = "") -> None:
         self._plain = rank.functions[spec.stage]
         self._rank, self._stage, self._room = rank.rank, spec.stage, room
-        self._specs = [one.local for one in rank.program.manifest.parameters if spec.stage in one.stages]
+        self._specs = [
+            parameter.local for parameter in rank.program.manifest.parameters if spec.stage in parameter.stages
+        ]
         self._most = in_flight(rank.actions, spec.stage)
         self.refused: dict[str, str] = {}
         self._work = RecordedWork(
@@ -412,21 +416,21 @@ class GraphedStage:
     @property
     def functions(self) -> StageFunctions:
         """The functions that the executor calls in place of the rank's own."""
-        own = self._plain
+        plain = self._plain
         return StageFunctions(
             forward=self._forward,
-            backward_input=None if own.backward_input is None else self._backward_input,
-            backward_weight=None if own.backward_weight is None else self._backward_weight,
-            backward=None if own.backward is None else self._backward,
-            loss_tokens=own.loss_tokens,
+            backward_input=None if plain.backward_input is None else self._backward_input,
+            backward_weight=None if plain.backward_weight is None else self._backward_weight,
+            backward=None if plain.backward is None else self._backward,
+            loss_tokens=plain.loss_tokens,
         )
 
     def _refuse(self, part: str, error: Exception) -> None:
         why = str(error) if isinstance(error, UnfitError) else f"{type(error).__name__}: {_line(error)}"
         if part not in self.refused:
             self.refused[part] = why
-            what = f"stage {self._stage}" if part == "F" else f"{part} of stage {self._stage}"
-            log.warning("cuda_graphs: %s of rank %d runs as it is: %s", what, self._rank, why)
+            named = f"stage {self._stage}" if part == "F" else f"{part} of stage {self._stage}"
+            log.warning("cuda_graphs: %s of rank %d runs as it is: %s", named, self._rank, why)
         if part == "F":
             self.forget()
 
@@ -440,14 +444,14 @@ class GraphedStage:
 
     def rows(self) -> list[GraphRow]:
         """Returns a row for each part of the stage: whether it is recorded, or why it runs as it is."""
-        there = [part for part, name in PARTS.items() if getattr(self._plain, name) is not None]
+        parts_here = [part for part, name in PARTS.items() if getattr(self._plain, name) is not None]
         without = self.refused.get("F", "")
         return [
             GraphRow(
-                self._rank, self._stage, part, sum(part in one.recorded for one in self._instances),
+                self._rank, self._stage, part, sum(part in instance.recorded for instance in self._instances),
                 self.refused.get(part) or (f"its F runs as it is: {without}" if without else ""),
             )
-            for part in there
+            for part in parts_here
         ]  # fmt: skip
 
     # what the executor calls
@@ -463,8 +467,8 @@ class GraphedStage:
                 return sent, instance.take()
         elif self._adds() and isinstance(constants, Constants):
             return self._first(batch, received, weights, constants)
-        found: tuple[dict[str, torch.Tensor], Any] = self._plain.forward(batch, received, weights, constants)
-        return found
+        result: tuple[dict[str, torch.Tensor], Any] = self._plain.forward(batch, received, weights, constants)
+        return result
 
     def _backward_input(
         self, saved: Any, received: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], constants: Any
@@ -510,7 +514,7 @@ class GraphedStage:
                 log.info("cuda_graphs: stage %d is to be recorded anew: what it reads is elsewhere", self._stage)
                 self.forget()
             return None
-        return next((one for one in self._instances if one.is_free), None)
+        return next((instance for instance in self._instances if instance.is_free), None)
 
     def _adds(self) -> bool:
         """Whether one more is to be recorded."""
@@ -524,36 +528,36 @@ class GraphedStage:
         constants: Constants,
     ) -> tuple[dict[str, torch.Tensor], Any]:  # fmt: skip
         """F as it is, and a recording of it."""
-        asked = Asked(self._plain.forward, batch, received, weights, constants)
+        call = Asked(self._plain.forward, batch, received, weights, constants)
         try:
             if self._weights is None:
                 self._weights, self._stamp = GraphWeights(self._specs, weights, self._room.copies), _stamp(constants)
                 self._weights.take(weights)
             instance = Instance(self._work, self._weights.values, constants)
-            instance.first(asked, batch, received)
+            instance.first(call, batch, received)
         except Exception as error:  # of whatever cannot be recorded
             self._refuse("F", error)
-            return asked.sent, asked.saved
+            return call.sent, call.saved
         self._instances.append(instance)
         log.info("cuda_graphs: stage %d: %d of %d in flight recorded", self._stage, len(self._instances), self._most)
-        return asked.sent, instance.take()
+        return call.sent, instance.take()
 
 
 def in_flight(actions: Sequence[Action], stage: int) -> int:
     """The most microbatches of a stage that are between F and the last of B, W or BW on its rank."""
-    last = {one.microbatch: i for i, one in enumerate(actions) if one.computes and one.stage == stage}
+    last = {action.microbatch: i for i, action in enumerate(actions) if action.computes and action.stage == stage}
     now, most = 0, 0
-    for i, one in enumerate(actions):
-        if one.computes and one.stage == stage:
-            now += one.kind == "F"
+    for i, action in enumerate(actions):
+        if action.computes and action.stage == stage:
+            now += action.kind == "F"
             most = max(most, now)
-            now -= last[one.microbatch] == i
+            now -= last[action.microbatch] == i
     return most
 
 
 def _stamp(constants: Constants) -> list[tuple[int, int]]:
     """Changes when someone writes to what outlives a step."""
-    return [(id(one), one._version) for one in constants.lasting()]
+    return [(id(constant), constant._version) for constant in constants.lasting()]
 
 
 def _line(error: Exception) -> str:
@@ -592,13 +596,15 @@ class GraphedPrograms:
             return ranks
         number = len(self._all)
         settled = partial(fused.is_settled, number) if fused is not None else _always
-        one = OneProgram(self._recorder, self._shared, self._places, self._copies, self._entered, self._used, settled)
-        self._all.append(one)
-        return [replace(rank, functions=one.functions(rank)) for rank in ranks]
+        graphed = OneProgram(
+            self._recorder, self._shared, self._places, self._copies, self._entered, self._used, settled
+        )
+        self._all.append(graphed)
+        return [replace(rank, functions=graphed.functions(rank)) for rank in ranks]
 
     def rows(self) -> list[GraphRow]:
         """Returns a row for each part of all stages of all programs."""
-        return [row for one in self._all for stage in one.stages for row in stage.rows()]
+        return [row for program in self._all for stage in program.stages for row in stage.rows()]
 
     def _entered(self, program: OneProgram) -> bool:
         if program in self._recent:
@@ -634,9 +640,9 @@ class OneProgram:
 
     def functions(self, rank: Rank) -> dict[int, Any]:
         """Of a rank's stages."""
-        made = [GraphedStage(rank, spec, self, unrecorded(rank.program, rank, spec)) for spec in rank.stages]
-        self.stages += made
-        return {spec.stage: one.functions for spec, one in zip(rank.stages, made, strict=True)}
+        stages = [GraphedStage(rank, spec, self, unrecorded(rank.program, rank, spec)) for spec in rank.stages]
+        self.stages += stages
+        return {spec.stage: stage.functions for spec, stage in zip(rank.stages, stages, strict=True)}
 
     def enters(self) -> bool:
         """Whether it may have recordings."""

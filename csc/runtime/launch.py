@@ -83,9 +83,9 @@ def tell_agent(error: BaseException) -> None:
     place = os.environ.get(ERROR_FILE)
     if not place:
         return
-    said = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
+    message = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):  # the sentence stands on stderr as well
-        Path(place).write_text(json.dumps({"message": {"message": str(error), "extraInfo": said}}))
+        Path(place).write_text(json.dumps({"message": {"message": str(error), "extraInfo": message}}))
 
 
 @cache
@@ -98,10 +98,10 @@ def speak_in_short() -> None:
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> Any:
         if isinstance(error, CscError):
             tell_agent(error)
-            own = _own_frames(frames)
-            if own is not None and os.environ.get(DEBUG) != "1":
-                error.__cause__, error.__suppress_context__, frames = None, True, own
-                error.__traceback__ = own
+            own_frames = _own_frames(frames)
+            if own_frames is not None and os.environ.get(DEBUG) != "1":
+                error.__cause__, error.__suppress_context__, frames = None, True, own_frames
+                error.__traceback__ = own_frames
         return before(kind, error, frames)
 
     sys.excepthook = hook
@@ -116,8 +116,8 @@ def _own_frames(frames: TracebackType | None) -> TracebackType | None:
             kept.append(frames)
         frames = frames.tb_next
     own: TracebackType | None = None
-    for one in reversed(kept):
-        own = TracebackType(own, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    for frame in reversed(kept):
+        own = TracebackType(own, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return own
 
 

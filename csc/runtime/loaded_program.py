@@ -64,10 +64,10 @@ def read_text(file: Path, fail: Fail) -> str:
 def read_json(file: Path, fail: Fail) -> Any:
     """The value in a JSON file."""
 
-    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(found)
-        if len(table) < len(found):
-            names = [name for name, _ in found]
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(items)
+        if len(table) < len(items):
+            names = [name for name, _ in items]
             twice = next(name for name in table if names.count(name) > 1)
             raise ValueError(f"key {twice[:60]!r} stands there twice")
         return table
@@ -121,13 +121,15 @@ class LoadedProgram:
 
     def constants(self, rank: int, device: torch.device | str = "cpu") -> Constants:
         """The constants that the stages of a position on the pp axis read, on `device`."""
-        own = {stage.stage for stage in self.manifest.stages_of(rank)}
-        return self.named_constants([c.name for c in self.manifest.constants if own.intersection(c.stages)], device)
+        stages_here = {stage.stage for stage in self.manifest.stages_of(rank)}
+        return self.named_constants(
+            [c.name for c in self.manifest.constants if stages_here.intersection(c.stages)], device
+        )
 
     def named_constants(self, names: Iterable[str], device: torch.device | str) -> Constants:
         """These constants, on `device`."""
-        found = read_tensors(self.directory / "constants.safetensors", list(names))
-        return Constants({name: tensor.to(device) for name, tensor in found.items()})
+        tensors = read_tensors(self.directory / "constants.safetensors", list(names))
+        return Constants({name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def load(directory: str | Path, ranks: Iterable[int] | None = None) -> LoadedProgram:
@@ -155,27 +157,27 @@ def load(directory: str | Path, ranks: Iterable[int] | None = None) -> LoadedPro
 
 
 def _failing(file: Path, remedy: str = "Compile the program again") -> Callable[[str], ProgramError]:
-    return lambda what: ProgramError(what, str(file), remedy)
+    return lambda fault: ProgramError(fault, str(file), remedy)
 
 
 def _check_fingerprint(table: Mapping[str, Any], checked: Manifest, file: Path) -> None:
     """ProgramError if program.json is not what the compiler wrote, but for the times that compiling took."""
     rest = {key: value for key, value in table.items() if key not in ("fingerprint", "timings")}
     try:
-        found = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+        actual = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
     except RecursionError:
         raise _failing(file)("it is nested too deeply") from None
-    if found != checked.fingerprint:
+    if actual != checked.fingerprint:
         raise ProgramError(
             "it has changed since it was compiled: its fingerprint is another one",
             str(file),
-            f"Compile the program again; or, if you mean the change, make its fingerprint {found!r}",
+            f"Compile the program again; or, if you mean the change, make its fingerprint {actual!r}",
         )
     for name, expected in checked.tensors.items():
-        found = _hash(within(file.parent, name, _failing(file)))
-        if found != expected:
-            what = f"{name} is not the one that was compiled"
-            raise ProgramError(what, str(file.parent), "Compile the program again, or copy its directory again")
+        actual = _hash(within(file.parent, name, _failing(file)))
+        if actual != expected:
+            fault = f"{name} is not the one that was compiled"
+            raise ProgramError(fault, str(file.parent), "Compile the program again, or copy its directory again")
 
 
 def _hash(file: Path) -> str:
@@ -202,15 +204,15 @@ def _edited(path: Path, checked: Manifest, ranks: Iterable[int]) -> tuple[str, .
     mesh = checked.mesh
     here = [rank for rank in ranks if 0 <= rank < mesh.size]  # of others the transport says that they are too many
     of_rank = {name: rank for rank in range(mesh.size) for name in own_files(mesh, rank)}
-    own = {name: rank for rank in here for name in own_files(mesh, rank)}
+    rank_of = {name: rank for rank in here for name in own_files(mesh, rank)}
     needed = {"__init__.py", "schedule.txt", *(f"rank_{rank}.py" for rank in here)}
     edited = []
     for name in [*checked.files, *sorted(needed - set(checked.files))]:
-        if name in of_rank and name not in own:
+        if name in of_rank and name not in rank_of:
             continue
         file = within(path, name, _failing(path / "program.json"))
         if not file.is_file():
-            remedy = f", with --rank {own[name]} or for all ranks" if name in own else ""
+            remedy = f", with --rank {rank_of[name]} or for all ranks" if name in rank_of else ""
             raise ProgramError(f"its file {name} is missing", str(path), f"Compile the program again{remedy}")
         if name in checked.files and _hash(file) != checked.files[name]:
             edited.append(name)
@@ -241,14 +243,14 @@ def _schedule(path: Path, checked: Manifest) -> Schedule:
 def _check_placement(schedule: Schedule, checked: Manifest) -> None:
     """ScheduleError unless it is for the ranks that program.json gives the stages to."""
     if len(schedule.ranks) != checked.mesh.pp:
-        what = f"it has {len(schedule.ranks)} ranks, the program has pp={checked.mesh.pp}"
-        raise ScheduleError(what, "schedule", "List every rank of the pipeline once")
+        fault = f"it has {len(schedule.ranks)} ranks, the program has pp={checked.mesh.pp}"
+        raise ScheduleError(fault, "schedule", "List every rank of the pipeline once")
     for stage in checked.stages:
         if schedule.placement[stage.stage] != stage.rank:
-            what = (
+            fault = (
                 f"stage {stage.stage} is on rank {schedule.placement[stage.stage]}, program.json has it on {stage.rank}"
             )
-            raise ScheduleError(what, "schedule", f"Move it to rank {stage.rank}, or compile with placement=")
+            raise ScheduleError(fault, "schedule", f"Move it to rank {stage.rank}, or compile with placement=")
 
 
 def read_tensors(
@@ -258,9 +260,9 @@ def read_tensors(
     checked_file(file, _failing(file, remedy))
     try:
         with safe_open(file, framework="pt") as opened:
-            there = set(opened.keys())
-            wanted = sorted(there) if names is None else names
-            missing = [name for name in wanted if name not in there]
+            stored = set(opened.keys())
+            wanted = sorted(stored) if names is None else names
+            missing = [name for name in wanted if name not in stored]
             if missing:
                 raise ProgramError(f"{missing[0]!r} is not in it", str(file), remedy)
             return {name: opened.get_tensor(name) for name in wanted}
@@ -297,12 +299,12 @@ def visibility(program: LoadedProgram) -> Mapping[str, Visibility]:
     if not program.manifest.contexts:
         return {}
     tables = importlib.import_module(f"{program.package}.layers.tables")
-    found = getattr(tables, "VISIBILITY", None)
-    names = [one.component for one in program.manifest.contexts]
-    if not isinstance(found, dict) or not all(callable(found.get(name)) for name in names):
-        what = f"VISIBILITY should have a function for each of {', '.join(names)}"
-        raise ProgramError(what, str(program.directory / "layers/tables.py"), "Mend it")
-    return found
+    functions = getattr(tables, "VISIBILITY", None)
+    names = [context.component for context in program.manifest.contexts]
+    if not isinstance(functions, dict) or not all(callable(functions.get(name)) for name in names):
+        fault = f"VISIBILITY should have a function for each of {', '.join(names)}"
+        raise ProgramError(fault, str(program.directory / "layers/tables.py"), "Mend it")
+    return functions
 
 
 def functions(program: LoadedProgram, rank: int) -> dict[int, StageFunctions]:
@@ -316,10 +318,10 @@ def functions(program: LoadedProgram, rank: int) -> dict[int, StageFunctions]:
 
 def encoder(program: LoadedProgram) -> Callable[..., Any]:
     """forward(batch, {}, weights, constants) -> ({value: features}, None) of features.py. ProgramError."""
-    found = getattr(_imported(program, "features"), "forward", None)
-    if not callable(found):
+    forward = getattr(_imported(program, "features"), "forward", None)
+    if not callable(forward):
         raise ProgramError("function forward is missing", str(program.directory / "features.py"), "Mend it")
-    return found
+    return forward
 
 
 def batch_loss(program: LoadedProgram) -> Callable[..., torch.Tensor]:
@@ -372,12 +374,12 @@ def _import_package(program: LoadedProgram) -> None:
 def _found(program: LoadedProgram, rank: int, module: ModuleType, file: Path) -> dict[int, StageFunctions]:
     manifest = program.manifest
     stages = manifest.stages_of(manifest.mesh.coordinates(rank).pp)
-    own = tuple(stage.stage for stage in stages)
-    if getattr(module, "STAGES", None) != own:
+    indices = tuple(stage.stage for stage in stages)
+    if getattr(module, "STAGES", None) != indices:
         raise ProgramError(
-            f"STAGES is {getattr(module, 'STAGES', None)}, rank {rank} runs stages {own}", str(file), "Mend it"
+            f"STAGES is {getattr(module, 'STAGES', None)}, rank {rank} runs stages {indices}", str(file), "Mend it"
         )
-    found = {}
+    functions = {}
     called = {(action.kind, action.stage) for actions in program.schedule.ranks for action in actions}
     for stage in stages:
         needed = {
@@ -388,13 +390,13 @@ def _found(program: LoadedProgram, rank: int, module: ModuleType, file: Path) ->
             "loss_tokens": stage.weighs or (manifest.loss.stage == stage.stage and manifest.loss.weight == "tokens"),
         }
         parts: dict[str, Any] = {}
-        for name, there in needed.items():
-            full = name if len(own) == 1 else f"{name}_{stage.stage}"
-            if there and not callable(getattr(module, full, None)):
+        for name, exists in needed.items():
+            full = name if len(indices) == 1 else f"{name}_{stage.stage}"
+            if exists and not callable(getattr(module, full, None)):
                 raise ProgramError(f"function {full} is missing", str(file), "Stages with this work must define it")
-            parts[name] = getattr(module, full) if there else None
-        found[stage.stage] = StageFunctions(**parts)
-    return found
+            parts[name] = getattr(module, full) if exists else None
+        functions[stage.stage] = StageFunctions(**parts)
+    return functions
 
 
 # --- Programs of one model for microbatches of different sizes, run together in one step -----------------------------
@@ -410,7 +412,7 @@ def check_member(first: LoadedProgram, other: LoadedProgram) -> None:
     if is_part(first.manifest, other.manifest):
         differing = _beyond(first, other)
     else:
-        differing = [what for what in ours if ours[what] != theirs[what]]
+        differing = [part for part in ours if ours[part] != theirs[part]]
     if differing:
         raise ProgramError(
             f"it cannot run in one step with {first.directory}: {' and '.join(differing)} differ",
@@ -421,13 +423,13 @@ def check_member(first: LoadedProgram, other: LoadedProgram) -> None:
 
 def is_part(first: Manifest, other: Manifest) -> bool:
     """Whether a program lacks entries of the batch that the first one reads."""
-    return not {one.name for one in other.inputs} >= {one.name for one in first.inputs}
+    return not {entry.name for entry in other.inputs} >= {entry.name for entry in first.inputs}
 
 
 def _beyond(first: LoadedProgram, other: LoadedProgram) -> list[str]:
     """In what a part has more than the first program, or something else."""
     ours, theirs = _common(first), _common(other)
-    alike = [what for what in ("meshes", "zero", "microbatches", "losses") if ours[what] != theirs[what]]
+    alike = [part for part in ("meshes", "zero", "microbatches", "losses") if ours[part] != theirs[part]]
     first_stages = {stage[0]: stage for stage in ours["stages"]}
     stages = all(
         rank == first_stages[stage][1] and has_b <= first_stages[stage][2] and has_w <= first_stages[stage][3]
@@ -456,7 +458,7 @@ def _beyond(first: LoadedProgram, other: LoadedProgram) -> list[str]:
         "parameters": parameters,
         "schedules": str(schedule) == str(other.schedule),
     }
-    return alike + [what for what, fine in good.items() if not fine]
+    return alike + [part for part, fine in good.items() if not fine]
 
 
 def _common(program: LoadedProgram) -> dict[str, Any]:

@@ -84,19 +84,19 @@ def weighed(
     but those that share their tokens has to be asked.
     """
     rank, loss, count = ranks[0], ranks[0].program.manifest.loss, len(microbatches)
-    given, ones = list(microbatches), dict.fromkeys(range(count), 1.0)
+    batches, ones = list(microbatches), dict.fromkeys(range(count), 1.0)
     alone = count * (1 if of_all else len(rank.group(Group.DATA))) == 1
     here = any(stage.weighs if loss.divisors else stage.stage == loss.stage for stage in rank.stages)
     if loss.weight == "sum" or not (here or loss.divisors):
-        return given, ones
+        return batches, ones
     if alone or not here:
-        found = [[1.0] * max(1, len(loss.divisors))] * count
+        weights = [[1.0] * max(1, len(loss.divisors))] * count
     else:
-        found = yield from _weights(ranks, microbatches, of_all)
+        weights = yield from _weights(ranks, microbatches, of_all)
     if not loss.divisors:
-        return given, {mb: row[0] for mb, row in enumerate(found)}
-    each = torch.tensor(found, dtype=torch.float64, device=rank.device)
-    return [{**batch, WEIGHTS: row} for batch, row in zip(given, each)], ones
+        return batches, {mb: row[0] for mb, row in enumerate(weights)}
+    shares = torch.tensor(weights, dtype=torch.float64, device=rank.device)
+    return [{**batch, WEIGHTS: row} for batch, row in zip(batches, shares)], ones
 
 
 def _weights(
@@ -106,21 +106,24 @@ def _weights(
     rank = ranks[0]
     manifest = rank.program.manifest
     if manifest.loss.weight == "mean":
-        what, counting, counts = "samples", Group.SAMPLES, _samples(manifest, microbatches)
+        counted, counting, counts = "samples", Group.SAMPLES, _samples(manifest, microbatches)
     else:
         counting = Group.SAMPLES if manifest.loss.summed else Group.DATA
-        what, counts = "labels", _labels(ranks, microbatches)
+        counted, counts = "labels", _labels(ranks, microbatches)
     total = counts.sum(0)
-    why = f"count of {what} over {' and '.join(counting.along)}"
+    why = f"count of {counted} over {' and '.join(counting.along)}"
     if of_all and counting == Group.DATA:
         yield from wait_sum(rank.endpoint, total, rank.group(Group.CONTEXT), why)
     elif not of_all:
         yield from wait_sum(rank.endpoint, total, rank.group(counting), why)
     divisors: Sequence[LossSpec | DivisorSpec] = manifest.loss.divisors or (manifest.loss,)
-    whole = [_divided(one, n) for one, n in zip(divisors, total.tolist(), strict=True)]
+    totals = [_divided(divisor, n) for divisor, n in zip(divisors, total.tolist(), strict=True)]
     # The mean over nothing is NaN as in one process, reported by name at the end of the step.
     return [
-        [_divides(one, n) / all_of_it if all_of_it else math.nan for one, n, all_of_it in zip(divisors, row, whole)]
+        [
+            _divides(divisor, n) / all_of_it if all_of_it else math.nan
+            for divisor, n, all_of_it in zip(divisors, row, totals)
+        ]
         for row in counts.tolist()
     ]
 
@@ -151,9 +154,9 @@ def _samples(manifest: Manifest, microbatches: Sequence[Batch]) -> torch.Tensor:
 def _labels(ranks: Sequence[Rank], microbatches: Sequence[Batch]) -> torch.Tensor:
     """What the microbatches' losses are divided by: a row for each, a column for each divisor."""
     counts = []
-    for one, batch in zip(ranks, microbatches, strict=True):
-        counted = next(of.loss_tokens for of in one.functions.values() if of.loss_tokens is not None)
-        counts.append(counted(batch, one.constants).reshape(-1))
+    for rank, batch in zip(ranks, microbatches, strict=True):
+        counted = next(of.loss_tokens for of in rank.functions.values() if of.loss_tokens is not None)
+        counts.append(counted(batch, rank.constants).reshape(-1))
     return torch.stack(counts)
 
 
@@ -189,13 +192,13 @@ def combine(
         row[dtype_at + 1 :] = map(float, astuple(counts))
     for mb, loss in losses.items():
         if counts_once:
-            replica, own = rank.served(mb)
-            row[replica * count + own] = weighted(loss, weights[mb])
+            replica, position = rank.served(mb)
+            row[replica * count + position] = weighted(loss, weights[mb])
         if rank.group(Group.POSITION)[0] == rank.rank and mb == 0:
             row[dtype_at] = float(DTYPES.index(loss.dtype))
-    whole = torch.tensor(row, dtype=torch.float64, device=rank.device)
-    yield from wait_sum(rank.endpoint, whole, everyone, "loss over all ranks")
-    row = whole.tolist()
+    total = torch.tensor(row, dtype=torch.float64, device=rank.device)
+    yield from wait_sum(rank.endpoint, total, everyone, "loss over all ranks")
+    row = total.tolist()
     parts, dtype, found = row[:dtype_at], int(row[dtype_at]), row[dtype_at + 1 :]
     return Losses(tuple((part, 1.0) for part in parts), DTYPES[dtype], StepCounts(*found))
 
@@ -259,7 +262,7 @@ class StepLoss(torch.Tensor):
         return self.plain.__reduce_ex__(protocol)
 
 
-def _multiple(found: torch.Tensor) -> torch.Tensor:
+def _multiple(loss: torch.Tensor) -> torch.Tensor:
     """A loss that was scaled is one, unless it is trained by a factor that has a graph."""
-    is_loss = isinstance(found, torch.Tensor) and not found.dim() and not found.requires_grad
-    return StepLoss.of(found) if is_loss else found
+    is_loss = isinstance(loss, torch.Tensor) and not loss.dim() and not loss.requires_grad
+    return StepLoss.of(loss) if is_loss else loss

@@ -58,23 +58,23 @@ class Constants(Mapping[str, torch.Tensor]):
 
     def made(self, function: Fixed) -> Made:
         """What the function returns for these constants. Who writes to a constant or to a result gets it anew."""
-        found = self._kept.get(function)
-        if found is None or found[1] != self._versions(found[0]):
+        kept = self._kept.get(function)
+        if kept is None or kept[1] != self._versions(kept[0]):
             with torch.no_grad():
                 results = function(self)
-            found = self._kept[function] = (results, self._versions(results))
-        return found[0]
+            kept = self._kept[function] = (results, self._versions(results))
+        return kept[0]
 
     def latest(self, function: Sized, names: Sequence[str], batch: Tensors) -> Made:
         """What the function returns for a batch with these entries. It is made of copies: a batch may be written to."""
-        given = [batch[name] for name in names]
-        found = self._latest.get(function)
-        if found is None or not _equal(found.entries, given) or found.versions != self._versions(found.results):
-            copies = [one.clone() for one in given]
+        entries = [batch[name] for name in names]
+        latest = self._latest.get(function)
+        if latest is None or not _equal(latest.entries, entries) or latest.versions != self._versions(latest.results):
+            copies = [entry.clone() for entry in entries]
             with torch.no_grad():
                 results = function(dict(zip(names, copies)), self)
-            found = self._latest[function] = _Latest(copies, results, self._versions(results))
-        return found.results
+            latest = self._latest[function] = _Latest(copies, results, self._versions(results))
+        return latest.results
 
     def lasting(self) -> Iterator[torch.Tensor]:
         """Yields the constants, and what fixed functions made of them: the same tensors in each step."""
@@ -92,11 +92,11 @@ class Constants(Mapping[str, torch.Tensor]):
         return (*(t._version for t in self._tensors.values()), *(t._version for t in results))
 
 
-def _equal(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+def _equal(before: Sequence[torch.Tensor], entries: Sequence[torch.Tensor]) -> bool:
     """Whether these are the same values, laid out alike."""
     return all(
-        one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
-        for one, other in zip(own, given)
+        old.dtype == other.dtype and old.stride() == other.stride() and torch.equal(old, other)
+        for old, other in zip(before, entries)
     )
 
 

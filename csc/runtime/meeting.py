@@ -39,12 +39,12 @@ CONNECTIONS = re.compile(  # in what backends say of them; "gloo/transport" is w
 def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Every rank's text, by rank. All ranks of the group (None: the default one) call it."""
     device = devices.meeting_place(str(dist.get_backend_config(group)))
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
+    dist.all_gather(sizes, torch.tensor([encoded.numel()], device=device), group=group)
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: own.numel()] = own
+    padded[: encoded.numel()] = encoded
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded, group=group)
     return [bytes(row[: int(size)].cpu().tolist()).decode() for row, size in zip(rows, sizes)]
@@ -183,9 +183,9 @@ def disagreement(operation: str, words: Sequence[VoteTexts]) -> StepFailed | Non
                 "data ended earlier, or for a call that only some ranks make",
             )
         if (CHANGED in word.signature) != (CHANGED in first.signature):
-            there, not_there = (rank, 0) if CHANGED in word.signature else (0, rank)
+            changed_rank, not_there = (rank, 0) if CHANGED in word.signature else (0, rank)
             return StepFailed(
-                f"the model has changed on rank {there} since it was compiled, and not on rank {not_there}",
+                f"the model has changed on rank {changed_rank} since it was compiled, and not on rank {not_there}",
                 operation,
                 "Make the same change on every rank, before the same step; a note on that rank says what has changed. "
                 "No gradient was touched",
@@ -201,7 +201,7 @@ def disagreement(operation: str, words: Sequence[VoteTexts]) -> StepFailed | Non
     for replica in sorted({word.replica for word in words}):
         ranks = [rank for rank, word in enumerate(words) if word.replica == replica]
         had = [(words[rank].shared, words[rank].content) for rank in ranks]
-        other = next((rank for rank, one in zip(ranks, had) if one != had[0]), None)
+        other = next((rank for rank, signature in zip(ranks, had) if signature != had[0]), None)
         if other is not None:
             return _other_samples(operation, words, ranks[0], other)
     return None
@@ -210,18 +210,18 @@ def disagreement(operation: str, words: Sequence[VoteTexts]) -> StepFailed | Non
 def _other_samples(operation: str, words: Sequence[VoteTexts], one: int, other: int) -> StepFailed:
     """Two ranks of a replica differ in its samples."""
     local = words[one].shared or words[other].shared
-    found = f"rank {one} and rank {other} were given batches of the same sizes with other tokens"
+    fault = f"rank {one} and rank {other} were given batches of the same sizes with other tokens"
     if local:
         same = words[one].shared == words[other].shared
-        what = "other tokens" if same else _difference(words[one].shared, words[other].shared, one, other)
-        found = f"rank {one} and rank {other} belong to one replica and were given different samples: {what}"
+        difference = "other tokens" if same else _difference(words[one].shared, words[other].shared, one, other)
+        fault = f"rank {one} and rank {other} belong to one replica and were given different samples: {difference}"
     remedy = (
         SAME_SAMPLES
         if local
         else "Give every rank the same global batch: shuffle with the same seed everywhere, and skip a batch on all "
         "ranks or on none. No gradient was touched"
     )
-    return StepFailed(found, operation, remedy)
+    return StepFailed(fault, operation, remedy)
 
 
 def agree(rows: Sequence[Sequence[int]]) -> bool:
@@ -235,9 +235,9 @@ def agree(rows: Sequence[Sequence[int]]) -> bool:
     return same and not rows[0][2]
 
 
-def _difference(one: Sequence[str], other: Sequence[str], first: int, second: int) -> str:
-    ours = [line for line in one if line not in other] or ["fewer entries"]
-    theirs = [line for line in other if line not in one] or ["fewer entries"]
+def _difference(first_lines: Sequence[str], other: Sequence[str], first: int, second: int) -> str:
+    ours = [line for line in first_lines if line not in other] or ["fewer entries"]
+    theirs = [line for line in other if line not in first_lines] or ["fewer entries"]
     return f"{ours[0]} on rank {first}, {theirs[0]} on rank {second}"
 
 
@@ -246,8 +246,8 @@ def cause(error: BaseException | None) -> str:
     if error is None or isinstance(error, RankLost):
         return ""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in rank")]
-    said = str(error) if isinstance(error, CscError) else f"{type(error).__name__}: {first_line(error)}"
-    return " ".join([said, *(f"({note})" for note in notes)])
+    text = str(error) if isinstance(error, CscError) else f"{type(error).__name__}: {first_line(error)}"
+    return " ".join([text, *(f"({note})" for note in notes)])
 
 
 def digest(text: str) -> int:
@@ -354,8 +354,8 @@ class Positions:
         """False if the store is gone."""
         assert self._store is not None
         try:
-            told = [standing.place, standing.waits, standing.peer, time.time()]
-            self._store.set(str(self._rank), json.dumps(told))
+            standing_text = [standing.place, standing.waits, standing.peer, time.time()]
+            self._store.set(str(self._rank), json.dumps(standing_text))
         except RuntimeError:
             return False
         return True
@@ -368,27 +368,27 @@ class Positions:
             return ""
         try:
             own = self.now
-            found = {self._rank: own.text(self._rank)}
+            texts = {self._rank: own.text(self._rank)}
             if own.peer is None:
-                found |= self._idle()
+                texts |= self._idle()
             else:
                 peer: int | None = own.peer
-                while peer is not None and peer not in found and len(found) < SHOWN:
+                while peer is not None and peer not in texts and len(texts) < SHOWN:
                     standing = self._of(peer)
-                    found[peer] = standing.text(peer) if standing else f"rank {peer} has not said where it is"
+                    texts[peer] = standing.text(peer) if standing else f"rank {peer} has not said where it is"
                     peer = standing.peer if standing else None
-            return f". Where they stand: {'; '.join(found.values())}"
+            return f". Where they stand: {'; '.join(texts.values())}"
         except RuntimeError:  # the store is gone as well
             return ""
 
     def _idle(self) -> dict[int, str]:
         """Other ranks that wait for nobody."""
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         for rank in range(self._ranks):
             standing = self._of(rank) if rank != self._rank else None
-            if rank != self._rank and len(found) < SHOWN - 1 and (standing is None or not standing.waits):
-                found[rank] = standing.text(rank) if standing else f"rank {rank} has not said where it is"
-        return found
+            if rank != self._rank and len(texts) < SHOWN - 1 and (standing is None or not standing.waits):
+                texts[rank] = standing.text(rank) if standing else f"rank {rank} has not said where it is"
+        return texts
 
     def _of(self, rank: int) -> Standing | None:
         assert self._store is not None
@@ -417,15 +417,15 @@ def _watch(positions: weakref.ref[Positions], done: threading.Event, every: floa
     """Tell a place that the rank has stood at since the last look, and at every look from then on where it is."""
     before, speaks = None, False
     while not done.wait(every):
-        one = positions()
-        if one is None:
+        held_positions = positions()
+        if held_positions is None:
             return
-        now = one.now
+        now = held_positions.now
         speaks = speaks or now == before
-        if speaks and not one.tell(now):
+        if speaks and not held_positions.tell(now):
             return
         before = now
-        del one
+        del held_positions
 
 
 # --- What all ranks do next, agreed on before anything moves between them --------------------------------------------
@@ -463,9 +463,10 @@ class VoteNumbers:
     @classmethod
     def of(cls, row: Sequence[int]) -> VoteNumbers:
         """Of a row (see `agree`)."""
-        kinds = {field.name: type(field.default) for field in fields(StepVote)}
-        step = StepVote(**{name: kind(number) for (name, kind), number in zip(kinds.items(), row[8:], strict=True)})
-        return cls(row[5], as_float(row[6]), step)
+        said: dict[str, Any] = {}
+        for field, number in zip(fields(StepVote), row[8:], strict=True):
+            said[field.name] = bool(number) if isinstance(field.default, bool) else number
+        return cls(row[5], as_float(row[6]), StepVote(**said))
 
 
 class Interrupted(StepFailed):
@@ -483,13 +484,13 @@ def let_go(error: BaseException) -> None:
     """Clear the frames of this room and of torch.distributed that an error went through: they refer to groups, and to
     operations that are under way.
     """
-    found: BaseException | None = error
-    while found is not None:
-        for frame, _ in traceback.walk_tb(found.__traceback__):
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
             if str(frame.f_globals.get("__name__", "")).startswith(("csc.runtime.", "torch.distributed.")):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     frame.clear()
-        found = found.__cause__ or found.__context__
+        cause = cause.__cause__ or cause.__context__
 
 
 class Survives(Protocol):
@@ -695,8 +696,8 @@ class Meeting:
     def leave(self) -> None:
         """Free those who wait for this rank in a meeting."""
         if self._group is not None:
-            own, self._group = [self._group], None
-            destroy(own)
+            groups, self._group = [self._group], None
+            destroy(groups)
 
     def rejoin(self, seconds: float, store: dist.Store) -> None:
         """Ranks that are left meet from now on, in a new default group. All of them call it."""
@@ -741,7 +742,7 @@ class Meeting:
     def _said_by_all(self, operation: str, row: Sequence[int]) -> list[list[int]]:
         number = self.rounds + 1
         try:
-            found: list[list[int]] = self.guarded(lambda: self._gathered(row), operation)
+            rows_found: list[list[int]] = self.guarded(lambda: self._gathered(row), operation)
         except RankLost as lost:
             if self.survival is None or not self.survival.lost(NEWS):
                 raise
@@ -750,15 +751,15 @@ class Meeting:
             known = self.survival.rows(number)
             if known is None:
                 raise _Anew from None
-            found = known
-        self.rounds, self.rows = number, found
-        return found
+            rows_found = known
+        self.rounds, self.rows = number, rows_found
+        return rows_found
 
     def _gathered(self, row: Sequence[int]) -> list[list[int]]:
-        own = torch.tensor(row, dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(found, own, group=self._group)
-        return torch.stack(found).tolist()
+        encoded = torch.tensor(row, dtype=torch.int64)
+        gathered = [torch.empty_like(encoded) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, encoded, group=self._group)
+        return torch.stack(gathered).tolist()
 
     def guarded(self, call: Callable[[], Any], operation: str) -> Any:
         """What all ranks do right after a meeting. If not all leave it the same way, the group breaks: RankLost."""
@@ -773,9 +774,9 @@ class Meeting:
                 raise refused from error
             let_go(error)  # of the group, so that it ends here
             reason = first_line(error)
-            told = self.positions.told() if is_silence(reason) else ""
+            positions_text = self.positions.told() if is_silence(reason) else ""
             lost = RankLost(
-                f"not every rank came to '{operation}' of step {self.step} ({reason}){told}",
+                f"not every rank came to '{operation}' of step {self.step} ({reason}){positions_text}",
                 f"rank {dist.get_rank()}",
                 "Look at the output of the other ranks for the cause (one whose data ended earlier just ends), then "
                 "start again from saved weights",
@@ -795,19 +796,19 @@ class Meeting:
         failed = [rank for rank, word in enumerate(words) if word.cause]
         if failed:
             return self._of_others(operation, words, failed)
-        found = disagreement(operation, words)
-        if found is None:
+        error_found = disagreement(operation, words)
+        if error_found is None:
             self.give_up("the ranks do not agree how many steps there were")
             return RankLost("the ranks do not agree how many steps there were", operation, "Start again")
-        return found
+        return error_found
 
     def _check_middle(self, words: Sequence[VoteTexts]) -> None:
         """RankLost if a rank is still in a step that this one has finished."""
         inside = [rank for rank, word in enumerate(words) if word.operation == MIDDLE]
         if inside:
-            what = f"rank {inside[0]} failed at the end of a step that others finished ({words[inside[0]].cause})"
-            self.give_up(what)
-            raise RankLost(what, f"rank {dist.get_rank()}", "Start again from saved weights")
+            fault = f"rank {inside[0]} failed at the end of a step that others finished ({words[inside[0]].cause})"
+            self.give_up(fault)
+            raise RankLost(fault, f"rank {dist.get_rank()}", "Start again from saved weights")
 
     def _of_others(self, operation: str, words: Sequence[VoteTexts], failed: Sequence[int]) -> StepFailed:
         several = f" (and rank{'s' * (len(failed) > 2)} {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
@@ -854,28 +855,28 @@ def first_makes(make: Callable[[], Files | None], group: dist.ProcessGroup) -> d
     if dist.get_rank() != 0:
         return _received(group)
     try:
-        made = make()
+        files = make()
     except BaseException as error:  # from the keyboard, too: the others would wait for a day
         _send({"error": told(error, "rank 0 failed while it compiled")}, {}, group)
         raise
-    listed = None if made is None else [[name, len(content)] for name, content in made.items()]
-    _send({"files": listed}, made or {}, group)
-    return None if made is None else dict(made)
+    listed = None if files is None else [[name, len(content)] for name, content in files.items()]
+    _send({"files": listed}, files or {}, group)
+    return None if files is None else dict(files)
 
 
 def told(error: BaseException, doing: str) -> list[str]:
     """An error as texts that `heard` makes one of again. doing: a clause, for what is no CscError."""
     if isinstance(error, CscError):
         return [type(error).__name__, error.what, error.where, error.remedy]
-    said = (str(error).strip().splitlines() or [""])[0]
-    return ["CscError", f"{doing}: {type(error).__name__}: {said}", "", "See its own output"]
+    text = (str(error).strip().splitlines() or [""])[0]
+    return ["CscError", f"{doing}: {type(error).__name__}: {text}", "", "See its own output"]
 
 
 def heard(texts: Sequence[str]) -> CscError:
     """The error that another rank has told of."""
-    kind, what, where, remedy = texts
-    found: type[CscError] = getattr(errors, kind, CscError)
-    return found(what, where, remedy)
+    kind, fault, where, remedy = texts
+    error_class: type[CscError] = getattr(errors, kind, CscError)
+    return error_class(fault, where, remedy)
 
 
 def _send(header: Mapping[str, Any], files: Files, group: dist.ProcessGroup) -> None:
@@ -925,9 +926,9 @@ def answering(who: str, doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost(error):
             raise cannot(error, doing, f"rank {dist.get_rank()}") from error
-        said = (str(error).strip().splitlines() or [""])[0][:200]
+        text = (str(error).strip().splitlines() or [""])[0][:200]
         raise RankLost(
-            f"{who} went away while {doing} ({said})",
+            f"{who} went away while {doing} ({text})",
             f"rank {dist.get_rank()}",
             "Look at the output of the others for the cause, then start again",
         ) from error

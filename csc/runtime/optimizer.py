@@ -48,13 +48,13 @@ def check(make: Make, groups: Sequence[Mapping[str, Any]], device: torch.device)
     starts = [torch.randn(shape, generator=generator) for shape in SHAPES]
     gradients = [[_uneven(torch.randn(shape, generator=generator)) for shape in SHAPES] for _ in range(STEPS)]
     with devices.forked(device):  # what it draws is no draw of the user's
-        whole = [starts, *gradients]
-        moved = [_stepped(make, group, whole, device) for group in groups]
+        tensors = [starts, *gradients]
+        moved = [_stepped(make, group, tensors, device) for group in groups]
         for shard in range(SHARDS):
-            cut = [[one.tensor_split(SHARDS)[shard] for one in tensors] for tensors in whole]
+            cut = [[tensor.tensor_split(SHARDS)[shard] for tensor in tensors] for tensors in tensors]
             for group, expected in zip(groups, moved, strict=True):
-                found = _stepped(make, group, cut, device)
-                if not all(map(_same, found, (one.tensor_split(SHARDS)[shard] for one in expected))):
+                stepped = _stepped(make, group, cut, device)
+                if not all(map(_same, stepped, (tensor.tensor_split(SHARDS)[shard] for tensor in expected))):
                     raise InputError(
                         f"{_name(make)} steps a shard of a parameter in another way than the whole: it does not work "
                         "entry by entry",
@@ -73,13 +73,13 @@ def _stepped(
     make: Make, group: Mapping[str, Any], tensors: Sequence[Sequence[torch.Tensor]], device: torch.device
 ) -> list[torch.Tensor]:
     """By how much parameters move. tensors: these, and their gradients of each step."""
-    own = [nn.Parameter(one.clone().to(device)) for one in tensors[0]]
+    parameters = [nn.Parameter(tensor.clone().to(device)) for tensor in tensors[0]]
     try:
-        optimizer = make([{**group, "params": own}] if group else own)
+        optimizer = make([{**group, "params": parameters}] if group else parameters)
         for one in optimizer.param_groups:
             _set_rate(one)
         for gradients in tensors[1:]:
-            for parameter, gradient in zip(own, gradients, strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone().to(device)
             optimizer.step()
     except Exception as error:
@@ -88,7 +88,7 @@ def _stepped(
             "optimizer",
             "use an optimizer that works entry by entry and asks for no closure (AdamW, Adam, SGD, ...)",
         ) from error
-    return [parameter - start.to(device) for parameter, start in zip(own, tensors[0], strict=True)]
+    return [parameter - start.to(device) for parameter, start in zip(parameters, tensors[0], strict=True)]
 
 
 def _set_rate(group: dict[str, Any]) -> None:
@@ -100,9 +100,9 @@ def _set_rate(group: dict[str, Any]) -> None:
         group["lr"] = RATE
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     room = APART * float(expected.abs().max())
-    return bool(((found - expected).abs() <= room).all())
+    return bool(((actual - expected).abs() <= room).all())
 
 
 def _name(make: Make) -> str:
@@ -126,40 +126,42 @@ def make_optimizer(trainer: Trainer, make: Make, parameters: Iterable[Any], **op
             f"{type(make).__name__} makes no optimizer", "optimizer",
             "pass the class and its options: compiled.optimizer(torch.optim.AdamW, lr=1e-4)",
         )  # fmt: skip
-    given = list(parameters)
+    groups = list(parameters)
     if manifest.zero or manifest.mesh.tp > 1:
-        of_groups = [{k: v for k, v in one.items() if k != "params"} for one in given if isinstance(one, Mapping)]
+        of_groups = [
+            {k: v for k, v in group.items() if k != "params"} for group in groups if isinstance(group, Mapping)
+        ]
         check(_named(make, options), _different(of_groups) or [{}], trainer.device)
-    made = make(given, **options)
+    optimizer = make(groups, **options)
     if trainer.own.data is not None:
         data = trainer.own.data
-        _check_own(made, trainer)
-        made.register_step_pre_hook(lambda *_: data.check_current())
-        made.register_step_post_hook(lambda *_: data.stepped())
-        made.register_load_state_dict_pre_hook(_check_state)
-    return made
+        _check_own(optimizer, trainer)
+        optimizer.register_step_pre_hook(lambda *_: data.check_current())
+        optimizer.register_step_post_hook(lambda *_: data.stepped())
+        optimizer.register_load_state_dict_pre_hook(_check_state)
+    return optimizer
 
 
 def _named(make: Make, options: Mapping[str, Any]) -> Make:
-    made = partial(make, **options)
-    made.__name__ = getattr(make, "__name__", type(make).__name__)  # type: ignore[attr-defined]
-    return made
+    named = partial(make, **options)
+    named.__name__ = getattr(make, "__name__", type(make).__name__)  # type: ignore[attr-defined]
+    return named
 
 
 def _different(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for one in groups:
-        if one not in found:
-            found.append(one)
-    return found
+    groups_found: list[dict[str, Any]] = []
+    for group in groups:
+        if group not in groups_found:
+            groups_found.append(group)
+    return groups_found
 
 
-def _check_own(made: torch.optim.Optimizer, trainer: Trainer) -> None:
+def _check_own(optimizer: torch.optim.Optimizer, trainer: Trainer) -> None:
     """Whole parameters would be stepped by no gradient."""
-    own = {id(one) for one in trainer.parameters()}
-    for group in made.param_groups:
+    parameters_here = {id(parameter) for parameter in trainer.parameters()}
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in own and parameter.numel():
+            if id(parameter) not in parameters_here and parameter.numel():
                 raise InputError(
                     f"the optimizer was given a parameter of shape {list(parameter.shape)} that this process does not "
                     f"step: with zero={trainer.program.manifest.zero} a rank steps its shard of each",
@@ -171,8 +173,8 @@ def _check_own(made: torch.optim.Optimizer, trainer: Trainer) -> None:
 def _check_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """A state of other shards would be loaded as it is, and broadcast by the next step."""
     saved = [number for group in state["param_groups"] for number in group["params"]]
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(saved, own):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(saved, parameters):
         for key, value in state["state"].get(number, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
                 raise InputError(
@@ -226,13 +228,13 @@ Unfit = Callable[[str], InputError]
 
 def owned(trainer: Trainer) -> list[SteppedParameter]:
     """What this process steps."""
-    found = []
+    stepped = []
     for spec in trainer.own.trained:
         box = trainer.own.box(spec) or whole_box(spec.shape)
         if trainer.own.data is not None and not trainer.own.data.apart and trainer.own.data.of(spec.name) is not None:
             box = part_in_box(box, *trainer.own.data.shard(spec.name))
-        found.append(SteppedParameter(spec.name, spec, trainer.own.stepped(spec.name), box, trainer.own.counts(spec)))
-    return found
+        stepped.append(SteppedParameter(spec.name, spec, trainer.own.stepped(spec.name), box, trainer.own.counts(spec)))
+    return stepped
 
 
 def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Trainer) -> None:
@@ -245,12 +247,14 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
     file = f"optimizer-{rank + 1:05d}-of-{count:05d}-{int(drawn):08x}.safetensors"
 
     def write() -> tuple[Vote, str]:
-        own = owned(trainer)
-        tensors, told = _placed(listed(optimizer, own), {one.name: one for one in own}, file, rank)
+        parameters = owned(trainer)
+        tensors, index = _placed(
+            listed(optimizer, parameters), {parameter.name: parameter for parameter in parameters}, file, rank
+        )
         if tensors:
             digests = json.dumps({name: digest(tensor) for name, tensor in tensors.items()})
             published(path / file, lambda made: save_file(tensors, made, metadata={weights.DIGESTS: digests}))
-        return NOTHING, json.dumps(told)
+        return NOTHING, json.dumps(index)
 
     try:
         text = meeting.hold("the parts of an optimizer's state", write)
@@ -262,33 +266,33 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
 
     def index() -> tuple[Vote, None]:
         if rank == 0:
-            told = _joined([json.loads(one) for one in texts], weights.identity(path))
-            published(path / INDEX, lambda made: made.write_text(json.dumps(told, indent=1) + "\n"))
-            _clear(path, {one["file"] for found in told["parameters"].values() for one in _parts(found)})
+            index = _joined([json.loads(text) for text in texts], weights.identity(path))
+            published(path / INDEX, lambda made: made.write_text(json.dumps(index, indent=1) + "\n"))
+            _clear(path, {part["file"] for entry in index["parameters"].values() for part in _parts(entry)})
         return NOTHING, None
 
     meeting.hold("the index of an optimizer's state", index)
 
 
 def _placed(
-    told: dict[str, Any], own: Mapping[str, SteppedParameter], file: str, rank: int
+    index: dict[str, Any], parameters: Mapping[str, SteppedParameter], file: str, rank: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of what `listed` tells, and the same with their parts in their place."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, found in told["parameters"].items():
-        for key, value in found["tensors"].items():
+    for name, entry in index["parameters"].items():
+        for key, value in entry["tensors"].items():
             written = f"{name}/{key}/{rank}"
             if value.numel():
                 tensors[written] = value.cpu().contiguous().clone()
-            part: dict[str, Any] = {"file": file, "key": written, "box": own[name].box_of(value)}
-            if value.shape != own[name].parameter.shape:
+            part: dict[str, Any] = {"file": file, "key": written, "box": parameters[name].box_of(value)}
+            if value.shape != parameters[name].parameter.shape:
                 part["apart"] = True  # of another shape than the parameter
-            found["tensors"][key] = [part] if value.numel() else []
-    return tensors, told
+            entry["tensors"][key] = [part] if value.numel() else []
+    return tensors, index
 
 
-def _parts(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [one for parts in found["tensors"].values() for one in parts]
+def _parts(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [part for parts in entry["tensors"].values() for part in parts]
 
 
 def _clear(path: Path, listed: set[str]) -> None:
@@ -303,7 +307,7 @@ def listed(optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) ->
     """Its kind, the options and names of its groups, and of each parameter that this process writes the numbers and
     tensors of its state, by key.
     """
-    of_parameter = {id(one.parameter): one for one in own}
+    of_parameter = {id(parameter.parameter): parameter for parameter in own}
     apart = next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None)
     if apart is not None:
         raise InputError(
@@ -321,32 +325,36 @@ def listed(optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) ->
                 "save",
                 "make it with compiled.optimizer(...), or over compiled.parameters()",
             )
-        groups.append({"names": [one.name for one in members], "options": _options(group)})
-        for one in members:
-            if one.writes and one.parameter in optimizer.state:
-                numbers, tensors = _state_of(one, optimizer.state[one.parameter])
-                parameters[one.name] = {"shape": list(one.spec.shape), "numbers": numbers, "tensors": tensors}
+        groups.append({"names": [parameter.name for parameter in members], "options": _options(group)})
+        for parameter in members:
+            if parameter.writes and parameter.parameter in optimizer.state:
+                numbers, tensors = _state_of(parameter, optimizer.state[parameter.parameter])
+                parameters[parameter.name] = {
+                    "shape": list(parameter.spec.shape),
+                    "numbers": numbers,
+                    "tensors": tensors,
+                }
     return {"kind": type(optimizer).__name__, "groups": groups, "parameters": parameters}
 
 
-def _state_of(one: SteppedParameter, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _state_of(parameter: SteppedParameter, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Numbers, as the index has them, and tensors."""
     numbers: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == one.parameter.shape and value.dim():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.parameter.shape and value.dim():
             tensors[key] = value.detach()
         elif isinstance(value, torch.Tensor) and value.numel() == 1:
             numbers[key] = {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item(),
                             "shape": list(value.shape)}  # fmt: skip
         elif value is None or isinstance(value, (bool, int, float, str)):
             numbers[key] = {"value": value}
-        elif isinstance(value, torch.Tensor) and one.is_whole:
+        elif isinstance(value, torch.Tensor) and parameter.is_whole:
             tensors[key] = value.detach()
         else:
-            what = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            form = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise InputError(
-                f"{key!r} of {one.name!r} is {what}, neither a number nor a tensor of the parameter's entries",
+                f"{key!r} of {parameter.name!r} is {form}, neither a number nor a tensor of the parameter's entries",
                 "save",
                 "save this optimizer's own state_dict() on every rank, and load it with the same mesh",
             )
@@ -355,45 +363,45 @@ def _state_of(one: SteppedParameter, state: Mapping[str, Any]) -> tuple[dict[str
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Of a group, as JSON has them."""
-    found = {}
+    options = {}
     for key, value in group.items():
         if key in ("params", "param_names"):
             continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         try:
-            found[key] = json.loads(json.dumps(value))
+            options[key] = json.loads(json.dumps(value))
         except TypeError:
             raise InputError(
                 f"option {key!r} of a group of parameters is a {type(value).__name__}", "save",
                 "give groups numbers, texts and lists of these",
             ) from None  # fmt: skip
-    return found
+    return options
 
 
-def _joined(told: Sequence[Mapping[str, Any]], identity: str) -> dict[str, Any]:
+def _joined(indices: Sequence[Mapping[str, Any]], identity: str) -> dict[str, Any]:
     """The index, of what all processes tell."""
-    found = joined(told)
-    return {"format": FORMAT, "kind": found["kind"], "weights": identity, **found}
+    index = joined(indices)
+    return {"format": FORMAT, "kind": index["kind"], "weights": identity, **index}
 
 
 def joined(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What all processes have listed, with lists of parts for tensors. InputError if they have other optimizers."""
     groups = [{**group, "names": list[str]()} for group in told[0]["groups"]]
     parameters: dict[str, Any] = {}
-    for one in told:
-        if len(one["groups"]) != len(groups) or one["kind"] != told[0]["kind"]:
+    for index in told:
+        if len(index["groups"]) != len(groups) or index["kind"] != told[0]["kind"]:
             raise InputError(
                 f"ranks have other optimizers: {told[0]['kind']} with {len(groups)} groups of parameters, and "
-                f"{one['kind']} with {len(one['groups'])}",
+                f"{index['kind']} with {len(index['groups'])}",
                 "save",
                 "make the same groups on every rank, empty ones too",
             )
-        for group, theirs in zip(groups, one["groups"]):
+        for group, theirs in zip(groups, index["groups"]):
             group["names"] += [name for name in theirs["names"] if name not in group["names"]]
-        for name, found in one["parameters"].items():
-            known = parameters.setdefault(name, {**found, "tensors": {}})
-            for key, parts in found["tensors"].items():
+        for name, entry in index["parameters"].items():
+            known = parameters.setdefault(name, {**entry, "tensors": {}})
+            for key, parts in entry["tensors"].items():
                 known["tensors"].setdefault(key, []).extend(parts)
     return {"kind": told[0]["kind"], "groups": groups, "parameters": parameters}
 
@@ -427,17 +435,17 @@ def put(optimizer: torch.optim.Optimizer, made: dict[str, Any]) -> None:
                 now[key] = value.to(now[key].device)
 
 
-def _read(path: Path, optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) -> dict[str, Any]:
+def _read(path: Path, optimizer: torch.optim.Optimizer, parameters: Sequence[SteppedParameter]) -> dict[str, Any]:
     """What `load_state_dict` takes."""
     table = _table(path)
-    fits(table, optimizer, lambda what: _unfit(path, what))
+    fits(table, optimizer, lambda fault: _unfit(path, fault))
     if table["weights"] != weights.identity(path):
         raise _unfit(path, "the weights beside it are of another save: a save was cut off, or had no optimizer")
 
-    def assemble(one: SteppedParameter, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        return _assembled(path, one, key, parts)
+    def assemble(parameter: SteppedParameter, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        return _assembled(path, parameter, key, parts)
 
-    return restored(table, optimizer, own, assemble, lambda what: _unfit(path, what))
+    return restored(table, optimizer, parameters, assemble, lambda fault: _unfit(path, fault))
 
 
 def restored(
@@ -450,17 +458,17 @@ def restored(
     """What `load_state_dict` takes, of what was `joined`. assemble: makes this process' entries of a tensor out of what
     stands for it there.
     """
-    of_parameter = {id(one.parameter): one for one in own}
+    of_parameter = {id(stepped.parameter): stepped for stepped in own}
     home = {name: i for i, group in enumerate(table["groups"]) for name in group["names"]}
     state, groups, number = {}, [], 0
     for i, group in enumerate(optimizer.param_groups):
         numbers = []
         for parameter in group["params"]:
-            one = of_parameter.get(id(parameter))
-            if one is not None and home.get(one.name, i) != i:
-                raise unfit(f"{one.name!r} is in group {home[one.name]} there, and in group {i} here")
-            if one is not None and one.name in table["parameters"]:
-                state[number] = _of_one(one, table["parameters"][one.name], assemble, unfit)
+            stepped = of_parameter.get(id(parameter))
+            if stepped is not None and home.get(stepped.name, i) != i:
+                raise unfit(f"{stepped.name!r} is in group {home[stepped.name]} there, and in group {i} here")
+            if stepped is not None and stepped.name in table["parameters"]:
+                state[number] = _of_one(stepped, table["parameters"][stepped.name], assemble, unfit)
             numbers.append(number)
             number += 1
         then = table["groups"][i]["options"]
@@ -480,7 +488,7 @@ def _table(path: Path) -> dict[str, Any]:
     """The index."""
     if not (path / INDEX).is_file():
         raise InputError(f"it has no {INDEX}", str(path), "Save with compiled.save(directory, optimizer=optimizer)")
-    table = read_json(path / INDEX, lambda what: InputError(what, str(path / INDEX), "Take an older checkpoint"))
+    table = read_json(path / INDEX, lambda fault: InputError(fault, str(path / INDEX), "Take an older checkpoint"))
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise _unfit(path, "it is no index of an optimizer's state that this csc reads")
     return table
@@ -495,21 +503,21 @@ def fits(table: Mapping[str, Any], optimizer: torch.optim.Optimizer, unfit: Unfi
         raise unfit(f"it has {len(table['groups'])} groups of parameters, and the optimizer has {count}")
 
 
-def _unfit(path: Path, what: str) -> InputError:
-    return InputError(what, str(path / INDEX), "Make the optimizer as it was made for that save, or begin a new one")
+def _unfit(path: Path, fault: str) -> InputError:
+    return InputError(fault, str(path / INDEX), "Make the optimizer as it was made for that save, or begin a new one")
 
 
-def _of_one(one: SteppedParameter, found: Mapping[str, Any], assemble: Assemble, unfit: Unfit) -> dict[str, Any]:
+def _of_one(parameter: SteppedParameter, entry: Mapping[str, Any], assemble: Assemble, unfit: Unfit) -> dict[str, Any]:
     """The state of what this process steps of a parameter."""
-    if found["shape"] != list(one.spec.shape):
-        raise unfit(f"{one.name!r} is {found['shape']} there, and {list(one.spec.shape)} in the model")
+    if entry["shape"] != list(parameter.spec.shape):
+        raise unfit(f"{parameter.name!r} is {entry['shape']} there, and {list(parameter.spec.shape)} in the model")
     state: dict[str, Any] = {}
-    for key, number in found["numbers"].items():
+    for key, number in entry["numbers"].items():
         dtype = number.get("dtype")
         value = number["value"]
         state[key] = torch.full(number["shape"], value, dtype=getattr(torch, dtype)) if dtype else value
-    for key, parts in found["tensors"].items():
-        state[key] = assemble(one, key, parts)
+    for key, parts in entry["tensors"].items():
+        state[key] = assemble(parameter, key, parts)
     return state
 
 
@@ -521,26 +529,26 @@ def check_whole(one: SteppedParameter, key: str, shape: Sequence[int], unfit: Un
         )
 
 
-def _assembled(path: Path, one: SteppedParameter, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+def _assembled(path: Path, parameter: SteppedParameter, key: str, parts: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     """This process' entries, out of all parts that have some of them."""
-    files = {row["key"]: within(path, row["file"], lambda what: _unfit(path, what)) for row in parts}
-    made: torch.Tensor | None = None
+    files = {row["key"]: within(path, row["file"], lambda fault: _unfit(path, fault)) for row in parts}
+    assembled: torch.Tensor | None = None
     filled = 0
     with weights.Files(files) as opened:
         for row in parts:
             box: Box = tuple(tuple((int(a), int(b)) for a, b in dim) for dim in row["box"])
             if row.get("apart"):
-                check_whole(one, key, opened.header(row["key"]).shape, lambda what: _unfit(path, what))
-                return opened.tensor(row["key"], one.parameter.device)
-            blocks = list(overlap(one.box, box))
-            if not blocks and made is not None:
+                check_whole(parameter, key, opened.header(row["key"]).shape, lambda fault: _unfit(path, fault))
+                return opened.tensor(row["key"], parameter.parameter.device)
+            blocks = list(overlap(parameter.box, box))
+            if not blocks and assembled is not None:
                 continue
             tensor = opened.tensor(row["key"], "cpu") if blocks else opened.header(row["key"])
-            if made is None:
-                made = torch.empty(one.parameter.shape, dtype=tensor.dtype)
-            for here, there in blocks:
-                made[here] = tensor[there]
-                filled += made[here].numel()
-    if made is None or filled != made.numel():
-        raise _unfit(path, f"{key!r} of {one.name!r} is not all there")
-    return made.to(one.parameter.device)
+            if assembled is None:
+                assembled = torch.empty(parameter.parameter.shape, dtype=tensor.dtype)
+            for here, source in blocks:
+                assembled[here] = tensor[source]
+                filled += assembled[here].numel()
+    if assembled is None or filled != assembled.numel():
+        raise _unfit(path, f"{key!r} of {parameter.name!r} is not all there")
+    return assembled.to(parameter.parameter.device)

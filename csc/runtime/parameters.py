@@ -71,7 +71,7 @@ def met_of(mesh: Mesh, rank: int, endpoint: Endpoint, fused: bool = False) -> di
     its sequences. fused: its functions are compiled by Inductor.
     """
     asked = [Group.TENSOR]
-    asked += [one(size) for size in mesh.divisions for one in (Group.copies, Group.division)]
+    asked += [make_group(size) for size in mesh.divisions for make_group in (Group.copies, Group.division)]
     asked += [Group.CONTEXT if size == 1 else Group.sequences(size) for size in sorted({*mesh.own("cp").values()})]
     groups = {meeting(group): mesh.group(group, rank) for group in asked}
     return {
@@ -147,12 +147,12 @@ class Shards:
             given = program.directory / "weights.safetensors"
         tensors = given if isinstance(given, Mapping) else weights.read(given, specs, self._device)
         weights.check(specs, tensors)
-        found, empty = {}, set()
+        parameters, empty = {}, set()
         for spec in specs:
             tensor, box = tensors[spec.name], self.box(spec)
             before = kept.get(spec.name)
             if before is not None and box == before.box:
-                found[spec.name] = before.parameter
+                parameters[spec.name] = before.parameter
                 self._sources[spec.name] = before.source
                 continue
             if box is not None:
@@ -165,8 +165,8 @@ class Shards:
                 tensor = cut(tensor.detach(), box)
             if not isinstance(tensor, nn.Parameter) or tensor.device != self._device:
                 tensor = nn.Parameter(tensor.detach().to(self._device), requires_grad=spec.trainable)
-            found[spec.name] = tensor
-        return found, empty
+            parameters[spec.name] = tensor
+        return parameters, empty
 
     def kept(self, spec: ParameterSpec, parameter: nn.Parameter) -> Kept | None:
         """Of a parameter that this process has a box of."""
@@ -176,7 +176,7 @@ class Shards:
     def check_sources(self, where: str) -> None:
         """Others would train the weights that were written; the boxes are copies, which do not have them."""
         sources = self._sources.values()
-        same = read(one.sample for one in sources) == b"".join(one.entries for one in sources)
+        same = read(source.sample for source in sources) == b"".join(source.entries for source in sources)
         for name, source in self._sources.items():
             if source.tensor._version != source.version or not (same or read([source.sample]) == source.entries):
                 raise InputError(
@@ -187,7 +187,7 @@ class Shards:
     @property
     def sources(self) -> dict[str, torch.Tensor]:
         """The whole tensors that boxes of this process were cut from, of those that have values."""
-        return {name: one.tensor for name, one in self._sources.items() if not one.tensor.is_meta}
+        return {name: source.tensor for name, source in self._sources.items() if not source.tensor.is_meta}
 
     def put_back(self, spec: ParameterSpec) -> None:
         """To call where the source of a box was given what all ranks have trained."""
@@ -205,9 +205,9 @@ class Shards:
             return self._from(holders[0][0], own, spec.shape, spec.dtype)
         found = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         for group in holders:
-            whole = spec.boxes[self._mesh.shard(group[0])] if spec.boxes else whole_box(spec.shape)
+            whole_of_group = spec.boxes[self._mesh.shard(group[0])] if spec.boxes else whole_box(spec.shape)
             sources = self._mesh.group(Group.DATA, group[0])
-            for source, box in zip(sources, self._boxes(spec, whole)):
+            for source, box in zip(sources, self._boxes(spec, whole_of_group)):
                 if 0 in sizes(box):
                     continue
                 mine = own if own is not None and box == self.box(spec) else None
@@ -292,8 +292,8 @@ class DataShards:
 
     def of(self, name: str) -> nn.Parameter | None:
         """What this process steps of a parameter; None if it is none of these."""
-        found = self._held.get(name)
-        return None if found is None else found.parameter
+        shard = self._held.get(name)
+        return None if shard is None else shard.parameter
 
     def shard(self, name: str) -> Shard:
         """What this rank holds of a parameter."""
@@ -364,21 +364,21 @@ class DataShards:
         del firsts[self._shard_of[self._index]]
         for number, held in enumerate(self._buckets()):
             why = f"parameters over {' and '.join(Group.DATA.along)}, bucket {number}"
-            sizes = [sum(self._seen(one, place).numel() for one in held) for place in range(len(self.ranks))]
+            sizes = [sum(self._seen(spec, place).numel() for spec in held) for place in range(len(self.ranks))]
             flat = held[0].whole.new_zeros(max(sizes))
-            own = [one.parameter.reshape(-1) for one in held]
-            torch.cat(own, out=flat[: sizes[self._index]])
+            flats = [spec.parameter.reshape(-1) for spec in held]
+            torch.cat(flats, out=flat[: sizes[self._index]])
             parts = transport.gathered(flat, self.ranks, why) if firsts else []
             for place in firsts.values():
                 self._put(held, place, parts[place])
         self.stale = False
 
     def _put(self, held: list[Stepped], place: int, flat: torch.Tensor) -> None:
-        at = 0
-        for one in held:
-            target = self._seen(one, place)
-            target.copy_(flat[at : at + target.numel()].view(target.shape))
-            at += target.numel()
+        offset = 0
+        for spec in held:
+            target = self._seen(spec, place)
+            target.copy_(flat[offset : offset + target.numel()].view(target.shape))
+            offset += target.numel()
 
     def _seen(self, held: Stepped, place: int) -> torch.Tensor:
         """What the rank at a place of the group steps, in the memory of the whole parameter."""
@@ -470,9 +470,9 @@ class OwnParameters:
         """Of the parameters of a program for other decisions of the model. InputError if ranks of several processes
         would have to train a parameter that they did not have before. All ranks call it.
         """
-        own = {spec.name: spec for spec in self.specs}
-        new = [spec for spec in other.specs if spec.name not in own]
-        moved = [spec for spec in other.specs if spec.name in own and spec.ranks != own[spec.name].ranks]
+        known = {spec.name: spec for spec in self.specs}
+        new = [spec for spec in other.specs if spec.name not in known]
+        moved = [spec for spec in other.specs if spec.name in known and spec.ranks != known[spec.name].ranks]
         trained = [spec for spec in (*new, *moved) if spec.trainable]
         if not isinstance(self._transport, InProcess):
             everywhere = self._transport.meeting.total("other decisions", lambda: float(len(trained)))
@@ -492,7 +492,7 @@ class OwnParameters:
             )
         self.specs = [*self.specs, *new]
         self.values = {**self.values, **{spec.name: other.values[spec.name] for spec in new}}
-        self._empty = self._empty | (other._empty - own.keys())
+        self._empty = self._empty | (other._empty - known.keys())
         if self.data is not None:
             self.data.add(new, self.values)
 
@@ -555,8 +555,8 @@ class OwnParameters:
         first, mesh = self._first, self._manifest.mesh
         if self.data is not None and self.data.of(spec.name) is not None:
             position, part = mesh.coordinates(first).pp, mesh.shard(first)
-            one = mesh.shard(mesh.group(spec.equal, first)[0])  # of those that hold the same
-            return (position, part) == (spec.owner, one) and self.data.counts
+            shard = mesh.shard(mesh.group(spec.equal, first)[0])  # of those that hold the same
+            return (position, part) == (spec.owner, shard) and self.data.counts
         return mesh.group(spec.equal, first, spec.ranks)[0] in self._transport.ranks
 
     @property
@@ -567,9 +567,9 @@ class OwnParameters:
     @property
     def shards(self) -> Mapping[str, Kept]:
         """Those of which it keeps a part for itself, with what that is; without those that have no values."""
-        own = [spec for spec in self.specs if spec.name not in self._empty]
-        found = {spec.name: self.parts.kept(spec, self.values[spec.name]) for spec in own}
-        return {name: kept for name, kept in found.items() if kept is not None}
+        specs = [spec for spec in self.specs if spec.name not in self._empty]
+        kept_shards = {spec.name: self.parts.kept(spec, self.values[spec.name]) for spec in specs}
+        return {name: kept for name, kept in kept_shards.items() if kept is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters, frozen ones too, detached, under the model's names; of those that data-parallel
@@ -726,7 +726,7 @@ class OwnParameters:
             return float(secrets.randbits(32)) if self._first == 0 else 0.0
 
         def shards() -> tuple[Vote, None]:
-            for position in own:
+            for position in positions:
                 weights.write(directory, manifest, position, state, format, save)
             return NOTHING, None
 
@@ -735,17 +735,17 @@ class OwnParameters:
                 weights.write_index(directory, manifest, format, save)
             return NOTHING, None
 
-        own = [mesh.coordinates(rank).pp for rank in ranks if rank == mesh.group(Group.POSITION, rank)[0]]
+        positions = [mesh.coordinates(rank).pp for rank in ranks if rank == mesh.group(Group.POSITION, rank)[0]]
         state = self._held_now
         for spec in manifest.parameters:  # all ranks have their part in each that is divided
             if self.parts.in_parts(spec):
                 whole = self._whole(spec, state.get(spec.name), "save")
-                state |= {spec.name: whole.cpu()} if spec.owner in own else {}
+                state |= {spec.name: whole.cpu()} if spec.owner in positions else {}
         save = f"{int(meeting.total('save', name)):08x}"
         try:
             meeting.hold("the shards of what is saved", shards)
         except BaseException:
-            for position in own:
+            for position in positions:
                 weights.discard(directory, manifest, position, save)
             raise
         meeting.hold("the index of what is saved", index)
@@ -753,10 +753,10 @@ class OwnParameters:
 
 def refuse_elsewhere(values: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """InputError if a parameter lies on another device of this machine than the one that this process works on."""
-    for name, one in values.items():
-        if one.device.type == device.type and one.device.index != device.index:
+    for name, value in values.items():
+        if value.device.type == device.type and value.device.index != device.index:
             raise InputError(
-                f"parameter {name!r} is on {one.device}, and this process works on {device}", "compile",
+                f"parameter {name!r} is on {value.device}, and this process works on {device}", "compile",
                 f"make each process' model on its own device, which LOCAL_RANK tells: model.to('{device}')",
             )  # fmt: skip
 
@@ -785,22 +785,22 @@ def taken(sums: Sums, weights: Mapping[str, nn.Parameter], shards: Shards, kept:
     the parameters that the process holds. kept: other tensors that outlive the step; a model's own backward may give
     such a tensor as a gradient.
     """
-    found: list[Taken] = []
+    gradients: list[Taken] = []
     done: set[tuple[str, Box]] = set()
-    there = [gradient for _, own in sums for gradient in own.buffers.values()]
-    memory = Counter([one.untyped_storage().data_ptr() for one in (*there, *weights.values(), *kept)])
-    del there
-    for rank, own in sums:
-        for name in list(own.buffers):
-            gradient = own.buffers.pop(name)
+    buffers = [gradient for _, stage_sums in sums for gradient in stage_sums.buffers.values()]
+    memory = Counter([tensor.untyped_storage().data_ptr() for tensor in (*buffers, *weights.values(), *kept)])
+    del buffers
+    for rank, stage_sums in sums:
+        for name in list(stage_sums.buffers):
+            gradient = stage_sums.buffers.pop(name)
             held = sys.getrefcount(gradient)  # here, not in a function: calls hold arguments once or twice
-            boxes = own.specs[name].boxes
+            boxes = stage_sums.specs[name].boxes
             box = boxes[rank.tp_rank] if shards.divides(boxes) else ()
             if (name, box) not in done:
                 done.add((name, box))
-                is_own = name in own.own or (held <= ALONE and _is_free(gradient, memory))
-                found.append(Taken(name, gradient, box, is_own))
-    return found
+                is_own = name in stage_sums.own or (held <= ALONE and _is_free(gradient, memory))
+                gradients.append(Taken(name, gradient, box, is_own))
+    return gradients
 
 
 def receive(
@@ -809,9 +809,9 @@ def receive(
 ) -> None:  # fmt: skip
     """given: of `taken`. specs: of the parameters that the process holds."""
     wholes: dict[str, torch.Tensor] = {}  # of shards that ranks of this process have
-    for one in given:
-        _receive(one, weights, data, wholes)
-    if any(own.shards for _, own in sums):
+    for item in given:
+        _receive(item, weights, data, wholes)
+    if any(stage_sums.shards for _, stage_sums in sums):
         _receive_shards(sums, specs, weights, data, wholes)
     for name, gradient in wholes.items():
         before = weights[name].grad
@@ -819,19 +819,19 @@ def receive(
 
 
 def _receive(
-    one: Taken, weights: Mapping[str, nn.Parameter], data: DataShards | None, wholes: dict[str, torch.Tensor]
+    item: Taken, weights: Mapping[str, nn.Parameter], data: DataShards | None, wholes: dict[str, torch.Tensor]
 ) -> None:  # fmt: skip
-    parameter = weights[one.name]
-    if one.box:
-        put(wholes.setdefault(one.name, torch.empty_like(parameter)), one.box, one.gradient)
-    elif data is not None and data.of(one.name) is not None:
-        data.take(one.name, one.gradient)
+    parameter = weights[item.name]
+    if item.box:
+        put(wholes.setdefault(item.name, torch.empty_like(parameter)), item.box, item.gradient)
+    elif data is not None and data.of(item.name) is not None:
+        data.take(item.name, item.gradient)
     elif parameter.grad is not None:
-        parameter.grad.add_(one.gradient)
-    elif one.is_own:
-        parameter.grad = one.gradient
+        parameter.grad.add_(item.gradient)
+    elif item.is_own:
+        parameter.grad = item.gradient
     else:  # shares memory with another gradient, or with what is read again
-        parameter.grad = one.gradient.clone(memory_format=torch.contiguous_format)
+        parameter.grad = item.gradient.clone(memory_format=torch.contiguous_format)
 
 
 def _receive_shards(
@@ -839,13 +839,13 @@ def _receive_shards(
     wholes: dict[str, torch.Tensor],
 ) -> None:  # fmt: skip
     of_name = {spec.name: spec for spec in specs}
-    for rank, own in sums:
-        for name, gradient in own.shards.items():
+    for rank, stage_sums in sums:
+        for name, gradient in stage_sums.shards.items():
             if data is not None:
                 data.take_shard(name, gradient)
             else:
-                whole = wholes.setdefault(name, torch.empty_like(weights[name]))
-                put(whole, _entries(rank, of_name[name]), gradient)
+                buffer = wholes.setdefault(name, torch.empty_like(weights[name]))
+                put(buffer, _entries(rank, of_name[name]), gradient)
 
 
 def _entries(rank: Rank, spec: ParameterSpec) -> Box:

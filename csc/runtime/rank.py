@@ -99,17 +99,17 @@ def repeated(actions: Sequence[Action], replicas: int) -> tuple[Action, ...]:
     if replicas == 1:
         return tuple(actions)
     return tuple(
-        one if one.microbatch < 0 else one._replace(microbatch=one.microbatch * replicas + replica)
+        action if action.microbatch < 0 else action._replace(microbatch=action.microbatch * replicas + replica)
         for turn in _turns(actions)
         for replica in range(replicas if turn[0].microbatch >= 0 else 1)
-        for one in turn
+        for action in turn
     )
 
 
 def _turns(actions: Sequence[Action]) -> Iterator[list[Action]]:
     turn: list[Action] = []
     for action in actions:
-        computed = any(one.computes for one in turn)
+        computed = any(action.computes for action in turn)
         if turn and (action.microbatch != turn[0].microbatch or (computed and action.kind != "SEND")):
             yield turn
             turn = []
@@ -190,10 +190,10 @@ class Rank:
     def group(self, what: Group, positions: Sequence[int] | None = None) -> tuple[int, ...]:
         """As `Mesh.group`, of this rank."""
         key = what, None if positions is None else tuple(positions)
-        found = self._groups.get(key)
-        if found is None:
-            found = self._groups[key] = self.program.manifest.mesh.group(what, self.rank, positions)
-        return found
+        members = self._groups.get(key)
+        if members is None:
+            members = self._groups[key] = self.program.manifest.mesh.group(what, self.rank, positions)
+        return members
 
     def sharing(self, spec: ContextSpec) -> tuple[int, ...]:
         """The ranks among which a component's tokens are, itself included."""

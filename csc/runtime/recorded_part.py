@@ -37,7 +37,7 @@ class FixedPlaces:
         """Copy them here. ValueError if there are more, fewer, or others."""
         for place, tensor in zip(self.tensors, tensors, strict=True):
             if place.shape != tensor.shape or place.dtype != tensor.dtype:
-                came, was = ([one.dtype, list(one.shape)] for one in (tensor, place))
+                came, was = ([tensor.dtype, list(tensor.shape)] for tensor in (tensor, place))
                 raise ValueError(f"{came} came where {was} was recorded")
             thin(place).copy_(thin(tensor))
 
@@ -59,16 +59,16 @@ def _rebuilt(nested: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(nested, torch.Tensor):
         return next(tensors).detach()
     if isinstance(nested, dict):
-        return {name: _rebuilt(one, tensors) for name, one in nested.items()}
+        return {name: _rebuilt(value, tensors) for name, value in nested.items()}
     if isinstance(nested, (tuple, list)):
-        return type(nested)(_rebuilt(one, tensors) for one in nested)
+        return type(nested)(_rebuilt(item, tensors) for item in nested)
     return nested
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _alike(left: torch.Tensor, other: torch.Tensor) -> bool:
     """The stride of a dimension with one place means nothing."""
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device and all(
-        a == b or size == 1 for a, b, size in zip(one.stride(), other.stride(), one.shape)
+    return left.shape == other.shape and left.dtype == other.dtype and left.device == other.device and all(
+        a == b or size == 1 for a, b, size in zip(left.stride(), other.stride(), left.shape)
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def tensors_in(nested: Any) -> list[torch.Tensor]:
         return []
     if isinstance(nested, (tuple, list, dict)):
         several = nested.values() if isinstance(nested, dict) else nested
-        return [tensor for one in several for tensor in tensors_in(one)]
+        return [tensor for value in several for tensor in tensors_in(value)]
     raise UnfitError(f"it keeps a {type(nested).__name__}, which is no tensor")
 
 
@@ -103,9 +103,9 @@ def _fresh(nested: Any, views: dict[int, torch.Tensor]) -> Any:
     if isinstance(nested, torch.Tensor):
         return views.setdefault(id(nested), nested.detach())
     if isinstance(nested, dict):
-        return {name: _fresh(one, views) for name, one in nested.items()}
+        return {name: _fresh(value, views) for name, value in nested.items()}
     if isinstance(nested, (tuple, list)):
-        return type(nested)(_fresh(one, views) for one in nested)
+        return type(nested)(_fresh(item, views) for item in nested)
     return nested
 
 
@@ -132,9 +132,9 @@ class GraphWeights:
     """
 
     def __init__(self, specs: Iterable[ParameterSpec], given: Tensors, copies: dict[str, FixedPlaces]) -> None:
-        there = [spec for spec in specs if spec.name in given]
-        self._moving = [spec.name for spec in there if spec.compute not in (None, spec.dtype)]
-        self._lasting = [spec.name for spec in there if spec.compute in (None, spec.dtype)]
+        present = [spec for spec in specs if spec.name in given]
+        self._moving = [spec.name for spec in present if spec.compute not in (None, spec.dtype)]
+        self._lasting = [spec.name for spec in present if spec.compute in (None, spec.dtype)]
         self._places = {name: copies.setdefault(name, FixedPlaces([given[name]])) for name in self._moving}
         self.values = {name: given[name] for name in self._lasting}
         self.values |= {name: place.tensors[0] for name, place in self._places.items()}
@@ -160,9 +160,9 @@ class GraphWeights:
         return True
 
 
-def _memory(one: torch.Tensor) -> tuple[Any, ...]:
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal where two lie in the same memory in the same way."""
-    return one.data_ptr(), one.stride(), one.shape, one.dtype, one.device
+    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype, tensor.device
 
 
 # --- One part of a stage's work (F, B, W or BW) as a device records it once and launches it again --------------------
@@ -200,7 +200,7 @@ class LeavingPlaces:
     def of(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         """A place for each: dense ones."""
         count: Counter[Layout] = Counter()
-        found = []
+        places = []
         for layout in layouts:
             key = layout, count[layout]
             count[layout] += 1
@@ -208,8 +208,8 @@ class LeavingPlaces:
                 size, stride, dtype = layout
                 like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
                 self._places[key] = torch.empty_like(like, device=self._device)
-            found.append(self._places[key])
-        return found
+            places.append(self._places[key])
+        return places
 
 
 class RecordedPart:
@@ -258,12 +258,12 @@ def only_fit(device: torch.device) -> Any:
 
     class OnlyFit(TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-            why = unfit(operator, given, device)
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            why = unfit(operator, tensors, device)
             if not why:
                 results = operator(*args, **(kwargs or {}))
-                made = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
-                if any(one.device != device for one in made):
+                results_made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+                if any(tensor.device != device for tensor in results_made):
                     why = f"{operator._schema.name}: it makes tensors of another device than {device}"
             if why:
                 raise UnfitError(why)
@@ -304,8 +304,8 @@ class Asked:
 
 def table(forward: Forward, name: str) -> Callable[..., Any]:
     """A function of layers/tables.py."""
-    found: Callable[..., Any] = getattr(_tables_of(forward), name)
-    return found
+    function: Callable[..., Any] = getattr(_tables_of(forward), name)
+    return function
 
 
 def handed(forward: Forward, tables: Mapping[str, tuple[torch.Tensor, ...]]) -> Forward:
@@ -326,10 +326,10 @@ def _with(forward: Forward, make: Callable[[str], tuple[torch.Tensor, ...]]) -> 
     if LAYERS not in _globals(forward):
         return forward
     assert isinstance(forward, FunctionType)
-    own = {**forward.__globals__, LAYERS: _Layers(forward.__globals__[LAYERS], make)}
-    made = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    names = {**forward.__globals__, LAYERS: _Layers(forward.__globals__[LAYERS], make)}
+    function = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    function.__kwdefaults__ = forward.__kwdefaults__
+    return function
 
 
 class _Layers:

@@ -313,14 +313,22 @@ class Manifest:
         """Of which stages data-parallel ranks divide the parameters, so that GATHER makes them whole."""
         if self.zero < 3:
             return [False] * len(self.stages)
-        having, mesh = {stage for one in self.parameters if one.shape for stage in one.stages}, self.mesh
+        having, mesh = (
+            {stage for parameter in self.parameters if parameter.shape for stage in parameter.stages},
+            self.mesh,
+        )
         return [mesh.extent(stage.rank).replicas * mesh.cp > 1 and stage.stage in having for stage in self.stages]
 
     @cached_property
     def flops(self) -> float:
         """What the ranks of a replica spend on a microbatch, as the plan counts it; asked in every step."""
         of_stages = zip(self.stages, self.plan.get("flops") or ())
-        return float(sum(len(self.mesh.group(Group.LAYER, 0, [stage.rank])) * sum(own) for stage, own in of_stages))
+        return float(
+            sum(
+                len(self.mesh.group(Group.LAYER, 0, [stage.rank])) * sum(flops_of_stage)
+                for stage, flops_of_stage in of_stages
+            )
+        )
 
     @property
     def loss_rank(self) -> int:
@@ -340,16 +348,16 @@ def read(value: Any, shape: Sequence[int], ranks: int, divisions: Sequence[int])
     `divisions`.
     """
     try:
-        found = tuple(
+        boxes = tuple(
             tuple(tuple((int(start), int(stop)) for start, stop in dim) for dim in box) for box in value
         )  # fmt: skip
     except (TypeError, ValueError):
         raise ValueError("lists no boxes") from None
-    if len(found) != ranks or any(len(box) != len(shape) for box in found):
+    if len(boxes) != ranks or any(len(box) != len(shape) for box in boxes):
         raise ValueError(f"should list {ranks} boxes in {len(shape)} dimensions")
-    if len({sizes(box) for box in found}) > 1:
+    if len({sizes(box) for box in boxes}) > 1:
         raise ValueError("has boxes of different sizes")
-    apart = next((found[:size] for size in divisions if found[:size] * (ranks // size) == found), found)
+    apart = next((boxes[:size] for size in divisions if boxes[:size] * (ranks // size) == boxes), boxes)
     for dim, size in enumerate(shape):
         held = [box[dim] for box in apart]
         stretches = sorted(stretch for one in held for stretch in one) if len(set(held)) > 1 else held[0]
@@ -357,7 +365,7 @@ def read(value: Any, shape: Sequence[int], ranks: int, divisions: Sequence[int])
             raise ValueError(f"has boxes that are not together all of dimension {dim}")
     if sum(len({box[dim] for box in apart}) > 1 for dim in range(len(shape))) != 1:
         raise ValueError("has boxes that differ in more than one dimension, or in none")
-    return found
+    return boxes
 
 
 def sizes(box: Box) -> tuple[int, ...]:
@@ -368,15 +376,15 @@ def sizes(box: Box) -> tuple[int, ...]:
 def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
     """Contiguous, with memory of its own."""
     shard = whole.new_empty(sizes(box))
-    for there, here in _places(box):
-        shard[here] = whole[there]
+    for outer, here in _places(box):
+        shard[here] = whole[outer]
     return shard
 
 
 def put(whole: torch.Tensor, box: Box, shard: torch.Tensor) -> None:
     """Write a shard to its box."""
-    for there, here in _places(box):
-        whole[there] = shard[here]
+    for outer, here in _places(box):
+        whole[outer] = shard[here]
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -386,12 +394,12 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 def part_in_box(box: Box, dimension: int, start: int, stop: int) -> Box:
     """What the entries from start to stop of a dimension of a box' shard are in the whole."""
-    kept, at = [], 0
+    kept, start_in_box = [], 0
     for low, high in box[dimension]:
-        first, last = max(start - at, 0), min(stop - at, high - low)
+        first, last = max(start - start_in_box, 0), min(stop - start_in_box, high - low)
         if first < last:
             kept.append((low + first, low + last))
-        at += high - low
+        start_in_box += high - low
     return (*box[:dimension], tuple(kept), *box[dimension + 1 :])
 
 
@@ -399,20 +407,20 @@ def overlap(one: Box, other: Box) -> Iterator[tuple[tuple[slice, ...], tuple[sli
     """Each block of entries that two boxes have in common, in the shard of either."""
     common = [list(_common(ours, theirs)) for ours, theirs in zip(one, other, strict=True)]
     for block in product(*common):
-        yield tuple(here for here, _ in block), tuple(there for _, there in block)
+        yield tuple(here for here, _ in block), tuple(theirs for _, theirs in block)
 
 
 def _common(ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, slice]]:
-    at = 0
+    start_here = 0
     for low, high in ours:
-        there = 0
+        start_there = 0
         for start, stop in theirs:
             first, last = max(low, start), min(high, stop)
             if first < last:
-                here = at + first - low
-                yield slice(here, here + last - first), slice(there + first - start, there + last - start)
-            there += stop - start
-        at += high - low
+                here = start_here + first - low
+                yield slice(here, here + last - first), slice(start_there + first - start, start_there + last - start)
+            start_there += stop - start
+        start_here += high - low
 
 
 def _places(box: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -421,8 +429,8 @@ def _places(box: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     for dim in box:
         starts = accumulate((stop - start for start, stop in dim), initial=0)
         of_dim.append([(slice(a, b), slice(start, start + b - a)) for (a, b), start in zip(dim, starts)])
-    for one in product(*of_dim):
-        yield tuple(there for there, _ in one), tuple(here for _, here in one)
+    for pairs in product(*of_dim):
+        yield tuple(outer for outer, _ in pairs), tuple(here for _, here in pairs)
 
 
 # --- A JSON object read field by field -------------------------------------------------------------------------------
@@ -493,8 +501,8 @@ class Fields:
         key is absent.
         """
         value = self.get(key, dict, {})
-        found = Fields(value, f"{self.where}, {key}")
-        return (found.get("count", int), found.get("ignored", int), found.get("first", int)) if value else None
+        fields = Fields(value, f"{self.where}, {key}")
+        return (fields.get("count", int), fields.get("ignored", int), fields.get("first", int)) if value else None
 
     def number(self, key: str) -> float:
         """From 0 on."""
@@ -524,8 +532,8 @@ def short(value: Any) -> str:
     """A value as an error shows it: one may be nested deeply, or have many digits."""
     if isinstance(value, int) and abs(value) >= LARGEST:
         return f"a number of {value.bit_length()} bits"
-    if isinstance(value, list) and all(isinstance(one, (int, str)) for one in value[:8]):
-        return f"[{', '.join(short(one) for one in value[:8])}{', ...' if len(value) > 8 else ''}]"
+    if isinstance(value, list) and all(isinstance(item, (int, str)) for item in value[:8]):
+        return f"[{', '.join(short(item) for item in value[:8])}{', ...' if len(value) > 8 else ''}]"
     return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else f"{value!r:.60}"
 
 
@@ -560,11 +568,11 @@ def manifest(table: Any, where: str) -> Manifest:
     parameters = tuple(_parameter(row, stages, mesh) for row in top.rows("parameters"))
     constants = tuple(ConstantSpec(r.get("name", str), r.stages("stages", len(stages))) for r in top.rows("constants"))
     messages = tuple(_message(row, len(stages)) for row in top.rows("messages"))
-    _once("inputs", [one.name for one in inputs], where)
-    _once("parameters", [one.name for one in parameters], where)
-    _once("constants", [one.name for one in constants], where)
-    _once("messages", [one.channel for one in messages], where)
-    known = {one.name for one in inputs} | top.get("fixed", dict, {}).keys()
+    _once("inputs", [item.name for item in inputs], where)
+    _once("parameters", [parameter.name for parameter in parameters], where)
+    _once("constants", [constant.name for constant in constants], where)
+    _once("messages", [message.channel for message in messages], where)
+    known = {item.name for item in inputs} | top.get("fixed", dict, {}).keys()
     for stage in stages:
         unknown = set(stage.inputs) - known
         if unknown:
@@ -615,8 +623,8 @@ def _zero(top: Fields) -> int:
 def _check_stages(stages: Sequence[StageSpec], mesh: Mesh, files: int, where: str) -> None:
     """Each rank of the mesh has a file and a stage, and stages are in order."""
     if mesh.pp > len(stages) or mesh.size > files:
-        what = f"mesh {mesh} has {short(mesh.size)} ranks, and it lists {len(stages)} stages and {files} files"
-        raise ProgramError(what, where, REMEDY)
+        fault = f"mesh {mesh} has {short(mesh.size)} ranks, and it lists {len(stages)} stages and {files} files"
+        raise ProgramError(fault, where, REMEDY)
     if [s.stage for s in stages] != list(range(len(stages))):
         raise ProgramError(f"it lists stages {[s.stage for s in stages]}, not in order from 0", where, REMEDY)
     idle = set(range(mesh.pp)) - {s.rank for s in stages}
@@ -679,18 +687,18 @@ def _features(top: Fields) -> FeatureSpec | None:
     values, named = row.rows("values"), row.get("parameters", dict)
     dtypes = Fields(named, f"{row.where}, parameters")
     return FeatureSpec(
-        tuple(one.get("entry", str) for one in values),
-        tuple(_value(one) for one in values),
+        tuple(entry.get("entry", str) for entry in values),
+        tuple(_value(entry) for entry in values),
         row.names("inputs"),
         row.names("constants"),
         {name: dtypes.dtype(name) for name in named},
     )
 
 
-def _once(what: str, names: Sequence[Any], where: str) -> None:
+def _once(kind: str, names: Sequence[Any], where: str) -> None:
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise ProgramError(f"it lists {twice!r} twice among its {what}", where, REMEDY)
+        raise ProgramError(f"it lists {twice!r} twice among its {kind}", where, REMEDY)
 
 
 def _device(top: Fields) -> str:
@@ -704,16 +712,16 @@ def _device(top: Fields) -> str:
 
 def _contexts(top: Fields, mesh: Mesh, stages: tuple[StageSpec, ...]) -> tuple[ContextSpec, ...]:
     rows = top.rows("context") if mesh.cp > 1 else top.rows("context", [])
-    found = tuple(_context(row, mesh) for row in rows)
-    names = [one.component for one in found]
+    contexts = tuple(_context(row, mesh) for row in rows)
+    names = [context.component for context in contexts]
     if len(set(names)) < len(names):
         raise ProgramError(f"field 'context' lists {', '.join(names)}: a component twice", top.where, REMEDY)
     for stage in stages:
         unknown = set(stage.contexts) - set(names)
         if unknown:
-            what = f"stage {stage.stage} asks for the tokens of {min(unknown)!r}, which 'context' does not list"
-            raise ProgramError(what, top.where, REMEDY)
-    return found
+            fault = f"stage {stage.stage} asks for the tokens of {min(unknown)!r}, which 'context' does not list"
+            raise ProgramError(fault, top.where, REMEDY)
+    return contexts
 
 
 def _context(row: Fields, mesh: Mesh) -> ContextSpec:
@@ -751,8 +759,8 @@ def _parameter(row: Fields, stages: tuple[StageSpec, ...], mesh: Mesh) -> Parame
     over = () if not divided else places(["tp"]) if len(set(divided)) == len(divided) else ("division",)
     weight = _placement(row, "weight", ("equal",), over, mesh)
     if over == ("division",) and weight.size != len(set(divided)):
-        what = f"field 'weight' has groups of {weight.size}, and {len(set(divided))} ranks divide it"
-        raise ProgramError(what, row.where, REMEDY)
+        fault = f"field 'weight' has groups of {weight.size}, and {len(set(divided))} ranks divide it"
+        raise ProgramError(fault, row.where, REMEDY)
     return ParameterSpec(
         row.get("name", str),
         row.sizes("shape"),
@@ -784,22 +792,24 @@ def _placement(row: Fields, key: str, known: tuple[str, ...], divided: tuple[str
     axis, or no shard over one along which boxes differ: then ranks with one parameter would train it apart.
     """
     try:
-        found = Placement.of(row.get(key, dict))
+        placement = Placement.of(row.get(key, dict))
     except CscError as error:
         raise ProgramError(error.what, f"{row.where}, {key}", error.remedy) from None
-    if found.size and found.size not in mesh.divisions:
-        raise ProgramError(f"field {key!r} has groups of {found.size}, and the mesh none of these", row.where, REMEDY)
+    if placement.size and placement.size not in mesh.divisions:
+        raise ProgramError(
+            f"field {key!r} has groups of {placement.size}, and the mesh none of these", row.where, REMEDY
+        )
     (most,) = mesh.sizes(Group.TENSOR)
     for axis in places(Group.POSITION.along):
-        within = {"copies": most // (found.size or most), "division": found.size or most}
-        over, size = found.over(axis), within[axis] if axis in within else getattr(mesh, axis)
+        within = {"copies": most // (placement.size or most), "division": placement.size or most}
+        over, size = placement.over(axis), within[axis] if axis in within else getattr(mesh, axis)
         named = "tp" if axis in within and not mesh.divisions else axis
         expected = ("shard",) if axis in divided else known
         if (over or size > 1) and over not in expected:
-            said = f"{over} over {named}" if over else f"nothing over {named}, whose size is {size}"
-            what = f"field {key!r} says {said}: this runtime knows {' and '.join(known)}"
-            raise ProgramError(what, row.where, REMEDY)
-    return found
+            statement = f"{over} over {named}" if over else f"nothing over {named}, whose size is {size}"
+            fault = f"field {key!r} says {statement}: this runtime knows {' and '.join(known)}"
+            raise ProgramError(fault, row.where, REMEDY)
+    return placement
 
 
 def _stage(row: Fields, ranks: int) -> StageSpec:
@@ -817,10 +827,10 @@ def _stage(row: Fields, ranks: int) -> StageSpec:
 
 
 def _end(row: Fields, key: str, count: int) -> int:
-    found = row.get(key, int)
-    if not 0 <= found < count:
-        raise ProgramError(f"{key} is {found}, there are 0..{count - 1}", row.where, REMEDY)
-    return found
+    number = row.get(key, int)
+    if not 0 <= number < count:
+        raise ProgramError(f"{key} is {number}, there are 0..{count - 1}", row.where, REMEDY)
+    return number
 
 
 def _message(row: Fields, count: int) -> MessageSpec:
@@ -832,11 +842,11 @@ def _message(row: Fields, count: int) -> MessageSpec:
 
 
 def _value(row: Fields) -> ValueSpec:
-    found = ValueSpec(row.get("name", str), row.sizes("shape"), row.sizes("stride"), row.dtype())
-    if overlaps(found.shape, found.stride):
+    spec = ValueSpec(row.get("name", str), row.sizes("shape"), row.sizes("stride"), row.dtype())
+    if overlaps(spec.shape, spec.stride):
         raise ProgramError(
-            f"value {found.name!r} of shape {list(found.shape)} has stride {list(found.stride)}: elements overlap",
+            f"value {spec.name!r} of shape {list(spec.shape)} has stride {list(spec.stride)}: elements overlap",
             row.where,
             "Send a contiguous copy",
         )
-    return found
+    return spec

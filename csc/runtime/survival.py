@@ -184,8 +184,8 @@ class Flight:
         if not self.todo:
             return
         every, manifest = dealt.all, rank.program.manifest
-        ranks = [trainer.member(one.program) for one in every]
-        read = [trainer.on_device(one.tensors, member) for one, member in zip(every, ranks, strict=True)]
+        ranks = [trainer.member(microbatch.program) for microbatch in every]
+        read = [trainer.on_device(microbatch.tensors, member) for microbatch, member in zip(every, ranks, strict=True)]
         rank.endpoint.recent.keep(len(every) * len(context.contexts(rank)))
         read = [dict(context.attach(member, one)) for member, one in zip(ranks, read, strict=True)]
         batches, weights = _run(loss_terms.weighed(ranks, read, of_all=True))
@@ -193,13 +193,13 @@ class Flight:
         while self.todo:
             now = self.todo[: manifest.microbatches]
             given = [self._attached(rank, batches[i], i) for i in now]
-            own = {place: weights[i] for place, i in enumerate(now)}
-            chunk = Chunk(now, own, frozenset(self._skipped(now)))
+            weights_now = {place: weights[i] for place, i in enumerate(now)}
+            chunk = Chunk(now, weights_now, frozenset(self._skipped(now)))
             loss_stage = manifest.loss.stage
             tell = None if copying is None else self._copied(copying, chunk, loss_stage)
             work = computed(
-                rank, [ranks[i] for i in now], given, held, own, trainer.is_profiled(), trainer.within, trainer.ahead,
-                Alone(tell, chunk.skips),
+                rank, [ranks[i] for i in now], given, held, weights_now, trainer.is_profiled(), trainer.within,
+                trainer.ahead, Alone(tell, chunk.skips),
             )  # fmt: skip
             self._add(chunk, _run(work), loss_stage)
 
@@ -274,10 +274,10 @@ class Flight:
             row[count + 1 :] = map(float, astuple(counted(trainer.manifests, dealt.all)))
         if self.losses and rank.group(Group.POSITION)[0] == rank.rank:
             row[count] = float(self.dtype)
-        whole = torch.tensor(row, dtype=torch.float64, device=rank.device)
-        yield from wait_sum(rank.endpoint, whole, rank.group(Group.WORLD), "loss over all ranks")
-        found: list[float] = whole.tolist()
-        return found
+        total = torch.tensor(row, dtype=torch.float64, device=rank.device)
+        yield from wait_sum(rank.endpoint, total, rank.group(Group.WORLD), "loss over all ranks")
+        combined: list[float] = total.tolist()
+        return combined
 
 
 @dataclass(frozen=True)
@@ -413,34 +413,36 @@ def _by_stage(told: Mapping[str, list[int]]) -> dict[int, list[int]]:
 
 def dealt_to(replicas: int, numbers: Sequence[int], done: Sequence[int] = ()) -> list[list[int]]:
     """Which microbatches each replica has: always to the one with the fewest. done: how many each has already."""
-    found: list[list[int]] = [[] for _ in range(replicas)]
+    dealt: list[list[int]] = [[] for _ in range(replicas)]
     load = list(done) or [0] * replicas
     for number in numbers:
         least = load.index(min(load))
-        found[least].append(number)
+        dealt[least].append(number)
         load[least] += 1
-    return found
+    return dealt
 
 
 def shares(replicas: int, before: int, microbatches: int) -> list[list[int]]:
     """Which microbatches each replica has in a whole step: its own as before, and some of those that are lost."""
-    own = [list(range(one * microbatches, (one + 1) * microbatches)) for one in range(replicas)]
+    shares_of_all = [list(range(replica * microbatches, (replica + 1) * microbatches)) for replica in range(replicas)]
     extra = dealt_to(replicas, range(replicas * microbatches, before * microbatches))
-    return [[*one, *more] for one, more in zip(own, extra, strict=True)]
+    return [[*share, *more] for share, more in zip(shares_of_all, extra, strict=True)]
 
 
 def planned(reports: Mapping[int, Report], replicas: Sequence[Sequence[int]]) -> Regrouping:
     """What members do now. replicas: those that are left, each with its members."""
-    latest = max(reports.values(), key=lambda one: one.rounds)
-    plan = Regrouping([one for replica in replicas for one in replica], latest.rounds, latest.rows)
-    step = max(one.step for one in reports.values())
+    latest = max(reports.values(), key=lambda report: report.rounds)
+    plan = Regrouping([rank for replica in replicas for rank in replica], latest.rounds, latest.rows)
+    step = max(report.step for report in reports.values())
     if not step:
         return plan
-    row = next((one.row for one in reports.values() if one.ended == step), None)
+    row = next((report.row for report in reports.values() if report.ended == step), None)
     if row is not None:
         return replace(plan, step=step, row=row)
-    drawn = next((one.drawn for one in reports.values() if one.drawn is not None and one.step == step), None)
-    total, known = max(one.total for one in reports.values()), list[dict[int, list[int]]]()
+    drawn = next(
+        (report.drawn for report in reports.values() if report.drawn is not None and report.step == step), None
+    )
+    total, known = max(report.total for report in reports.values()), list[dict[int, list[int]]]()
     takes, missing = list[Taking](), set[int]()
     for place in zip(*replicas, strict=True):
         own, more = _known([(one, reports[one]) for one in place], step)
@@ -448,7 +450,9 @@ def planned(reports: Mapping[int, Report], replicas: Sequence[Sequence[int]]) ->
         known.append(own)
         begun = [one for one in place if reports[one].step == step]
         missing |= {m for m in range(total) if not begun or any(m not in numbers for numbers in own.values())}
-    load = [max((len(n) for one in replica for n in reports[one].counted.values()), default=0) for replica in replicas]
+    load = [
+        max((len(n) for rank in replica for n in reports[rank].counted.values()), default=0) for replica in replicas
+    ]
     todo = dealt_to(len(replicas), sorted(missing), load)
     stale = [any(reports[one].stale for one in place) for place in zip(*replicas, strict=True)]
     return replace(plan, step=step, drawn=drawn, todo=todo, counted=known, takes=takes, stale=stale)
@@ -652,8 +656,8 @@ class Survival:
 
     def lost(self, seconds: float = 0.0) -> bool:
         """Whether a rank has died since they last came together, or is seen to have within so many seconds."""
-        others = set(range(self._before.size)).difference(self._without)
-        return self.deaths.wait(others, seconds) and self._gone() != self._without
+        alive = set(range(self._before.size)).difference(self._without)
+        return self.deaths.wait(alive, seconds) and self._gone() != self._without
 
     def recover(self, error: BaseException) -> None:
         """Come together with the members that are left. RankLost if that cannot be."""
@@ -679,9 +683,9 @@ class Survival:
                 continue
             break
         now = time.time()
-        new = [one for one in gone if one not in self._without]
+        new = [rank for rank in gone if rank not in self._without]
         self._without = gone
-        seen = min(self.deaths.dead[one] for one in new)
+        seen = min(self.deaths.dead[rank] for rank in new)
         self._send_copies()
         self._announce()
         again = sorted(chain.from_iterable(plan.todo))
@@ -694,12 +698,12 @@ class Survival:
         if left:
             raise self._cannot(gone, f"rank {left[0]} has ended by itself") from error
         replicas = dict.fromkeys(self._before.group(Group.REPLICA, rank) for rank in range(self._before.size))
-        whole = [list(replica) for replica in replicas if not set(replica).intersection(gone)]
-        if not whole:
+        complete = [list(replica) for replica in replicas if not set(replica).intersection(gone)]
+        if not complete:
             raise self._cannot(gone, "no replica is left whole") from error
-        if self._before.dp - len(whole) > self.failures:
+        if self._before.dp - len(complete) > self.failures:
             raise self._cannot(gone, f"survive={self.failures} covers so many, in replicas of their own") from error
-        return whole
+        return complete
 
     def _cannot(self, gone: Sequence[int], why: str) -> RankLost:
         named = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
@@ -760,14 +764,14 @@ class Survival:
 
     def _agreed(self, gone: Sequence[int], replicas: Sequence[Sequence[int]], end: float) -> Regrouping:
         """What the lowest rank that is alive decides, once all have said how far they are."""
-        alive = [one for one in range(self._before.size) if one not in gone]
+        alive = [rank for rank in range(self._before.size) if rank not in gone]
         store = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0]))
         store.set(f"report/{self.me}", json.dumps(asdict(self._report(gone))))
         if self.me == alive[0]:
             reports = {}
-            for one in alive:
-                self._await(store, f"report/{one}", gone, end, f"rank {one} has not come")
-                reports[one] = Report.read(store.get(f"report/{one}"))
+            for rank in alive:
+                self._await(store, f"report/{rank}", gone, end, f"rank {rank} has not come")
+                reports[rank] = Report.read(store.get(f"report/{rank}"))
             store.set("plan", json.dumps(asdict(planned(reports, replicas))))
         self._await(store, "plan", gone, end, "not all of them have come, or the first of them has not said so")
         return Regrouping.read(store.get("plan"))

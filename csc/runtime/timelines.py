@@ -41,15 +41,15 @@ def gathered(traces: Traces) -> dict[int, list[Timed]]:
     }
     parts = [json.loads(text) for text in gathered_texts(json.dumps(mine))]
     several = len({part["host"] for part in parts}) > 1
-    found: dict[int, list[Timed]] = {}
+    timelines: dict[int, list[Timed]] = {}
     for part in parts:
         zero = part["barrier"] if several else 0.0
         for rank, rows in part["ranks"].items():
             actions = parse("rank 0: " + " | ".join(action for action, _, _ in rows)).ranks[0]
-            found[int(rank)] = [
+            timelines[int(rank)] = [
                 Timed(action, start - zero, end - zero) for action, (_, start, end) in zip(actions, rows, strict=True)
             ]
-    return dict(sorted(found.items()))
+    return dict(sorted(timelines.items()))
 
 
 def timeline(traces: Traces, manifest: Manifest, name: str = "measured") -> Timeline:
@@ -70,19 +70,19 @@ def _of_first(trace: Sequence[Timed], replicas: int) -> list[Timed]:
     """
     if replicas == 1:
         return list(trace)
-    found: list[Timed] = []
+    timeds: list[Timed] = []
     ends: dict[Action, int] = {}  # where the compute of a microbatch stands
     for timed in trace:
         action, place = timed.action, timed.action.microbatch % replicas
         if action.microbatch >= 0:
             action = action._replace(microbatch=action.microbatch // replicas)
         if action in ends:
-            found[ends[action]] = replace(found[ends[action]], end=timed.end)
+            timeds[ends[action]] = replace(timeds[ends[action]], end=timed.end)
         elif action.computes or place == 0 or action.microbatch < 0:
             if action.computes:
-                ends[action] = len(found)
-            found.append(replace(timed, action=action))
-    return found
+                ends[action] = len(timeds)
+            timeds.append(replace(timed, action=action))
+    return timeds
 
 
 def record(path: Path, steps: Sequence[Traces], manifest: Manifest, name: str) -> float:
@@ -90,7 +90,7 @@ def record(path: Path, steps: Sequence[Traces], manifest: Manifest, name: str) -
     process that has rank 0. Returns its makespan, in seconds; of an even number of steps it is the shorter.
     """
     timelines = [timeline(gathered(traces), manifest, name) for traces in steps]
-    chosen = sorted(timelines, key=lambda each: each.makespan)[(len(timelines) - 1) // 2]
+    chosen = sorted(timelines, key=lambda timeline: timeline.makespan)[(len(timelines) - 1) // 2]
     if 0 in steps[0]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(to_json(chosen)))
@@ -106,13 +106,13 @@ def _transfers(ranks: Sequence[Sequence[Event]], manifest: Manifest) -> tuple[Tr
         for event in events
         if event.action.kind == "SEND"
     }
-    found = []
+    transfers = []
     for events in ranks:
         for event in events:
             action = event.action
             if action.kind == "RECV":
                 start = left[action.channel, action.microbatch]
-                found.append(
+                transfers.append(
                     Transfer(
                         kind=action.message,
                         source=action.source,
@@ -125,4 +125,4 @@ def _transfers(ranks: Sequence[Sequence[Event]], manifest: Manifest) -> tuple[Tr
                         size=float(sizes[action.channel]),
                     )
                 )
-    return tuple(sorted(found, key=lambda transfer: transfer.start))
+    return tuple(sorted(transfers, key=lambda transfer: transfer.start))

@@ -57,11 +57,11 @@ TOKENS = ("input_ids", "decoder_input_ids", "labels")
 def counted(manifests: Sequence[Manifest], microbatches: Sequence[Microbatch]) -> StepCounts:
     """What one replica's microbatches are."""
     tokens, samples, flops = 0, 0, 0.0
-    for one in microbatches:
-        manifest = manifests[one.program]
-        text = _text(one.tensors)
+    for microbatch in microbatches:
+        manifest = manifests[microbatch.program]
+        text = _text(microbatch.tensors)
         if text is not None:
-            mask = one.tensors.get("attention_mask")
+            mask = microbatch.tensors.get("attention_mask")
             places = mask is not None and mask.shape == text.shape and not mask.is_meta and mask.device.type == "cpu"
             tokens += int(mask.count_nonzero()) if places and mask is not None else text.numel()
             samples += len(text)
@@ -72,15 +72,15 @@ def counted(manifests: Sequence[Manifest], microbatches: Sequence[Microbatch]) -
 def _text(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """The token ids, or what is most like them."""
     known = [tensors[name] for name in TOKENS if name in tensors]
-    whole = [one for one in tensors.values() if one.dim() and not one.is_floating_point()]
-    return next(iter([*known, *whole, *(one for one in tensors.values() if one.dim())]), None)
+    integers = [tensor for tensor in tensors.values() if tensor.dim() and not tensor.is_floating_point()]
+    return next(iter([*known, *integers, *(tensor for tensor in tensors.values() if tensor.dim())]), None)
 
 
 def metrics(
     loss: torch.Tensor, counts: StepCounts, seconds: float, manifest: Manifest, device: torch.device
 ) -> dict[str, float]:
     """counts: of all replicas. Seconds, rates and memory are this process'; the others the same on every rank."""
-    found = {
+    metrics = {
         "loss": float(loss),
         "tokens": counts.tokens,
         "samples": counts.samples,
@@ -91,8 +91,8 @@ def metrics(
     }
     peak = manifest.plan.get("peak_flops")
     if isinstance(peak, (int, float)) and peak > 0 and counts.flops:
-        found["mfu"] = counts.flops / (seconds * peak * manifest.mesh.size)
-    return found
+        metrics["mfu"] = counts.flops / (seconds * peak * manifest.mesh.size)
+    return metrics
 
 
 # --- The Trainer: a loaded program with its weights, ready for training steps ----------------------------------------
@@ -197,16 +197,16 @@ class Trainer:
         def manifest(program: LoadedProgram) -> Manifest:
             return replace(program.manifest, mesh=mesh)
 
-        def moved(one: Rank) -> Rank:
-            met = met_of(mesh, rank, one.endpoint, self.fused is not None)
-            program = replace(one.program, manifest=manifest(one.program))
-            return replace(one, program=program, rank=rank, met=met, _groups={})
+        def moved(member: Rank) -> Rank:
+            met = met_of(mesh, rank, member.endpoint, self.fused is not None)
+            program = replace(member.program, manifest=manifest(member.program))
+            return replace(member, program=program, rank=rank, met=met, _groups={})
 
         assert isinstance(self.transport, Distributed)
         self.program = replace(self.program, manifest=manifest(self.program))
         self.transport.regroup(self.program.manifest, rank)
         self.own.regroup(self.program.manifest, replicas)
-        self._members = [[moved(one) for one in ranks] for ranks in self._members]
+        self._members = [[moved(member) for member in ranks] for ranks in self._members]
 
     def add(self, program: LoadedProgram) -> None:
         """Take microbatches of this program's sizes too. ProgramError unless it is the same model, cut and scheduled
@@ -241,8 +241,8 @@ class Trainer:
     @property
     def reads_features(self) -> bool:
         """Whether this process' ranks read features that come with the batch, in any of the programs."""
-        found = [one.features for one in self._manifests if one.features is not None]
-        return any(entry in self.needs for one in found for entry in one.entries)
+        specs = [manifest.features for manifest in self._manifests if manifest.features is not None]
+        return any(entry in self.needs for spec in specs for entry in spec.entries)
 
     def reads(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a completed microbatch that its program reads: the one that reads most of it."""
@@ -255,11 +255,11 @@ class Trainer:
         constants = {position: program.constants(position, self.device) for position in sorted(held)}
         stages = program.manifest.stages
         shared = [
-            Shared("constant", one.name, tuple(dict.fromkeys(stages[stage].rank for stage in one.stages)))
-            for one in program.manifest.constants
+            Shared("constant", constant.name, tuple(dict.fromkeys(stages[stage].rank for stage in constant.stages)))
+            for constant in program.manifest.constants
         ]
-        own = {name: tensor for position in sorted(held) for name, tensor in constants[position].items()}
-        self.transport.compare_values(shared, own)
+        values = {name: tensor for position in sorted(held) for name, tensor in constants[position].items()}
+        self.transport.compare_values(shared, values)
         of_rank = {rank: functions(program, rank) for rank in self.transport.ranks}
         if self.fused is not None:
             self.fused.add(program)
@@ -324,9 +324,9 @@ class Trainer:
         dealt = batches.split(self._manifests, batch, None if alone else batches.whose(first, local))
         for index, rank in enumerate(self._ranks):
             for microbatch in dealt.of_rank(rank):
-                one = self._members[microbatch.program][index]
-                names = [*_read(one), *(() if dealt.whole else batches.shared(one.program.manifest))]
-                batches.check_present(one.program.manifest, microbatch.tensors, names, rank.rank)
+                member = self._members[microbatch.program][index]
+                names = [*_read(member), *(() if dealt.whole else batches.shared(member.program.manifest))]
+                batches.check_present(member.program.manifest, microbatch.tensors, names, rank.rank)
         part = any(is_part(manifest, self._manifests[microbatch.program]) for microbatch in dealt.all)
         vote = NOTHING if alone else batches.vote(manifest, dealt, first.replicas[0])
         fused = StepVote() if self.fused is None else self.fused.vote({microbatch.program for microbatch in dealt.all})
@@ -354,19 +354,19 @@ class Trainer:
         except BaseException as error:
             if state is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(state)
-            found = self.transport.failed(error)
-            if found is error:
+            failure = self.transport.failed(error)
+            if failure is error:
                 raise
-            raise found from None
+            raise failure from None
         if self.trace:
             self.timeline = {rank: result.trace for rank, result in results.items()}
-        losses, own = results[self._ranks[0].rank].losses, self.own
+        losses, parameters = results[self._ranks[0].rank].losses, self.own
         self._losses = losses
         sums = [(rank, results[rank.rank].gradients) for rank in self._ranks]
-        given = taken(sums, own.values, own.parts, self._read_again(dealt))
+        gradients = taken(sums, parameters.values, parameters.parts, self._read_again(dealt))
         loss = losses.total(self.program.manifest.microbatches)
         try:
-            receive(given, sums, own.specs, own.values, own.parts, own.data)
+            receive(gradients, sums, parameters.specs, parameters.values, parameters.parts, parameters.data)
         except BaseException as error:
             self.transport.meeting.give_up(f"gradients were set in part ({type(error).__name__})")
             raise
@@ -382,15 +382,21 @@ class Trainer:
         drawn = self._drawn(drawn)
         runs, profiled, calls = {}, self._is_profiled(), []
         for index, rank in enumerate(self._ranks):
-            given = dealt.of_rank(rank)
-            ranks = [self._members[microbatch.program][index] for microbatch in given]
-            own = [self.on_device(microbatch.tensors, one) for one, microbatch in zip(ranks, given, strict=True)]
+            microbatches = dealt.of_rank(rank)
+            ranks = [self._members[microbatch.program][index] for microbatch in microbatches]
+            data = [
+                self.on_device(microbatch.tensors, member)
+                for member, microbatch in zip(ranks, microbatches, strict=True)
+            ]
             held = self._held(rank, working)
-            calls += [(mb.program, (one, tensors, held)) for one, mb, tensors in zip(ranks, given, own, strict=True)]
-            counts = counted(self._manifests, given)
+            calls += [
+                (mb.program, (member, tensors, held))
+                for member, mb, tensors in zip(ranks, microbatches, data, strict=True)
+            ]
+            counts = counted(self._manifests, microbatches)
             coming = encoding.of(rank) if encoding is not None else None
             runs[rank.rank] = step(
-                rank, ranks, own, held, self.trace, drawn, vote.uneven, counts, profiled, self._within, coming,
+                rank, ranks, data, held, self.trace, drawn, vote.uneven, counts, profiled, self._within, coming,
                 self.ahead,
             )  # fmt: skip
         meeting = self.transport.meeting

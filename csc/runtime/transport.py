@@ -76,7 +76,7 @@ def spread(spec: ContextSpec, masks: Sequence[Mask]) -> Spread:
     tokens = torch.arange(spec.tokens)
     of_token = torch.from_numpy(owner)[tokens // spec.block]
     seen = [(table != EMPTY).any(0) for table in tables]
-    needs = tuple(np.stack([one[owner == rank].any(0) for rank in range(spec.ranks)]) for one in seen)
+    needs = tuple(np.stack([mask[owner == rank].any(0) for rank in range(spec.ranks)]) for mask in seen)
     return Spread(spec.block, tuple(tokens[of_token == rank] for rank in range(spec.ranks)), needs, dispatch)
 
 
@@ -115,16 +115,16 @@ class Recent:
     def of(self, spec: ContextSpec, masks: Sequence[Mask]) -> Known:
         """How these masks' tokens are spread. Masks are compared element by element."""
         with self.lock:
-            found = self._latest(spec, masks)
-        if found is None:  # planned without the lock: another thread may plan the next batch meanwhile
+            plan = self._latest(spec, masks)
+        if plan is None:  # planned without the lock: another thread may plan the next batch meanwhile
             kept = tuple(_copy(mask) for mask in masks)  # a caller may write the next batch into the same memory
-            made = Known(spec, kept, spread(spec, kept))
+            planned = Known(spec, kept, spread(spec, kept))
             with self.lock:
-                found = self._latest(spec, masks) or made
-                if found is made:
+                plan = self._latest(spec, masks) or planned
+                if plan is planned:
                     del self.known[: max(0, len(self.known) + 1 - self.most)]
-                    self.known.append(made)
-        return found
+                    self.known.append(planned)
+        return plan
 
     def keep(self, most: int) -> None:
         """Keep at least so many from now on."""
@@ -132,24 +132,24 @@ class Recent:
 
     def _latest(self, spec: ContextSpec, masks: Sequence[Mask]) -> Known | None:
         """What is known of equal masks, which thereby are the latest that were asked for."""
-        found = next((one for one in self.known if one.spec == spec and _equal(one.masks, masks)), None)
-        if found is not None:
-            self.known.remove(found)
-            self.known.append(found)
-        return found
+        plan = next((plan for plan in self.known if plan.spec == spec and _equal(plan.masks, masks)), None)
+        if plan is not None:
+            self.known.remove(plan)
+            self.known.append(plan)
+        return plan
 
 
 def _tensors(mask: Mask) -> list[torch.Tensor]:
-    return [one for one in (mask.ranges, mask.admits, mask.kinds) if one is not None]
+    return [part for part in (mask.ranges, mask.admits, mask.kinds) if part is not None]
 
 
-def _equal(some: Sequence[Mask], others: Sequence[Mask]) -> bool:
-    pairs = [(_tensors(one), _tensors(other)) for one, other in zip(some, others, strict=True)]
+def _equal(some: Sequence[Mask], more: Sequence[Mask]) -> bool:
+    pairs = [(_tensors(mask), _tensors(other)) for mask, other in zip(some, more, strict=True)]
     return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs)
 
 
 def _copy(mask: Mask) -> Mask:
-    admits, kinds = (None if one is None else one.clone() for one in (mask.admits, mask.kinds))
+    admits, kinds = (None if part is None else part.clone() for part in (mask.admits, mask.kinds))
     return Mask(mask.ranges.clone(), admits, kinds, mask.keys)
 
 
@@ -176,16 +176,16 @@ def parts(
 
     mask: of the whole sequence, on the CPU. shard: slots of a rank. blocks: see csc.kernels.attention.blocks.
     """
-    own, others = where.tokens[rank], [owner for owner in range(len(where.tokens)) if owner != rank]
-    lent = [where.held(None if everything else number, rank, owner) for owner in others]
+    tokens, other_ranks = where.tokens[rank], [owner for owner in range(len(where.tokens)) if owner != rank]
+    lent = [where.held(None if everything else number, rank, owner) for owner in other_ranks]
     blocks_of = torch.cat(lent).sort().values
     foreign = (blocks_of[:, None] * where.block + torch.arange(where.block)).flatten()
     width = len(foreign)
     foreign = foreign[foreign < mask.keys]
     sees_own = len(where.held(number, rank, rank)) > 0
     return (
-        attention_part(mask, own, shard, own, shard, blocks, device) if sees_own else None,
-        attention_part(mask, foreign, width, own, shard, blocks, device) if width else None,
+        attention_part(mask, tokens, shard, tokens, shard, blocks, device) if sees_own else None,
+        attention_part(mask, foreign, width, tokens, shard, blocks, device) if width else None,
     )
 
 
@@ -273,7 +273,7 @@ class Turns:
 
     def _check(self) -> None:
         if self.running and len(self.waits) == self.running and self.failure is None:
-            listed = "; ".join(f"{rank} waits at '{what}'" for rank, what in sorted(self.waits.items()))
+            listed = "; ".join(f"{rank} waits at '{action}'" for rank, action in sorted(self.waits.items()))
             self.fail(CscError(f"no rank can go on: {listed}", "executor", "Check schedule.txt"))
 
 
@@ -571,9 +571,9 @@ class _Local:
     def send(self, message: MessageSpec, microbatch: int, values: Mapping[str, torch.Tensor]) -> None:
         tensors = laid_out(message, values, self.rank)
         names = [spec.name for spec in message.values]
-        mesh, there = self._manifest.mesh, self._manifest.stages[message.destination].rank
+        mesh, position = self._manifest.mesh, self._manifest.stages[message.destination].rank
         place = mesh.served(self.rank, microbatch)
-        for peer in mesh.receivers(self.rank, there, place[0]):
+        for peer in mesh.receivers(self.rank, position, place[0]):
             self._hub.mail[peer, message.channel, place] = dict(zip(names, tensors, strict=True))
         self._hub.changed()
 
@@ -641,16 +641,16 @@ class _Local:
     ) -> tuple[dict[int, torch.Tensor], tuple[int, ...]]:
         number = self._hub.gathered.get((self.rank, ranks), 0)
         self._hub.gathered[self.rank, ranks] = number + 1
-        given = self._hub.gathers.setdefault((ranks, number), {})
-        given[self.rank] = flat
-        if len(given) == len(ranks):
+        flats = self._hub.gathers.setdefault((ranks, number), {})
+        flats[self.rank] = flat
+        if len(flats) == len(ranks):
             del self._hub.gathers[ranks, number]
             self._hub.changed()
-        return given, ranks
+        return flats, ranks
 
     def finish_gather(self, ticket: tuple[dict[int, torch.Tensor], tuple[int, ...]]) -> torch.Tensor | None:
-        given, ranks = ticket
-        return torch.stack([given[rank] for rank in ranks]) if len(given) == len(ranks) else None
+        flats, ranks = ticket
+        return torch.stack([flats[rank] for rank in ranks]) if len(flats) == len(ranks) else None
 
     def drain(self) -> None:
         """Nothing is under way."""
@@ -693,8 +693,8 @@ class Membership:
 
     def finish(self, ticket: Any) -> dict[int, Tensors]:
         """What came, by index. It is to be read only: in one process it is the sender's."""
-        found = self.endpoint.finish_exchange(ticket)
-        return {index: found[rank] for index, rank in enumerate(self.members) if rank in found}
+        arrived = self.endpoint.finish_exchange(ticket)
+        return {index: arrived[rank] for index, rank in enumerate(self.members) if rank in arrived}
 
 
 def places(indices: torch.Tensor, device: torch.device) -> Places:
@@ -799,12 +799,12 @@ class Met:
         return self._finished(*begun)
 
     def _started(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, torch.Tensor]:
-        me, others = self._group.index, self._group.others
-        own = {id(tensor): tensor.clone() if self._copies else tensor for tensor in tensors}
-        sends = {rank: [own[id(tensors[rank])]] for rank in others}
-        receives = {rank: [torch.empty_like(tensors[me])] for rank in others}
-        return self._group.start(sends, receives, "a collective of a layer"), own[id(tensors[me])]
+        me, other_ranks = self._group.index, self._group.others
+        copies = {id(tensor): tensor.clone() if self._copies else tensor for tensor in tensors}
+        sends = {rank: [copies[id(tensors[rank])]] for rank in other_ranks}
+        receives = {rank: [torch.empty_like(tensors[me])] for rank in other_ranks}
+        return self._group.start(sends, receives, "a collective of a layer"), copies[id(tensors[me])]
 
-    def _finished(self, ticket: Any, own: torch.Tensor) -> list[torch.Tensor]:
+    def _finished(self, ticket: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
         arrived = self._group.finish(ticket)
-        return [own if rank == self._group.index else arrived[rank][0] for rank in range(self.ranks)]
+        return [tensor if rank == self._group.index else arrived[rank][0] for rank in range(self.ranks)]

@@ -38,21 +38,21 @@ def tried(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[Any, str]:  # fmt: skip
     """tensors: those of `given`, in order. What the plain function raises is raised; what the other does, differs."""
-    made: list[tuple[Given, Any]] = []
-    with _own_operators(lambda call, run: _noted(made, call, run())):
+    calls: list[tuple[Given, Any]] = []
+    with _own_operators(lambda call, run: _noted(calls, call, run())):
         results = plain(*given)
     wanted = tensors_of(results)
     near = _near([*tensors, *wanted])
     left: dict[str, list[tuple[Given, Any]]] = defaultdict(list)
-    for one in made:
-        left[one[0][0]].append(one)
+    for call in calls:
+        left[call[0][0]].append(call)
     try:
         with _own_operators(lambda call, _: _again(left, call, near)):
-            found = tensors_of(compiled(tensors))
+            actual = tensors_of(compiled(tensors))
     except Exception as error:
         return results, str(error) if isinstance(error, _DiffersError) else f"{type(error).__name__}: {error}"
     largest = max(map(_norm, wanted), default=0.0) if isinstance(results, dict) else 0.0
-    return results, _difference(found, wanted, near, "result", NOISE * largest)
+    return results, _difference(actual, wanted, near, "result", NOISE * largest)
 
 
 def apart(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
@@ -62,8 +62,8 @@ def apart(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:
     return _difference(found, wanted, _near(wanted), "result")
 
 
-def _noted(made: list[tuple[Given, Any]], call: Given, results: Any) -> Any:
-    made.append((call, results))
+def _noted(calls: list[tuple[Given, Any]], call: Given, results: Any) -> Any:
+    calls.append((call, results))
     return results
 
 
@@ -76,7 +76,7 @@ def _again(left: dict[str, list[tuple[Given, Any]]], call: Given, near: float) -
     why = _difference(tensors, wanted, near, f"argument of {name}")
     if why:
         raise _DiffersError(why)
-    copies = (one.clone() if isinstance(one, torch.Tensor) else one for one in _listed(results))
+    copies = (part.clone() if isinstance(part, torch.Tensor) else part for part in _listed(results))
     return next(copies) if isinstance(results, torch.Tensor) else type(results)(copies)
 
 
@@ -89,7 +89,7 @@ def _own_operators(call: Callable[[Given, Callable[[], Any]], Any]) -> Any:
             kwargs = kwargs or {}
             if getattr(operator, "namespace", "") != "csc" or operator is PRODUCT:
                 return operator(*args, **kwargs)
-            tensors = [one for value in (*args, *kwargs.values()) for one in _listed(value) if torch.is_tensor(one)]
+            tensors = [item for value in (*args, *kwargs.values()) for item in _listed(value) if torch.is_tensor(item)]
             return call((str(operator), tensors), lambda: operator(*args, **kwargs))
 
     return OwnOperators()
@@ -100,32 +100,32 @@ def _listed(value: Any) -> Iterable[Any]:
 
 
 def _near(tensors: Iterable[torch.Tensor]) -> float:
-    rounds = [torch.finfo(one.dtype).eps for one in tensors if one.is_floating_point() or one.is_complex()]
+    rounds = [torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     coarsest = max(rounds, default=0.0)
     return coarsest * (NEAR if coarsest <= torch.finfo(torch.float32).eps else HALF)
 
 
 def _difference(
-    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], near: float, what: str, least: float = 0.0
+    actual: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], near: float, named: str, least: float = 0.0
 ) -> str:
     """The first tensor that is too far from the one that it should be, in words. least: of a norm."""
-    if len(found) != len(wanted):
-        return f"{len(found)} in place of {len(wanted)} of {what}"
-    for number, (one, other) in enumerate(zip(found, wanted)):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return f"{what} {number} is {one.dtype} {list(one.shape)}, not {other.dtype} {list(other.shape)}"
-        far = _far(one, other, least)
+    if len(actual) != len(wanted):
+        return f"{len(actual)} in place of {len(wanted)} of {named}"
+    for number, (value, other) in enumerate(zip(actual, wanted)):
+        if (value.shape, value.dtype) != (other.shape, other.dtype):
+            return f"{named} {number} is {value.dtype} {list(value.shape)}, not {other.dtype} {list(other.shape)}"
+        far = _far(value, other, least)
         if not far <= (near if other.is_floating_point() or other.is_complex() else 0.0):
-            return f"{what} {number} differs by {far:.1e}, more than {near:.1e}"
+            return f"{named} {number} differs by {far:.1e}, more than {near:.1e}"
     return ""
 
 
-def _far(found: torch.Tensor, wanted: torch.Tensor, least: float) -> float:
+def _far(actual: torch.Tensor, wanted: torch.Tensor, least: float) -> float:
     """The norm of the difference over that of what is wanted; what is infinite, or no number, has to be so in both."""
-    same = (found == wanted) | ((found != found) & (wanted != wanted))
-    apart = _norm(torch.where(same, 0, _wide(found) - _wide(wanted)))
-    whole = max(_norm(torch.where(wanted.isfinite(), wanted, 0)), least)
-    return apart / whole if apart and whole else apart and math.inf
+    same = (actual == wanted) | ((actual != actual) & (wanted != wanted))
+    apart = _norm(torch.where(same, 0, _wide(actual) - _wide(wanted)))
+    largest = max(_norm(torch.where(wanted.isfinite(), wanted, 0)), least)
+    return apart / largest if apart and largest else apart and math.inf
 
 
 def _norm(tensor: torch.Tensor) -> float:

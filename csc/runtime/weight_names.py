@@ -24,8 +24,8 @@ class Under:
     prefix: str
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        found = self.weights.get(self.prefix + name)
-        return self.weights[name] if found is None else found
+        weight = self.weights.get(self.prefix + name)
+        return self.weights[name] if weight is None else weight
 
     def several(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Those of these names: each call of a compiled function asks."""

@@ -102,28 +102,28 @@ def each(
     specs = {spec.name: spec for spec in parameters}
     table = _table(Path(path))
     groups = [group for group in format.groups(table) if not specs.keys().isdisjoint(group.names)]
-    there = {name for group in groups for name in group.names}
+    names = {name for group in groups for name in group.names}
     for name in specs:
-        if name not in there and not optional:
+        if name not in names and not optional:
             raise _unknown(name, table, str(path))
     with Files(table) as files:
         as_it_is: dict[str, str] = {}  # parameters that a tensor of the files is, under whatever name
         for group in groups:
             headers = {key: files.header(key) for key in group.keys}
-            for name, found in group.make(headers).items():
-                whole = next((key for key, header in headers.items() if header is found), None)
-                if whole is not None:
-                    as_it_is[name] = whole
+            for name, spec in group.make(headers).items():
+                key = next((key for key, header in headers.items() if header is spec), None)
+                if key is not None:
+                    as_it_is[name] = key
                 if name in specs:
-                    _check(specs[name], found, str(path if whole is None else table[whole]))
+                    _check(specs[name], spec, str(path if key is None else table[key]))
         for group in groups:
             wanted = [name for name in group.names if name in specs]
             if as_it_is.keys() >= set(wanted):
                 for name in wanted:
                     yield name, files.tensor(as_it_is[name], device, (into or {}).get(name))
                 continue
-            made = group.make({key: files.tensor(key, device) for key in group.keys})
-            yield from ((name, made[name]) for name in wanted)
+            tensors = group.make({key: files.tensor(key, device) for key in group.keys})
+            yield from ((name, tensors[name]) for name in wanted)
 
 
 def headers(path: str | Path) -> dict[str, torch.Tensor]:
@@ -181,14 +181,14 @@ class Files:
         """Shape and dtype of a tensor, as a meta tensor. InputError if torch has no such dtype."""
         if key not in self.headers:
             try:
-                found = self._file(key).get_slice(key)
+                portion = self._file(key).get_slice(key)
             except SafetensorError:
-                what = f"{key!r} is not in it, though the index says so"
-                raise InputError(what, str(self.table[key]), "Save the weights again") from None
-            if found.get_dtype() not in _DTYPES:
-                what = f"parameter {key!r} is {found.get_dtype()} there"
-                raise InputError(what, str(self.table[key]), f"Convert it to one of {', '.join(_DTYPES)}")
-            self.headers[key] = torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()], device="meta")
+                fault = f"{key!r} is not in it, though the index says so"
+                raise InputError(fault, str(self.table[key]), "Save the weights again") from None
+            if portion.get_dtype() not in _DTYPES:
+                fault = f"parameter {key!r} is {portion.get_dtype()} there"
+                raise InputError(fault, str(self.table[key]), f"Convert it to one of {', '.join(_DTYPES)}")
+            self.headers[key] = torch.empty(portion.get_shape(), dtype=_DTYPES[portion.get_dtype()], device="meta")
         return self.headers[key]
 
     def tensor(self, key: str, device: torch.device | str, target: torch.Tensor | None = None) -> torch.Tensor:
@@ -198,19 +198,19 @@ class Files:
             target = torch.empty(header.shape, dtype=header.dtype, device=device)
         rows = header.shape[0] if header.dim() else 1
         count = max(1, PORTION // max(1, header.nbytes // max(1, rows)))
-        expected, found = self._digest(key), hashlib.sha256()
+        expected, digest = self._digest(key), hashlib.sha256()
         for start in range(0, rows, count):
             if self.mapped >= PORTION:
                 self._close()
             file = self._file(key)
             portion = file.get_tensor(key) if count >= rows else file.get_slice(key)[start : start + count]
             if expected is not None:
-                found.update(bytes_of(portion))
+                digest.update(bytes_of(portion))
             (target if count >= rows else target[start : start + count]).copy_(portion)
             self.mapped += min(count, rows - start) * (header.nbytes // max(1, rows))
-        if expected is not None and found.hexdigest() != expected:
-            what = f"{key!r} is not what was saved there: its bytes have changed"
-            raise InputError(what, str(self.table[key]), "Take another copy of it, or an older checkpoint")
+        if expected is not None and digest.hexdigest() != expected:
+            fault = f"{key!r} is not what was saved there: its bytes have changed"
+            raise InputError(fault, str(self.table[key]), "Take another copy of it, or an older checkpoint")
         return target
 
     def _digest(self, key: str) -> str | None:
@@ -219,10 +219,10 @@ class Files:
         if file not in self.digests:
             try:
                 listed = json.loads((self._file(key).metadata() or {}).get(DIGESTS, "{}"))
-                self.digests[file] = {name: str(one) for name, one in listed.items()}
+                self.digests[file] = {name: str(value) for name, value in listed.items()}
             except (ValueError, AttributeError, RecursionError):
-                what = "its header has changed since it was saved"
-                raise InputError(what, str(file), "Take another copy of it, or an older checkpoint") from None
+                fault = "its header has changed since it was saved"
+                raise InputError(fault, str(file), "Take another copy of it, or an older checkpoint") from None
         listed = self.digests[file]
         return listed.get(key, "none") if listed else None
 
@@ -233,7 +233,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def _opened(file: Path) -> Any:
-    checked_file(file, lambda what: InputError(what, str(file), "Give a safetensors file or directory"))
+    checked_file(file, lambda fault: InputError(fault, str(file), "Give a safetensors file or directory"))
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -271,8 +271,8 @@ def _table(path: Path) -> dict[str, Path]:
 
 
 def _indexed(path: Path, index: Path) -> dict[str, Path]:
-    def fail(what: str) -> InputError:
-        return InputError(what, str(index), "Save the weights again")
+    def fail(fault: str) -> InputError:
+        return InputError(fault, str(index), "Save the weights again")
 
     table = read_json(index, fail)
     files = table.get("weight_map") if isinstance(table, dict) else None
@@ -282,8 +282,8 @@ def _indexed(path: Path, index: Path) -> dict[str, Path]:
     return {name: places[file] for name, file in files.items()}
 
 
-def _unknown(name: str, there: Iterable[str], where: str) -> InputError:
-    close = difflib.get_close_matches(name, list(there), 3, 0.6)
+def _unknown(name: str, names: Iterable[str], where: str) -> InputError:
+    close = difflib.get_close_matches(name, list(names), 3, 0.6)
     return InputError(
         f"parameter {name!r} is not in it",
         where,
@@ -380,8 +380,8 @@ def check_rest(format: WeightLayout) -> None:
     """InputError if something of the rest has no values."""
     without = [name for name, tensor in format.rest.items() if tensor.is_meta]
     if without:
-        what = f"{without[0]!r}, which the step does not use, has no values: the model is on the meta device"
-        raise InputError(what, "save", "Load weights that have it with compiled.load(...)")
+        fault = f"{without[0]!r}, which the step does not use, has no values: the model is on the meta device"
+        raise InputError(fault, "save", "Load weights that have it with compiled.load(...)")
 
 
 def write_index(directory: str | Path, manifest: Manifest, format: WeightLayout = OWN, save: str = "00000000") -> None:
@@ -424,8 +424,8 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        what = "a file is where a directory is to be made"
-        raise InputError(what, str(directory), "Save to another path") from error
+        fault = "a file is where a directory is to be made"
+        raise InputError(fault, str(directory), "Save to another path") from error
     except OSError as error:
         raise InputError(f"it cannot be made ({error})", str(directory), "Save to another path") from error
 
@@ -465,8 +465,8 @@ def _removed(older: Path) -> None:
     try:
         older.unlink(missing_ok=True)
     except OSError as error:
-        what = f"it is of an older save, and cannot be removed ({error}): some programs would read it all the same"
-        raise InputError(what, str(older), "Remove it, or save to another directory") from error
+        fault = f"it is of an older save, and cannot be removed ({error}): some programs would read it all the same"
+        raise InputError(fault, str(older), "Remove it, or save to another directory") from error
 
 
 def _clear(directory: Path, listed: set[str]) -> None:
@@ -505,9 +505,9 @@ def random_weights(parameters: Iterable[ParameterSpec], seed: int) -> dict[str, 
     """CPU tensors. Each depends on the seed and its name alone, so holders and replicas agree without a
     message.
     """
-    found = {}
+    weights = {}
     for spec in parameters:
         digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        found[spec.name] = torch.randn(spec.shape, generator=generator).mul_(STD).to(spec.dtype)
-    return found
+        weights[spec.name] = torch.randn(spec.shape, generator=generator).mul_(STD).to(spec.dtype)
+    return weights

@@ -102,10 +102,10 @@ def block(node: fx.Node) -> fx.Node:
     """Returns the call, or the placeholder, that first made the memory of a value. What is written in place is in the
     memory of what was there before.
     """
-    made = maker(node)
-    while made.meta.get("in_place"):
-        made = maker(written(made))
-    return made
+    producer = maker(node)
+    while producer.meta.get("in_place"):
+        producer = maker(written(producer))
+    return producer
 
 
 # --- Calls that draw random numbers ----------------------------------------------------------------------------------

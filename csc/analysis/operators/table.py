@@ -297,10 +297,10 @@ def unsqueeze(call: Call) -> list[Use]:
 
 
 def squeeze(call: Call) -> list[Use]:
-    given = shape_of(call.first())
-    named = dims_of(call.bound.get("dim"), len(given))
-    dims = [d for d, size in enumerate(given) if d not in named or several(size)]
-    return [Use(call.first(), _view(given, call.out, dims))]
+    shape = shape_of(call.first())
+    named = dims_of(call.bound.get("dim"), len(shape))
+    dims = [d for d, size in enumerate(shape) if d not in named or several(size)]
+    return [Use(call.first(), _view(shape, call.out, dims))]
 
 
 def expand(call: Call) -> list[Use]:
@@ -322,20 +322,20 @@ def gathered(call: Call) -> list[Use]:
 
 def select(call: Call) -> list[Use]:
     """`select` and `unbind`: one dimension less."""
-    given = shape_of(call.first())
-    gone = call.bound["dim"] % len(given)
-    dims = [d for d in range(len(given)) if d != gone]
+    shape = shape_of(call.first())
+    gone = call.bound["dim"] % len(shape)
+    dims = [d for d in range(len(shape)) if d != gone]
     start = call.bound.get("index", 0)
-    return [Use(call.first(), _view(given, call.out, dims), ends={gone: End("cut", None, start)})]
+    return [Use(call.first(), _view(shape, call.out, dims), ends={gone: End("cut", None, start)})]
 
 
 def part(call: Call) -> list[Use]:
     """`slice`, `narrow`, `split` and the like: of one dimension a part, unless it is all of it, step by step."""
-    given = shape_of(call.first())
-    dim = call.bound["dim"] % len(given)
+    shape = shape_of(call.first())
+    dim = call.bound["dim"] % len(shape)
     steps = call.bound.get("step", 1) != 1
-    link = _view(given, call.out, [None if d == dim and steps else d for d in range(len(given))])
-    end = End("blocked", dim) if steps else End("cut", dim, _first_of(call, given[dim]))
+    link = _view(shape, call.out, [None if d == dim and steps else d for d in range(len(shape))])
+    end = End("blocked", dim) if steps else End("cut", dim, _first_of(call, shape[dim]))
     return [Use(call.first(), link, ends={dim: end})]
 
 
@@ -349,10 +349,10 @@ def _first_of(call: Call, size: Any) -> int:
 def cat(call: Call) -> list[Use]:
     dim, start = call.bound["dim"] % max(len(call.out), 1), 0
     uses = []
-    for one in call.bound["tensors"]:
-        size = shape_of(one)
+    for tensor in call.bound["tensors"]:
+        size = shape_of(tensor)
         end = End("joined", dim, start)
-        uses.append(Use(one, same(size, call.out, without=[dim]), ends={dim: end}))
+        uses.append(Use(tensor, same(size, call.out, without=[dim]), ends={dim: end}))
         start = start + size[dim] if len(size) > dim and isinstance(size[dim], int) else start
     return uses
 
@@ -373,7 +373,7 @@ def masked_scatter(call: Call) -> list[Use]:
 def stack(call: Call) -> list[Use]:
     new = call.bound["dim"] % len(call.out)
     link = tuple(None if d == new else d - (d > new) for d in range(len(call.out)))
-    return [Use(one, link) for one in call.bound["tensors"]]
+    return [Use(tensor, link) for tensor in call.bound["tensors"]]
 
 
 def index_select(call: Call) -> list[Use]:
@@ -393,8 +393,8 @@ def one_hot(call: Call) -> list[Use]:
 
 def index(call: Call) -> list[Use]:
     """`x[i, j]`."""
-    by = [one for one in call.bound["indices"] if one is not None]
-    if not by or any(one.meta["val"].dtype in _MASKS for one in by):
+    by = [index for index in call.bound["indices"] if index is not None]
+    if not by or any(index.meta["val"].dtype in _MASKS for index in by):
         return []
     return look_up(call.bound["self"], call.bound["indices"], call.out)
 
@@ -403,17 +403,17 @@ def look_up(table: fx.Node, indices: Sequence[fx.Node | None], out: Sequence[Any
     """Of a table, and of the tensors that index it: the dimensions that are indexed give way to those of the indices,
     broadcast together.
     """
-    by = {place: one for place, one in enumerate(indices) if one is not None}
+    by = {place: index for place, index in enumerate(indices) if index is not None}
     places = list(by)
-    rank = max(len(shape_of(one)) for one in by.values())
+    rank = max(len(shape_of(index)) for index in by.values())
     front = places != list(range(places[0], places[-1] + 1))
     begin = 0 if front else places[0]
     kept = iter(d for d in range(len(shape_of(table))) if d not in by)
     link = tuple(None if begin <= d < begin + rank else next(kept) for d in range(len(out)))
     uses = [Use(table, link, ends={place: End("picked") for place in places})]
-    for one in by.values():
-        within = same(shape_of(one), out[begin : begin + rank], from_right=True)
-        uses.append(Use(one, (*[None] * begin, *within, *[None] * (len(out) - begin - rank))))
+    for index in by.values():
+        within = same(shape_of(index), out[begin : begin + rank], from_right=True)
+        uses.append(Use(index, (*[None] * begin, *within, *[None] * (len(out) - begin - rank))))
     return uses
 
 
@@ -536,10 +536,10 @@ def product(call: Call) -> list[Use]:
 def quantised(call: Call) -> list[Use]:
     """[.., K] and a packed weight, to [.., N]: who makes it needs all of K and of the weight, and makes all of N."""
     operand, *rest = call.tensors()
-    own: Link = (*same(shape_of(operand)[:-1], call.out[:-1], from_right=True), None)
+    rows: Link = (*same(shape_of(operand)[:-1], call.out[:-1], from_right=True), None)
     blocked = End("blocked")
-    uses = [Use(operand, own, ends={len(shape_of(operand)) - 1: blocked})]
-    return uses + [Use(one, (None,) * len(call.out), blocked) for one in rest]
+    uses = [Use(operand, rows, ends={len(shape_of(operand)) - 1: blocked})]
+    return uses + [Use(tensor, (None,) * len(call.out), blocked) for tensor in rest]
 
 
 def grouped(call: Call) -> list[Use]:
@@ -560,15 +560,15 @@ def grouped(call: Call) -> list[Use]:
 def einsum(call: Call) -> list[Use]:
     """Letters that the result lacks are summed. Nothing is known of a letter that one term has twice."""
     operands = call.bound["tensors"]
-    terms, result = spelled_out(call.bound["equation"], [len(shape_of(one)) for one in operands])
+    terms, result = spelled_out(call.bound["equation"], [len(shape_of(operand)) for operand in operands])
     if any(len(set(term)) < len(term) for term in terms):
         return []
     uses = []
     for term, operand in zip(terms, operands):
-        shape, at = shape_of(operand), {letter: d for d, letter in enumerate(term)}
-        link = tuple(at[one] if one in at and alike(shape[at[one]], size) else None
-                     for one, size in zip(result, call.out))  # fmt: skip
-        ends = {d: End("contracted", walk=ord(one)) for d, one in enumerate(term) if one not in result}
+        shape, dim_of = shape_of(operand), {letter: d for d, letter in enumerate(term)}
+        link = tuple(dim_of[letter] if letter in dim_of and alike(shape[dim_of[letter]], size) else None
+                     for letter, size in zip(result, call.out))  # fmt: skip
+        ends = {d: End("contracted", walk=ord(letter)) for d, letter in enumerate(term) if letter not in result}
         uses.append(Use(operand, link, ends=ends))
     return uses
 
@@ -577,13 +577,13 @@ def spelled_out(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
     """The terms and the result of an einsum, each dimension a letter: those behind `...` are digits, counted from the
     right; a result that is left out has the letters that occur once, in alphabetical order.
     """
-    given, arrow, result = equation.replace(" ", "").partition("->")
-    terms = given.split(",")
+    terms_text, arrow, result = equation.replace(" ", "").partition("->")
+    terms = terms_text.split(",")
     most = max((rank - len(term) + 3 for term, rank in zip(terms, ranks) if "..." in term), default=0)
     dots = "0123456789"[:most]
     if not arrow:
-        once = sorted(letter for letter in set(given) - set(",.") if given.count(letter) == 1)
-        result = ("..." if "..." in given else "") + "".join(once)
+        once = sorted(letter for letter in set(terms_text) - set(",.") if terms_text.count(letter) == 1)
+        result = ("..." if "..." in terms_text else "") + "".join(once)
     shown = [
         term.replace("...", dots[len(dots) - (rank - len(term) + 3) :]) if "..." in term else term
         for term, rank in zip(terms, ranks)
@@ -611,34 +611,34 @@ def written_attention(call: Call) -> list[Use]:
     causal = [rank - 2] if call.bound["is_causal"] else []  # what a query sees depends on its place
     lost = {"query": [rank - 1, *causal], "key": [rank - 1, rank - 2], "value": [rank - 2], "attn_mask": [rank - 1]}
     last = {"query": width, "key": width, "attn_mask": keys}
-    found = []
+    uses = []
     for which, without in lost.items():
         for used in call.given(which):
-            own = len(shape_of(used))
+            rank_of_operand = len(shape_of(used))
             link = same(shape_of(used), call.out, from_right=True, without=without)
-            ends = {own - 2: keys, own - 1: last.get(which, keys)}
-            if which in ("key", "value") and own >= 3 and link[rank - 3] is None:
-                ends[own - 3] = End("grouped", rank - 3)
-            found.append(Use(used, link, ends=ends))
-    return found
+            ends = {rank_of_operand - 2: keys, rank_of_operand - 1: last.get(which, keys)}
+            if which in ("key", "value") and rank_of_operand >= 3 and link[rank - 3] is None:
+                ends[rank_of_operand - 3] = End("grouped", rank - 3)
+            uses.append(Use(used, link, ends=ends))
+    return uses
 
 
 def distance(call: Call) -> list[Use]:
     """A number for each pair of vectors along `dim` (the last one of pairwise_distance), once they are broadcast."""
-    found = []
+    uses = []
     most = max(len(shape_of(used)) for used in call.tensors())
     for used in call.tensors():
         shape = shape_of(used)
         dim = call.bound.get("dim", -1) % most - most + len(shape)
         rest = [d for d in range(len(shape)) if d != dim]
         link = same([shape[d] for d in rest], call.out, from_right=True)
-        found.append(Use(used, tuple(None if d is None else rest[d] for d in link), ends={dim: End("summed", walk=0)}))
-    return found
+        uses.append(Use(used, tuple(None if d is None else rest[d] for d in link), ends={dim: End("summed", walk=0)}))
+    return uses
 
 
 def bilinear(call: Call) -> list[Use]:
     """Two vectors each, in the last dimension."""
-    return [Use(one, (*range(len(call.out) - 1), None), _SUMMED) for one in call.given("input1", "input2")]
+    return [Use(operand, (*range(len(call.out) - 1), None), _SUMMED) for operand in call.given("input1", "input2")]
 
 
 def distances(call: Call) -> list[Use]:
@@ -648,7 +648,9 @@ def distances(call: Call) -> list[Use]:
         used = call.bound[which]
         rank = len(shape_of(used))
         batch = same(shape_of(used)[:-2], call.out[:-2], from_right=True)
-        uses.append(Use(used, (*batch, *(rank - 2 if own else None for own in where)), End("summed", walk=0)))
+        uses.append(
+            Use(used, (*batch, *(rank - 2 if has_batch else None for has_batch in where)), End("summed", walk=0))
+        )
     return uses
 
 
@@ -683,8 +685,8 @@ SEQUENCES = ("aten::ctc_loss",)
 HEAD = "csc::linear_cross_entropy"
 CLASSES = -1  # the walk of a loss over classes
 FOURIER = ("_fft_r2c", "_fft_c2r", "_fft_c2c",  # along the dimensions that are named
-           *(f"fft_{way}{kind}{dims}"
-             for way in ("", "i") for kind in ("fft", "rfft", "hfft") for dims in ("", "2", "n")))  # fmt: skip
+           *(f"fft_{inverse}{kind}{dims}"
+             for inverse in ("", "i") for kind in ("fft", "rfft", "hfft") for dims in ("", "2", "n")))  # fmt: skip
 _REDUCTIONS = ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "linalg_vector_norm", "any", "all", "prod",
                "argmax", "argmin", "nansum", "count_nonzero", "aminmax", "std_mean", "var_mean",
                "linalg_matrix_norm")  # fmt: skip
@@ -696,10 +698,10 @@ _ALONG = (
 
 
 def reduction(call: Call) -> list[Use]:
-    given = shape_of(call.first())
-    gone = set(dims_of(call.bound.get("dim"), len(given)))
-    kept = [None if d in gone else d for d in range(len(given))]
-    if len(call.out) != len(given):
+    shape = shape_of(call.first())
+    gone = set(dims_of(call.bound.get("dim"), len(shape)))
+    kept = [None if d in gone else d for d in range(len(shape))]
+    if len(call.out) != len(shape):
         kept = [d for d in kept if d is not None]
     return [Use(call.first(), tuple(kept), End("summed"))]
 
@@ -717,17 +719,17 @@ def sum_to_size(call: Call) -> list[Use]:
 def norm(call: Call) -> list[Use]:
     rank, operand = len(call.out), call.first()
     first = rank - len(call.bound["normalized_shape"])
-    own = tuple(d if d < first else None for d in range(rank))
+    leading = tuple(d if d < first else None for d in range(rank))
     scales = tuple(d - first if d >= first else None for d in range(rank))
     ends = {d: End("normalised", d) for d in range(first, rank)}
-    return [Use(operand, own, ends=ends), *(Use(one, scales) for one in call.given("weight", "bias"))]
+    return [Use(operand, leading, ends=ends), *(Use(operand, scales) for operand in call.given("weight", "bias"))]
 
 
 def weight_norm(call: Call) -> list[Use]:
     """Of a weight, over all its dimensions but one, of whose entries each has a length of its own; -1: over all."""
-    own = call.bound["dim"]
-    ends = {dim: End("normalised", dim) for dim in range(len(call.out)) if dim != own}
-    link = tuple(dim if dim == own else None for dim in range(len(call.out)))
+    kept_dim = call.bound["dim"]
+    ends = {dim: End("normalised", dim) for dim in range(len(call.out)) if dim != kept_dim}
+    link = tuple(dim if dim == kept_dim else None for dim in range(len(call.out)))
     lengths = link if len(shape_of(call.bound["g"])) == len(call.out) else (None,) * len(call.out)
     return [Use(call.bound["v"], link, ends=ends), Use(call.bound["g"], lengths)]
 
@@ -755,8 +757,8 @@ def _of_loss(operands: Sequence[tuple[fx.Node, Sequence[int | None]]], out: Sequ
     uses = []
     for node, walks in operands:
         shape = shape_of(node)
-        at = {walk: d for d, walk in enumerate(walks)}
-        link = tuple(at[d] if d in at and alike(shape[at[d]], size) else None for d, size in enumerate(out))
+        dim_of = {walk: d for d, walk in enumerate(walks)}
+        link = tuple(dim_of[d] if d in dim_of and alike(shape[dim_of[d]], size) else None for d, size in enumerate(out))
         uses.append(Use(node, link, ends={d: End("summed", walk=walk) for d, walk in enumerate(walks)}))
     return uses
 
@@ -766,10 +768,10 @@ def labels(call: Call) -> list[Use]:
     logits, target = call.bound["self"], call.bound["target"]
     rank = len(shape_of(logits))
     classes = 0 if rank == 1 else 1
-    own = [CLASSES if d == classes else d - (d > classes) for d in range(rank)]
-    known = own if len(shape_of(target)) == rank else [walk for walk in own if walk != CLASSES]
-    weights = [(one, [CLASSES]) for one in call.given("weight")]
-    return _of_loss([(logits, own), (target, known), *weights], call.out)
+    walks = [CLASSES if d == classes else d - (d > classes) for d in range(rank)]
+    known = walks if len(shape_of(target)) == rank else [walk for walk in walks if walk != CLASSES]
+    weights = [(weight, [CLASSES]) for weight in call.given("weight")]
+    return _of_loss([(logits, walks), (target, known), *weights], call.out)
 
 
 def head(call: Call) -> list[Use]:
@@ -920,8 +922,8 @@ def is_linear(node: fx.Node) -> bool:
 
 
 def links(node: fx.Node) -> list[tuple[fx.Node, Link]]:
-    found = relation(node)
-    return [(use.node, use.link) for use in found.uses] if found is not None else []
+    known = relation(node)
+    return [(use.node, use.link) for use in known.uses] if known is not None else []
 
 
 def resized(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[int]) -> tuple[Any, Any]:

@@ -80,20 +80,20 @@ def _sum(_: fx.Node, bound: Any, sign: int = 1) -> Bounds | None:
 
 
 def _product(_: fx.Node, bound: Any) -> Bounds | None:
-    one, other = bounds(bound["self"]), bounds(bound["other"])
-    if one is None or other is None:
+    left, other = bounds(bound["self"]), bounds(bound["other"])
+    if left is None or other is None:
         return None
-    found = [left * right for left in one for right in other]
-    return min(found), max(found)
+    products = [left * right for left in left for right in other]
+    return min(products), max(products)
 
 
 def _total(node: fx.Node, bound: Any) -> Bounds | None:
     """Of a `sum`: as many as are added up."""
-    each = bounds(bound["self"])
-    if each is None:
+    term_bounds = bounds(bound["self"])
+    if term_bounds is None:
         return None
     number = prod(shape_of(bound["self"])) // max(1, prod(shape_of(node)))
-    return each[0] * number, each[1] * number
+    return term_bounds[0] * number, term_bounds[1] * number
 
 
 def _place(_: fx.Node, bound: Any) -> Bounds:
@@ -112,13 +112,13 @@ def _range(node: fx.Node, bound: Any) -> Bounds | None:
 
 def _clamped(_: fx.Node, bound: Any) -> Bounds | None:
     least, most = bound.get("min"), bound.get("max")
-    own = bounds(bound["self"])
-    if not all(one is None or isinstance(one, int) for one in (least, most)):
+    value_bounds = bounds(bound["self"])
+    if not all(bound_value is None or isinstance(bound_value, int) for bound_value in (least, most)):
         return None
-    if own is None:
+    if value_bounds is None:
         return (least, most) if least is not None and most is not None else None
-    lower = own[0] if least is None else max(own[0], least)
-    upper = own[1] if least is None else max(own[1], least)
+    lower = value_bounds[0] if least is None else max(value_bounds[0], least)
+    upper = value_bounds[1] if least is None else max(value_bounds[1], least)
     return (lower, upper) if most is None else (min(lower, most), min(upper, most))
 
 
@@ -233,17 +233,17 @@ def _scaled_terms(following: SamplePropagation, one: Any, other: Any, sign: int)
 
 def _pointwise(following: SamplePropagation, node: fx.Node, states: dict[Any, State], powers: Powers) -> State:
     """The result of a product, its operands taken for these states."""
-    found = [states.get(one, following.states[one]) for one in following.operands(node)]
-    if any(isinstance(one, PartsOfSum) for one in found):
+    operand_states = [states.get(operand, following.states[operand]) for operand in following.operands(node)]
+    if any(isinstance(state, PartsOfSum) for state in operand_states):
         return PartsOfSum(powers)
-    if any(isinstance(one, SampleRows) for one in found):
-        kept = {one: following.states[one] for one in states if isinstance(one, fx.Node)}
+    if any(isinstance(state, SampleRows) for state in operand_states):
+        kept = {operand: following.states[operand] for operand in states if isinstance(operand, fx.Node)}
         following.states.update({one: states[one] for one in kept})
         try:
             return following._joined(node, powers)
         finally:
             following.states.update(kept)
-    return NewTensor() if any(isinstance(one, NewTensor) for one in found) else Whole(powers)
+    return NewTensor() if any(isinstance(state, NewTensor) for state in operand_states) else Whole(powers)
 
 
 def sum_rule(following: SamplePropagation, node: fx.Node) -> State:
@@ -302,7 +302,7 @@ def _terms(following: SamplePropagation, node: fx.Node, place: int, state: State
     if isinstance(state, Terms):
         return state.terms
     if state == Whole():
-        rows = next(one.entry for one in following.entries.values() if isinstance(one, SampleRows))
+        rows = next(state.entry for state in following.entries.values() if isinstance(state, SampleRows))
         return frozenset({TermOfSum(node.name, place, Count("rows", rows))})
     if not isinstance(state, PartsOfSum):
         raise Lost("adds a term that is the same for every microbatch to one that is a sum over them")
@@ -323,15 +323,15 @@ def _check_statistics(terms: Sequence[Any], states: Sequence[State]) -> None:
 
 def _offset_numbers(following: SamplePropagation, node: fx.Node, terms: Sequence[Any], states: list[State]) -> State:
     """Row numbers, and places within each sample."""
-    numbers, *others = [state for state in states if isinstance(state, RowNumbers)]
+    numbers, *more = [state for state in states if isinstance(state, RowNumbers)]
     name = g.op_name(node)
-    if others or name == "aten::rsub" or (name == "aten::sub" and states[1] is numbers):
+    if more or name == "aten::rsub" or (name == "aten::sub" and states[1] is numbers):
         raise Lost("computes with the numbers of samples")
     result = None
-    for one, link in links(node):
-        state = following.states[one]
+    for operand, link in links(node):
+        state = following.states[operand]
         if isinstance(state, SampleRows | RowNumbers):
-            moved = following.moved(node, one, link, state)
+            moved = following.moved(node, operand, link, state)
             if result is not None and result.axis != moved.axis:
                 raise Lost(EVERY_OTHER)
             result = moved

@@ -64,29 +64,31 @@ def proven(program: Program, graph: fx.Graph) -> tuple[Combination, bool]:
     primary = _primary(program)
     if primary is None:
         return Combination(problem="the batch has no entry with samples", where="batch"), False
-    asked = _asked_how_many(program)
-    if asked is not None:
-        readers = [node for node in g.placeholders(graph) if node.meta["role"][1] == asked.name]
+    question = _asked_how_many(program)
+    if question is not None:
+        readers = [node for node in g.placeholders(graph) if node.meta["role"][1] == question.name]
         sources = [user.meta.get("source") for node in readers for user in node.users]
-        where = next(filter(None, [*sources, program.statistics[asked.name]]), "model")
+        where = next(filter(None, [*sources, program.statistics[question.name]]), "model")
         return Combination(problem=HOW_MANY, where=where, rows=primary.name), False
-    found, always = _followed(program, graph, primary, ())
-    if found.problem:
-        others = [one.name for one in _given(program) if len(one.shape) == 1 and _own_rows(program, one, primary)]
-        for number in range(1, len(others) + 1):
-            for whole in combinations(others[:MOST], number):
+    verdict, always = _followed(program, graph, primary, ())
+    if verdict.problem:
+        entries = [
+            entry.name for entry in _given(program) if len(entry.shape) == 1 and _own_rows(program, entry, primary)
+        ]
+        for number in range(1, len(entries) + 1):
+            for whole in combinations(entries[:MOST], number):
                 again, _ = _followed(program, graph, primary, whole)
                 if not again.problem and again.weight:
                     return replace(again, whole=whole), False
-    return found, always and not found.problem
+    return verdict, always and not verdict.problem
 
 
 def assumed(program: Program) -> tuple[Any, ...]:
     """Of entries, beside the capture's own sizes."""
     primary = _primary(program)
     alike = tuple(
-        (one.name, len(one.shape), one.samples, primary is not None and _is_alike(one, primary))
-        for one in program.inputs
+        (entry.name, len(entry.shape), entry.samples, primary is not None and _is_alike(entry, primary))
+        for entry in program.inputs
     )
     return primary.name if primary is not None else "", alike
 
@@ -98,14 +100,14 @@ def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collecti
         except Exception:  # whatever an operation raises: these sizes are none that the graph is for
             continue
         entries = _entries(program, primary, shapes, whole)
-        apart = {primary.name} if program.guards and program.guards.values else {one.name for one in program.inputs}
+        apart = {primary.name} if program.guards and program.guards.values else {entry.name for entry in program.inputs}
         following = SamplePropagation(entries, RULES, OF_TERMS, not scaled or _fixed(program, whole), apart)
         states = following.run(at_size)
         (loss,) = g.outputs(at_size)
-        found = _verdict(loss, states[loss], primary.name)
-        if found.problem and not scaled:
-            found = replace(found, problem=f"{found.problem} ({ONE_NUMBER})")
-        return found, scaled and _are_unlike(program, primary, at_size, shapes)
+        verdict = _verdict(loss, states[loss], primary.name)
+        if verdict.problem and not scaled:
+            verdict = replace(verdict, problem=f"{verdict.problem} ({ONE_NUMBER})")
+        return verdict, scaled and _are_unlike(program, primary, at_size, shapes)
     problem = "the graph runs on no batch of the sizes it was traced for"
     return Combination(problem=problem, where="model", rows=primary.name), False
 
@@ -134,10 +136,10 @@ def _are_unlike(program: Program, primary: Input, graph: fx.Graph, shapes: Mappi
     """
     free = dict[str, int]()
     read = {node.meta["role"][1] for node in g.placeholders(graph) if node.meta["role"][0] == "input" and node.users}
-    for one in (one for one in program.inputs if one.name in read):
-        tokens = one.name != primary.name and _is_alike(one, primary)
-        of_tokens = (one.samples, one.samples + 1) if tokens else ()
-        for dim, (expression, size) in enumerate(zip(_expressions(program, one), shapes[one.name])):
+    for entry in (entry for entry in program.inputs if entry.name in read):
+        tokens = entry.name != primary.name and _is_alike(entry, primary)
+        of_tokens = (entry.samples, entry.samples + 1) if tokens else ()
+        for dim, (expression, size) in enumerate(zip(_expressions(program, entry), shapes[entry.name])):
             if dim not in of_tokens and not isinstance(expression, int):
                 free[str(expression)] = size
     return len(set(free.values())) == len(free) and 1 not in free.values()
@@ -184,9 +186,9 @@ def _verdict(loss: fx.Node, state: State, rows: str) -> Combination:
         if power == -1:
             return _divided(count, rows)
     if isinstance(state, Terms):
-        found = sorted(state.terms, key=lambda one: (one.call, one.operand))
+        terms = sorted(state.terms, key=lambda term: (term.call, term.operand))
         return Combination(
-            "terms", rows, terms=tuple(Term(one.call, one.operand, _divisor(one.count)) for one in found)
+            "terms", rows, terms=tuple(Term(term.call, term.operand, _divisor(term.count)) for term in terms)
         )
     if isinstance(state, Mixed):
         where = state.node.meta.get("source") or state.node.meta.get("module") or state.node.name
@@ -209,14 +211,16 @@ def _divisor(count: Count) -> Divisor:
 
 def _primary(program: Program) -> Input | None:
     """The entry whose first dimension is taken to count samples: token ids or labels, if there are any."""
-    given = [one for one in _given(program) if one.shape]
-    tokens = [one for one in given if len(one.shape) > 1 and not one.dtype.is_floating_point and not one.samples]
-    return next(iter([one for one in tokens if one.name in ("input_ids", "labels")] or tokens or given), None)
+    entries = [entry for entry in _given(program) if entry.shape]
+    tokens = [
+        entry for entry in entries if len(entry.shape) > 1 and not entry.dtype.is_floating_point and not entry.samples
+    ]
+    return next(iter([entry for entry in tokens if entry.name in ("input_ids", "labels")] or tokens or entries), None)
 
 
 def _given(program: Program, whole: Collection[str] = ()) -> list[Input]:
     """What a batch has, and is cut; not what the model's own code makes of a microbatch."""
-    return [one for one in program.inputs if one.name not in program.made and one.name not in whole]
+    return [entry for entry in program.inputs if entry.name not in program.made and entry.name not in whole]
 
 
 def _own_rows(program: Program, entry: Input, primary: Input) -> bool:
@@ -229,8 +233,8 @@ def _fixed(program: Program, whole: Collection[str]) -> bool:
     """Whether some entry's number of rows is a plain number of the trace."""
     if program.guards is None:
         return True
-    given = [one for one in _given(program, whole) if one.shape]
-    return any(isinstance(_expressions(program, one)[one.samples], int) for one in given)
+    entries = [entry for entry in _given(program, whole) if entry.shape]
+    return any(isinstance(_expressions(program, entry)[entry.samples], int) for entry in entries)
 
 
 def _expressions(program: Program, entry: Input) -> tuple[Any, ...]:
@@ -238,24 +242,28 @@ def _expressions(program: Program, entry: Input) -> tuple[Any, ...]:
     return program.guards.sizes.entries[entry.name][1] if entry.name in program.guards.sizes.entries else entry.shape
 
 
-def _sizes(program: Program, whole: Collection[str]) -> Iterator[tuple[Mapping[str, tuple[int, ...]], bool]]:
+def _sizes(program: Program, entry: Collection[str]) -> Iterator[tuple[Mapping[str, tuple[int, ...]], bool]]:
     """Shapes to look at the graph in: with more samples, as long as nobody says that it is for these alone."""
-    own = {one.name: one.shape for one in program.inputs}
+    shapes = {entry.name: entry.shape for entry in program.inputs}
     if program.guards is not None:
         known = {
-            str(size): found
-            for one in program.inputs
-            for size, found in zip(_expressions(program, one), one.shape)
+            str(size): length
+            for entry in program.inputs
+            for size, length in zip(_expressions(program, entry), entry.shape)
             if not isinstance(size, int) and size.is_Symbol
         }
-        first = {str(_expressions(program, one)[one.samples]) for one in _given(program, whole) if one.shape}
-        made = {str(_expressions(program, one)[0]) for one in program.inputs if one.name in program.made and one.shape}
+        first = {str(_expressions(program, entry)[entry.samples]) for entry in _given(program, entry) if entry.shape}
+        of_made = {
+            str(_expressions(program, entry)[0])
+            for entry in program.inputs
+            if entry.name in program.made and entry.shape
+        }
         for factor in FACTORS:
-            for more in (first | made, first):
+            for more in (first | of_made, first):
                 values = {name: size * factor if name in more else size for name, size in known.items()}
                 if values != known and program.guards.sizes.holds(values):
-                    yield {one.name: _shape(program, one, values) for one in program.inputs}, True
-    yield own, False
+                    yield {entry.name: _shape(program, entry, values) for entry in program.inputs}, True
+    yield shapes, False
 
 
 def _shape(program: Program, entry: Input, values: Mapping[str, int]) -> tuple[int, ...]:
@@ -268,35 +276,35 @@ def _entries(
     program: Program, primary: Input, shapes: Mapping[str, tuple[int, ...]], whole: Collection[str]
 ) -> dict[str, State]:
     """What each entry is to the samples."""
-    found: dict[str, State] = {}
+    states: dict[str, State] = {}
     symbols: dict[
         Any, tuple[int, str]
     ] = {}  # of what counts samples, or images: how many there are, and of which entry
     count = shapes[primary.name][primary.samples]
-    for one in sorted(_given(program, whole), key=lambda entry: entry is not primary):
-        if not one.shape:
+    for entry in sorted(_given(program, whole), key=lambda entry: entry is not primary):
+        if not entry.shape:
             continue
-        size, symbol = shapes[one.name][one.samples], _symbol(program, one, one.samples)
+        size, symbol = shapes[entry.name][entry.samples], _symbol(program, entry, entry.samples)
         as_many = symbol == _symbol(program, primary, primary.samples)
-        alike = one.name == primary.name or _is_alike(one, primary) or as_many
-        many, name = (count, primary.name) if alike else symbols.get(symbol, (size, one.name))
+        alike = entry.name == primary.name or _is_alike(entry, primary) or as_many
+        many, name = (count, primary.name) if alike else symbols.get(symbol, (size, entry.name))
         if size % many:
-            many, name = size, one.name
-        found[one.name] = SampleRows((one.samples, size // many), many, name)
+            many, name = size, entry.name
+        states[entry.name] = SampleRows((entry.samples, size // many), many, name)
         if symbol is not None:
             symbols.setdefault(symbol, (many, name))
-    for one in program.inputs:
-        if one.name in program.made:
-            found[one.name] = NewTensor(one.name in program.statistics)
-            if one.name in program.statistics:  # as many as there are samples by chance
+    for entry in program.inputs:
+        if entry.name in program.made:
+            states[entry.name] = NewTensor(entry.name in program.statistics)
+            if entry.name in program.statistics:  # as many as there are samples by chance
                 continue
-            for dim in range(len(one.shape)):
-                symbol = _symbol(program, one, dim)
+            for dim in range(len(entry.shape)):
+                symbol = _symbol(program, entry, dim)
                 if symbol in symbols:
                     many, name = symbols[symbol]
-                    found[one.name] = SampleRows((dim, shapes[one.name][dim] // many), many, name)
+                    states[entry.name] = SampleRows((dim, shapes[entry.name][dim] // many), many, name)
                     break
-    return found
+    return states
 
 
 def _symbol(program: Program, entry: Input, dim: int) -> Any:
@@ -334,9 +342,9 @@ Values = Callable[[str], torch.Tensor]  # of a constant of the trace, by name
 
 def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Values]) -> str:
     """one, other: of csc.analysis.symbolic; `other` is of so many times the samples. values: constants of each."""
-    calls, others = _tensor_calls(one), _tensor_calls(other)
+    calls, other_calls = _tensor_calls(one), _tensor_calls(other)
     same: dict[fx.Node, fx.Node] = {}
-    for node, its in zip(calls, others):
+    for node, its in zip(calls, other_calls):
         reshapes = {g.op_name(node), g.op_name(its)} <= RESHAPES
         if node.target is not its.target and not reshapes:
             return f"{g.op_name(node)} becomes {g.op_name(its)} ({g.line(node)})"
@@ -348,8 +356,8 @@ def unlike(one: fx.Graph, other: fx.Graph, times: int, values: tuple[Values, Val
             if not _alike(argument, its_argument, same, sizes, values):
                 return f"{g.op_name(node)} is given another '{name}' ({g.line(node)})"
         same[node] = its
-    if len(calls) != len(others):
-        return f"{len(others)} operations are made in place of {len(calls)}"
+    if len(calls) != len(other_calls):
+        return f"{len(other_calls)} operations are made in place of {len(calls)}"
     return ""
 
 
@@ -377,7 +385,7 @@ def _repeats(node: fx.Node) -> bool:
     """Whether a call expands or copies a value, or takes all of it."""
     if node.op != "call_function" or g.op_name(node) not in REPEATS:
         return False
-    sizes = [one.meta["val"].shape for one in (node, node.args[0])]  # type: ignore[union-attr]
+    sizes = [operand.meta["val"].shape for operand in (node, node.args[0])]  # type: ignore[union-attr]
     return g.op_name(node) != SLICE or sizes[0] == sizes[1]
 
 

@@ -198,30 +198,34 @@ def sorted_rows(states: Mapping[fx.Node, State], node: fx.Node) -> State | None:
     """Each row's result is its own, whichever others are sorted with it, as csc.analysis.tokens finds: so samples stay
     apart. Other operands are the same for every batch, or the numbers of the rows that an order is inverted with.
     """
-    given = {one: states[one] for one in node.all_input_nodes}
-    known = {one: state.found for one, state in given.items() if isinstance(state, SortedSamples)}
-    were = [state.rows for state in given.values() if isinstance(state, SortedSamples)]
-    rows = [*were, *(state for state in given.values() if isinstance(state, SampleRows))]
+    operand_states = {operand: states[operand] for operand in node.all_input_nodes}
+    known = {operand: state.found for operand, state in operand_states.items() if isinstance(state, SortedSamples)}
+    were = [state.rows for state in operand_states.values() if isinstance(state, SortedSamples)]
+    rows = [*were, *(state for state in operand_states.values() if isinstance(state, SampleRows))]
     if not rows or not (known or _begins(node)):
         return None
     before = rows[0]
 
     def dims(one: fx.Node) -> tuple[int, ...]:
-        state = given.get(one)
+        state = operand_states.get(one)
         if isinstance(state, SampleRows):
             return (state.axis[0],)
         return (0,) if isinstance(state, SortedSamples) or one is node else ()
 
-    rest = [one for one, state in given.items() if not isinstance(state, SortedSamples | SampleRows)]
-    fixed = all(given[one] == Whole() or one is positions(node) for one in rest)
-    behind = all(_one_behind_the_other(one, state) for one, state in given.items() if isinstance(state, SampleRows))
-    alike = behind and all(one.count == before.count and not one.powers for one in rows)
-    found = follow(node, known, dims) if fixed and alike else ALONG_SAMPLES
-    if found == TOKENS:
+    rest = [operand for operand, state in operand_states.items() if not isinstance(state, SortedSamples | SampleRows)]
+    fixed = all(operand_states[operand] == Whole() or operand is positions(node) for operand in rest)
+    behind = all(
+        _one_behind_the_other(operand, state)
+        for operand, state in operand_states.items()
+        if isinstance(state, SampleRows)
+    )
+    alike = behind and all(rows_state.count == before.count and not rows_state.powers for rows_state in rows)
+    picked = follow(node, known, dims) if fixed and alike else ALONG_SAMPLES
+    if picked == TOKENS:
         return before
-    if isinstance(found, SortedRows):
-        return SortedSamples(found, before)
-    return Mixed(node, found or ALONG_SAMPLES) if known else None
+    if isinstance(picked, SortedRows):
+        return SortedSamples(picked, before)
+    return Mixed(node, picked or ALONG_SAMPLES) if known else None
 
 
 def _one_behind_the_other(node: fx.Node, rows: SampleRows) -> bool:
@@ -261,26 +265,26 @@ def written_to(node: fx.Node) -> tuple[fx.Node, bool] | None:
         return mask, False
     if g.op_name(written) not in EITHER:
         return None
-    entries = [_is_entry(one, mask, place) for one in written.all_input_nodes]
-    nones = [_is_none(one, mask) for one in written.all_input_nodes]
+    entries = [_is_entry(operand, mask, place) for operand in written.all_input_nodes]
+    nones = [_is_none(operand, mask) for operand in written.all_input_nodes]
     return (mask, True) if entries in ([True, False], [False, True]) and nones == entries[::-1] else None
 
 
 def without_spare(mask: fx.Node) -> fx.Node:
     """Returns the mask as it is before a spare row is kept; the mask itself where none is."""
-    found, spares = mask, False
-    while (before := written_to(found)) is not None:
-        found, spares = before[0], spares or before[1]
-    return found if spares else mask
+    mask_left, spares = mask, False
+    while (before := written_to(mask_left)) is not None:
+        mask_left, spares = before[0], spares or before[1]
+    return mask_left if spares else mask
 
 
 def spare_of_order(order: Any) -> fx.Node | None:
     """Returns the mask that an `argsort` puts first, without its spare row; None where it has none."""
-    others = order.args[0]
-    if g.op_name(order) != "aten::argsort" or g.op_name(others) != "aten::logical_not":
+    negated = order.args[0]
+    if g.op_name(order) != "aten::argsort" or g.op_name(negated) != "aten::logical_not":
         return None
-    kept = without_spare(others.args[0])
-    return None if kept is others.args[0] else kept
+    kept = without_spare(negated.args[0])
+    return None if kept is negated.args[0] else kept
 
 
 def _uncopied(node: fx.Node) -> fx.Node:
@@ -300,8 +304,8 @@ def _is_none(node: fx.Node, mask: fx.Node) -> bool:
     """Whether a value says that nothing of the mask is kept."""
     if g.op_name(node) not in NOT:
         return False
-    found: Any = node.args[0]
-    return g.op_name(found) == "aten::any" and found.all_input_nodes == [mask] and not shape_of(found)
+    condition: Any = node.args[0]
+    return g.op_name(condition) == "aten::any" and condition.all_input_nodes == [mask] and not shape_of(condition)
 
 
 # --- What the samples of a batch are to every value of a graph, followed from the batch to the loss ------------------
@@ -361,7 +365,7 @@ class SamplePropagation:
         up again (`_after`), and it asks for the spare mask.
         """
         rows = [one for used in self.operands(node) if isinstance(one := self.states[used], SampleRows)]
-        spares = {one.spare for one in [*rows, state] if isinstance(one, SampleRows) and one.spare is not None}
+        spares = {state.spare for state in [*rows, state] if isinstance(state, SampleRows) and state.spare is not None}
         if g.op_name(node) in SIZES_READ or isinstance(state, Mixed) or not spares:
             return state
         if isinstance(state, SampleRows) and len(spares) == 1:
@@ -370,27 +374,27 @@ class SamplePropagation:
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """Of a call, whole numbers too."""
-        found: dict[fx.Node, None] = {}
-        fx.map_arg(node.meta["given"], lambda used: found.setdefault(used))
-        return list(found)
+        operands: dict[fx.Node, None] = {}
+        fx.map_arg(node.meta["given"], lambda used: operands.setdefault(used))
+        return list(operands)
 
     def _state(self, node: fx.Node) -> State:
         name = g.op_name(node)
-        used = [self.states[one] for one in self.operands(node)]
-        found = written_to(node)
-        if found is not None and isinstance(state := self.states[found[0]], SampleRows):
-            return replace(state, spare=found[0]) if found[1] else state
+        used = [self.states[operand] for operand in self.operands(node)]
+        write = written_to(node)
+        if write is not None and isinstance(state := self.states[write[0]], SampleRows):
+            return replace(state, spare=write[0]) if write[1] else state
         if name == "aten::randperm":
             return Mixed(node, PERMUTES)
         if name not in SIZES_READ:
-            lost = next((one for one in used if isinstance(one, Mixed)), None)
+            lost = next((state for state in used if isinstance(state, Mixed)), None)
             if lost is not None:
                 return self._after(node, lost)
-            if all(one == Whole() for one in used) and name not in GRADIENTS:
+            if all(state == Whole() for state in used) and name not in GRADIENTS:
                 return Whole()
             if STATISTICS in used:
                 return self._of_statistic(node)
-            if name not in self.linear and any(isinstance(one, Terms) for one in used):
+            if name not in self.linear and any(isinstance(state, Terms) for state in used):
                 return Mixed(node, NOT_LINEAR)
         routed = sorted_rows(self.states, node)
         if routed is not None:
@@ -404,7 +408,7 @@ class SamplePropagation:
     def _after(self, node: fx.Node, lost: Mixed) -> State:
         """What a call gives that reads a mixed value."""
         name = g.op_name(node)
-        states = [self.states[one] for one in self.operands(node)]
+        states = [self.states[operand] for operand in self.operands(node)]
         if lost.unless == "looked up" and name in LOOK_UPS and len(states) == 2 and NewTensor() in states:
             return NewTensor()
         if lost.unless == "order" and name == "aten::index_select" and states == [states[0], lost]:
@@ -422,24 +426,28 @@ class SamplePropagation:
     def _of_statistic(self, node: fx.Node) -> State:
         """What a call gives that reads a statistic of the microbatch: one again, if it reads nothing of samples."""
         unread = TYPE_ALONE.get(g.op_name(node))
-        others = [self.states[one] for one in self.operands(node) if unread is None or one is not node.args[unread]]
+        operand_states = [
+            self.states[operand]
+            for operand in self.operands(node)
+            if unread is None or operand is not node.args[unread]
+        ]
         kinds = (SampleRows, RowNumbers, SortedSamples, PartsOfSum, Terms)
-        return Mixed(node, STATISTIC) if any(isinstance(one, kinds) for one in others) else STATISTICS
+        return Mixed(node, STATISTIC) if any(isinstance(state, kinds) for state in operand_states) else STATISTICS
 
     def by_links(self, node: fx.Node, linear: bool = False, powers: Powers | None = None) -> State:
         """The rule of most calls: rows stay where the links of their operands lead.
 
         linear: in all operands with powers, which must agree. powers: of the result, if they are known.
         """
-        used = [self.states[one] for one in node.all_input_nodes]
-        kinds = {type(one) for one in used}
+        used = [self.states[operand] for operand in node.all_input_nodes]
+        kinds = {type(state) for state in used}
         if powers is None:
             powers = self._common_powers(used, linear)
         if kinds & {PartsOfSum, Terms}:
             if not linear or len(kinds) > 1 or self._sized_by_samples(node):
                 raise Lost(NOT_LINEAR)
             if Terms in kinds:
-                return Terms(frozenset().union(*(one.terms for one in used if isinstance(one, Terms))))
+                return Terms(frozenset().union(*(state.terms for state in used if isinstance(state, Terms))))
             return PartsOfSum(powers)
         if kinds & {SampleRows, RowNumbers} and not (
             kinds <= {RowNumbers, NewTensor, Whole} and {RowNumbers, NewTensor} <= kinds
@@ -463,44 +471,48 @@ class SamplePropagation:
         """Whether a call makes one number of all that was made for the microbatch, or repeats it for each sample."""
         if g.op_name(node) in COPIED_FOR_EACH:
             return bool(self._sized_by_samples(node))
-        several = any(prod(shape_of(one)) > 1 for one in node.all_input_nodes if self.states[one] == NewTensor())
+        several = any(
+            prod(shape_of(operand)) > 1 for operand in node.all_input_nodes if self.states[operand] == NewTensor()
+        )
         return several and not is_view(node) and g.tensor_value(node) is not None and prod(shape_of(node)) == 1
 
     def _sized_by_samples(self, node: fx.Node) -> set[int]:
         """The dimensions that a reshape or an `expand` gives a number of samples as their size; {-1} if another call
         has such a number among its arguments.
         """
-        numbers = [self.states[one] for one in self.operands(node) if one not in node.all_input_nodes]
-        if not any(self._by_samples(one) for one in numbers):
+        numbers = [self.states[operand] for operand in self.operands(node) if operand not in node.all_input_nodes]
+        if not any(self._by_samples(number) for number in numbers):
             return set()
         sizes = g.op_name(node) in SIZED_VIEWS
         return (self._given_sizes(node) or set()) if sizes else {-1}
 
     def _common_powers(self, states: list[State], linear: bool) -> Powers:
-        found = {one.powers for one in states if isinstance(one, Whole | SampleRows | PartsOfSum)}
-        if found <= {NONE}:
+        powers = {state.powers for state in states if isinstance(state, Whole | SampleRows | PartsOfSum)}
+        if powers <= {NONE}:
             return NONE
-        if not linear or len(found) > 1:
+        if not linear or len(powers) > 1:
             raise Lost(NOT_LINEAR)
-        return found.pop()
+        return powers.pop()
 
     def _joined(self, node: fx.Node, powers: Powers) -> SampleRows | RowNumbers:
         """The rows of all operands that have some, which must come to lie on one axis of the result."""
         linked = links(node)
-        rows = [one for one in node.all_input_nodes if isinstance(self.states[one], SampleRows | RowNumbers)]
-        if not {one for one, _ in linked}.issuperset(rows):
+        rows = [
+            operand for operand in node.all_input_nodes if isinstance(self.states[operand], SampleRows | RowNumbers)
+        ]
+        if not {operand for operand, _ in linked}.issuperset(rows):
             raise Lost(UNKNOWN if not linked else EVERY_OTHER)
         result: SampleRows | RowNumbers | None = None
-        for one, link in linked:
-            state = self.states[one]
+        for operand, link in linked:
+            state = self.states[operand]
             if isinstance(state, SampleRows | RowNumbers):
-                moved = self.moved(node, one, link, state)
+                moved = self.moved(node, operand, link, state)
                 result = moved if result is None else self.together(result, moved)
         assert result is not None
-        for one, link in linked:
-            if self.states[one] == Whole() and link and self._varies(one, link[result.axis[0]]):
+        for operand, link in linked:
+            if self.states[operand] == Whole() and link and self._varies(operand, link[result.axis[0]]):
                 raise Lost(FIXED)
-            if isinstance(self.states[one], NewTensor) and link and not along(one, node, link, result.axis[0]):
+            if isinstance(self.states[operand], NewTensor) and link and not along(operand, node, link, result.axis[0]):
                 raise Lost(STATISTIC)
         if isinstance(result, RowNumbers):
             if len(rows) != 1 or len(node.all_input_nodes) != 1 or not (is_view(node) or g.op_name(node) in MOVES):
@@ -538,8 +550,10 @@ class SamplePropagation:
         """The dimensions of a reshape whose sizes the number of samples gives; None if all are plain numbers."""
         args = node.meta["given"][0]
         sizes: Any = args[1] if len(args) > 1 else []
-        told = {d for d, size in enumerate(sizes) if isinstance(size, fx.Node) and self._by_samples(self.states[size])}
-        return told or ({d for d, size in enumerate(sizes) if size == -1} or None)
+        sized_dims = {
+            d for d, size in enumerate(sizes) if isinstance(size, fx.Node) and self._by_samples(self.states[size])
+        }
+        return sized_dims or ({d for d, size in enumerate(sizes) if size == -1} or None)
 
     @staticmethod
     def _by_samples(size: State) -> bool:
@@ -593,8 +607,8 @@ def along(operand: fx.Node, node: fx.Node, link: tuple[int | None, ...], dim: in
     """Whether an operand has an entry of its own for each that the result has along a dimension, none that is for all
     of them.
     """
-    own = link[dim]
-    return own is not None and shape_of(operand)[own] == shape_of(node)[dim]
+    place = link[dim]
+    return place is not None and shape_of(operand)[place] == shape_of(node)[dim]
 
 
 STATISTICS = NewTensor(statistic=True)
@@ -626,7 +640,7 @@ def powers_of(state: State) -> Powers:
 
 def uses_of(node: fx.Node) -> tuple[Use, ...]:
     """Lost for a call of which the table of operators says nothing."""
-    found = relation(node)
-    if found is None:
+    found_relation = relation(node)
+    if found_relation is None:
         raise Lost(UNKNOWN)
-    return found.uses
+    return found_relation.uses

@@ -83,7 +83,7 @@ def batch_norm_rule(following: SamplePropagation, node: fx.Node) -> State:
     state = of(following, bound["input"])
     if bound.get("training") or bound.get("running_mean") is None:
         raise Lost("normalises by statistics of all samples")
-    if any(of(following, one) != Whole() for one in node.all_input_nodes if one is not bound["input"]):
+    if any(of(following, operand) != Whole() for operand in node.all_input_nodes if operand is not bound["input"]):
         raise Lost(EVERY_OTHER)
     if not isinstance(state, SampleRows) or state.axis[0] == 1 or state.powers:
         raise Lost(UNKNOWN)
@@ -100,8 +100,8 @@ def recurrent_rule(following: SamplePropagation, node: fx.Node) -> State:
         raise Lost(UNKNOWN)
     starts: Any = bound["hx"]
     for start in starts if isinstance(starts, (list, tuple)) else [starts]:
-        found = of(following, start)
-        if found != replace(state, axis=(1, 1)):
+        start_state = of(following, start)
+        if start_state != replace(state, axis=(1, 1)):
             raise Lost(UNKNOWN)
     if any(of(following, weight) != Whole() for weight in bound["params"]):
         raise Lost(EVERY_OTHER)
@@ -142,22 +142,22 @@ def _labels(following: SamplePropagation, node: fx.Node) -> State:
     """Cross entropy: a mean over the labels that are not ignored, or over their weights."""
     bound = g.bind(node)
     logits, target, weight = bound["self"], bound["target"], bound.get("weight")
-    state, own = following.states[logits], following.states[target]
-    if not isinstance(state, SampleRows) or not isinstance(own, SampleRows | NewTensor):
+    state, target_state = following.states[logits], following.states[target]
+    if not isinstance(state, SampleRows) or not isinstance(target_state, SampleRows | NewTensor):
         raise Lost(UNKNOWN if isinstance(state, SampleRows | NewTensor) else NOT_LINEAR)
     if isinstance(weight, fx.Node) and following.states[weight] != Whole():
         raise Lost("weighs classes by values of the batch")
     rows = replace(state, axis=_walked(following, node).axis)
     if bound["reduction"] != MEAN or target.meta["val"].dtype.is_floating_point:
         return _reduced(bound["reduction"], rows)
-    if any(one not in following.of_batch for one in (target, weight) if isinstance(one, fx.Node)):
+    if any(operand not in following.of_batch for operand in (target, weight) if isinstance(operand, fx.Node)):
         raise Lost("is a mean over labels that are not known from the batch alone")
     return PartsOfSum(frozenset({(Count("labels", node.name), -1)}))
 
 
 def _walked(following: SamplePropagation, node: fx.Node) -> SampleRows:
     """The samples of all operands, which the loss must walk along together; the axis is that of its terms."""
-    found: Any = None
+    combined: Any = None
     uses = uses_of(node)
     for use in uses:
         state = following.states[use.node]
@@ -168,18 +168,18 @@ def _walked(following: SamplePropagation, node: fx.Node) -> SampleRows:
             if state.powers:
                 raise Lost(NOT_LINEAR)
             moved = replace(state, axis=(walk, state.axis[1]))
-            found = moved if found is None else following.together(found, moved)
+            combined = moved if combined is None else following.together(combined, moved)
         elif not isinstance(state, NewTensor) and state != Whole():
             raise Lost(NOT_LINEAR)
-    if found is None:
+    if combined is None:
         raise Lost(UNKNOWN)
     for use in uses:
-        along = [dim for dim, end in use.ends.items() if end.walk == found.axis[0]]
+        along = [dim for dim, end in use.ends.items() if end.walk == combined.axis[0]]
         if isinstance(following.states[use.node], NewTensor) and not any(shape_of(use.node)[dim] > 1 for dim in along):
             raise Lost(STATISTIC)
         if following.states[use.node] == Whole() and any(following._varies(use.node, dim) for dim in along):
             raise Lost(EVERY_OTHER)
-    return found
+    return combined
 
 
 def _terms(following: SamplePropagation, node: fx.Node) -> State:
@@ -239,7 +239,7 @@ def split_rule(following: SamplePropagation, node: fx.Node) -> State:
 def join_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`cat`: behind each other along another dimension, or whole batches one behind the other."""
     bound = g.bind(node)
-    states = [of(following, one) for one in bound["tensors"] if shape_of(one) != (0,)]
+    states = [of(following, tensor) for tensor in bound["tensors"] if shape_of(tensor) != (0,)]
     dim = bound.get("dim", 0) % len(shape_of(node))
     along = [state for state in states if isinstance(state, SampleRows) and state.axis[0] == dim]
     if not along:
@@ -268,22 +268,22 @@ def _looked_up(following: SamplePropagation, uses: Sequence[Use], out: tuple[int
     table, *indices = uses
     state = of(following, table.node)
     by: Any = None
-    for one in indices:
-        own = of(following, one.node)
-        if isinstance(own, PartsOfSum):
+    for use in indices:
+        index_state = of(following, use.node)
+        if isinstance(index_state, PartsOfSum):
             raise Lost(UNKNOWN)
-        if isinstance(own, SampleRows | RowNumbers):
-            if own.axis[0] not in one.link:
+        if isinstance(index_state, SampleRows | RowNumbers):
+            if index_state.axis[0] not in use.link:
                 raise Lost(UNKNOWN)
-            axis = (one.link.index(own.axis[0]), own.axis[1])
-            if by is not None and (by.axis != axis or by.count != own.count):
+            axis = (use.link.index(index_state.axis[0]), index_state.axis[1])
+            if by is not None and (by.axis != axis or by.count != index_state.count):
                 raise Lost(EVERY_OTHER)
-            by = replace(own, axis=axis)
-    picked = {place: of(following, one.node) for place, one in zip(table.ends, indices)}
-    numbered = [place for place, one in picked.items() if isinstance(one, RowNumbers)]
-    made = NewTensor() in picked.values()
+            by = replace(index_state, axis=axis)
+    picked = {place: of(following, use.node) for place, use in zip(table.ends, indices)}
+    numbered = [place for place, state in picked.items() if isinstance(state, RowNumbers)]
+    of_made = NewTensor() in picked.values()
     if isinstance(state, PartsOfSum):
-        if by is not None or made:
+        if by is not None or of_made:
             raise Lost(NOT_LINEAR)
         return PartsOfSum(powers)
     if isinstance(state, RowNumbers):
@@ -295,7 +295,7 @@ def _looked_up(following: SamplePropagation, uses: Sequence[Use], out: tuple[int
             raise Lost(STATISTIC)
         if isinstance(by, SampleRows):
             return replace(by, powers=powers)
-        return NewTensor() if made or isinstance(state, NewTensor) else Whole(powers)
+        return NewTensor() if of_made or isinstance(state, NewTensor) else Whole(powers)
     place, inner = state.axis
     if place not in picked:
         if by is not None:
@@ -306,10 +306,12 @@ def _looked_up(following: SamplePropagation, uses: Sequence[Use], out: tuple[int
         if isinstance(by, SampleRows):
             return replace(by, powers=powers)
         begin = table.link.index(None)
-        others = out[begin] != shape_of(table.node)[place]  # rows of their own number, not the same in another order
-        entry = _made_entry(next(one.node for end, one in zip(table.ends, indices) if end == place))
+        own_number = (
+            out[begin] != shape_of(table.node)[place]
+        )  # rows of their own number, not the same in another order
+        entry = _made_entry(next(use.node for end, use in zip(table.ends, indices) if end == place))
         return SampleRows(
-            (begin, _inner(out[begin], state.count)), state.count, entry if others else state.entry, powers
+            (begin, _inner(out[begin], state.count)), state.count, entry if own_number else state.entry, powers
         )
     outermost = shape_of(table.node)[place] == inner * state.count
     if not isinstance(row, RowNumbers) or numbered != [place] or not outermost:
@@ -350,24 +352,26 @@ def index_put_rule(following: SamplePropagation, node: fx.Node) -> State:
     if isinstance(state, NewTensor):
         return state
     picked = (
-        NewTensor() if any(isinstance(of(following, one), NewTensor) for one in indices if one is not None) else None
+        NewTensor()
+        if any(isinstance(of(following, index), NewTensor) for index in indices if index is not None)
+        else None
     )
     if picked is not None:
         return state
     shape = torch.empty(shape_of(table), device="meta")[
-        tuple(slice(None) if one is None else torch.empty(shape_of(one), dtype=torch.int64, device="meta")
-              for one in indices)
+        tuple(slice(None) if index is None else torch.empty(shape_of(index), dtype=torch.int64, device="meta")
+              for index in indices)
     ].shape  # fmt: skip
     written = _looked_up(following, look_up(table, indices, tuple(shape)), tuple(shape), NONE)  # type: ignore[arg-type]
     if isinstance(value, SampleRows) and isinstance(written, SampleRows):
-        own = value.axis[0] + len(shape) - len(shape_of(values))
-        if (own, value.axis[1]) != written.axis:
+        axis = value.axis[0] + len(shape) - len(shape_of(values))
+        if (axis, value.axis[1]) != written.axis:
             raise Lost(EVERY_OTHER)
     elif value != Whole():
         raise Lost(UNKNOWN)
     elif isinstance(written, SampleRows):
-        own = written.axis[0] - len(shape) + len(shape_of(values))
-        if own >= 0 and following._varies(values, own):  # type: ignore[arg-type]
+        axis = written.axis[0] - len(shape) + len(shape_of(values))
+        if axis >= 0 and following._varies(values, axis):  # type: ignore[arg-type]
             raise Lost(FIXED)
     return state
 
@@ -384,11 +388,11 @@ def scatter_in_order_rule(following: SamplePropagation, node: fx.Node) -> State:
         raise Lost("puts rows that are the same for every batch where samples have places, one behind the other")
     if powers_of(of_source) or powers_of(of(following, whole)):
         raise Lost(NOT_LINEAR)
-    placed = [(one, of(following, one)) for one in (whole, mask)]
+    placed = [(tensor, of(following, tensor)) for tensor in (whole, mask)]
     result: Any = None
-    for one, state in placed:
+    for tensor, state in placed:
         if isinstance(state, SampleRows):
-            shift = len(shape_of(node)) - len(shape_of(one))
+            shift = len(shape_of(node)) - len(shape_of(tensor))
             moved = replace(state, axis=(state.axis[0] + shift, state.axis[1]))
             result = moved if result is None else following.together(result, moved)
         elif not isinstance(state, Whole | NewTensor):
@@ -489,11 +493,13 @@ def contraction_rule(following: SamplePropagation, node: fx.Node) -> State:
 
 def _summed(following: SamplePropagation, factors: list[Use], states: list[State]) -> bool:
     """Whether the samples of all factors that have some are multiplied with each other, and summed."""
-    rows = [(use.ends.get(one.axis[0]), one) for use, one in zip(factors, states) if isinstance(one, SampleRows)]
+    rows = [
+        (use.ends.get(state.axis[0]), state) for use, state in zip(factors, states) if isinstance(state, SampleRows)
+    ]
     walks = {None if end is None else end.walk for end, _ in rows}
     if not rows or None in walks:
         return False
-    if len(walks) > 1 or len({(one.axis[1], one.count) for _, one in rows}) > 1:
+    if len(walks) > 1 or len({(state.axis[1], state.count) for _, state in rows}) > 1:
         raise Lost(EVERY_OTHER)
     for use, state in zip(factors, states):
         along = [dim for dim, end in use.ends.items() if end.walk in walks]
@@ -538,9 +544,9 @@ def number_rule(sign: int) -> Rule:
 def number_sum_rule(following: SamplePropagation, node: fx.Node) -> State:
     """Twice a number of samples, as `cat` of two views has them, is one too."""
     states = [of(following, value) for value in node.meta["given"][0]]
-    if any(isinstance(one, NewTensor) for one in states):
+    if any(isinstance(state, NewTensor) for state in states):
         return NewTensor()
-    powers = {one.powers for one in states if isinstance(one, Whole)}
+    powers = {state.powers for state in states if isinstance(state, Whole)}
     rows = [_rows_counted(following, one) for one in powers]
     alike = len(powers) == 1 or (g.op_name(node) == "add" and None not in rows and len(set(rows)) == 1)
     if not alike or not all(isinstance(s, Whole) for s in states):
@@ -584,28 +590,32 @@ def filled_rule(following: SamplePropagation, node: fx.Node) -> State:
     """`zeros`, `full` and the like: rows where a number of samples is a size."""
     bound = given(node)
     sizes = bound.get("size")
-    found = _axis_of_sizes(following, sizes)
+    axis = _axis_of_sizes(following, sizes)
     value = of(following, bound.get("s" if g.op_name(node) == "aten::scalar_tensor" else "fill_value"))
     if not isinstance(value, Whole):
         raise Lost(UNKNOWN)
-    if found is None:
-        made = any(isinstance(of(following, size), NewTensor) for size in sizes or [])
-        return NewTensor() if made else Whole(value.powers)
-    dim, inner, count, entry = found
+    if axis is None:
+        of_made = any(isinstance(of(following, size), NewTensor) for size in sizes or [])
+        return NewTensor() if of_made else Whole(value.powers)
+    dim, inner, count, entry = axis
     return SampleRows((dim, inner), count, entry, value.powers)
 
 
 def range_rule(following: SamplePropagation, node: fx.Node) -> State:
     bound = given(node)
     ends = [of(following, bound.get(which)) for which in ("start", "step")]
-    if any(isinstance(one, NewTensor) for one in (*ends, of(following, bound["end"]))):
+    if any(isinstance(state, NewTensor) for state in (*ends, of(following, bound["end"]))):
         return NewTensor()
-    found = _axis_of_sizes(following, [bound["end"]])
-    if found is None:
+    axis = _axis_of_sizes(following, [bound["end"]])
+    if axis is None:
         return Whole()
-    if any(one != Whole() for one in ends) or number_of(bound.get("start", 0)) or number_of(bound.get("step", 1)) != 1:
+    if (
+        any(state != Whole() for state in ends)
+        or number_of(bound.get("start", 0))
+        or number_of(bound.get("step", 1)) != 1
+    ):
         raise Lost("counts samples")
-    _, inner, count, entry = found
+    _, inner, count, entry = axis
     return RowNumbers((0, inner), count, entry, inner, (0, inner - 1))
 
 
@@ -632,12 +642,12 @@ def expand_rule(following: SamplePropagation, node: fx.Node) -> State:
     bound = given(node)
     state, sizes = of(following, bound["self"]), bound.get("size", bound.get("repeats"))
     if state == Whole():
-        found = _axis_of_sizes(following, sizes)
-        if found is None:
+        axis = _axis_of_sizes(following, sizes)
+        if axis is None:
             return NewTensor() if any(isinstance(of(following, size), NewTensor) for size in sizes or ()) else Whole()
-        dim, _, count, entry = found
-        own = dim - len(shape_of(node)) + len(shape_of(bound["self"]))
-        if g.op_name(node) == "aten::expand" and own >= 0 and shape_of(bound["self"])[own] > 1:
+        dim, _, count, entry = axis
+        place = dim - len(shape_of(node)) + len(shape_of(bound["self"]))
+        if g.op_name(node) == "aten::expand" and place >= 0 and shape_of(bound["self"])[place] > 1:
             raise Lost(FIXED)
         return SampleRows((dim, shape_of(node)[dim] // count), count, entry)
     return following.by_links(node, linear=True)

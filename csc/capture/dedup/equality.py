@@ -98,14 +98,14 @@ def _is_torch_s(func: Any) -> bool:
 
 
 def _are_plain(values: Any) -> bool:
-    for one in values:
-        kind = type(one)
+    for value in values:
+        kind = type(value)
         if kind in TENSORS or kind in PLAIN_ARGUMENTS:
             continue
         if kind in (tuple, list, torch.Size):
-            if not _are_plain(one):
+            if not _are_plain(value):
                 return False
-        elif kind is not slice or not _are_plain((one.start, one.stop, one.step)):
+        elif kind is not slice or not _are_plain((value.start, value.stop, value.step)):
             return False
     return True
 
@@ -175,13 +175,13 @@ def attributes_read(layer: nn.Module) -> Iterator[Read]:
         return __getattribute__
 
     classes = {type(module) for module in layer.modules()}
-    own = {cls: cls.__dict__.get("__getattribute__") for cls in classes}
+    methods = {cls: cls.__dict__.get("__getattribute__") for cls in classes}
     try:
         for cls, original in {cls: cls.__getattribute__ for cls in classes}.items():
             cls.__getattribute__ = watched(original)  # type: ignore[method-assign]
         yield read
     finally:
-        for cls, before in own.items():
+        for cls, before in methods.items():
             if before is not None:
                 cls.__getattribute__ = before  # type: ignore[method-assign]
             elif "__getattribute__" in cls.__dict__:
@@ -234,39 +234,39 @@ class Counterparts:
             self._kept.append((one, other))
         return self._hold_equal(one, other)
 
-    def _hold_equal(self, one: Any, other: Any) -> bool:
+    def _hold_equal(self, left: Any, other: Any) -> bool:
         """Whether two things of one type hold equal things."""
-        if isinstance(one, CellType):
-            return self.equal(_contents(one), _contents(other))
-        if isinstance(one, FunctionType):
+        if isinstance(left, CellType):
+            return self.equal(_contents(left), _contents(other))
+        if isinstance(left, FunctionType):
             return (
-                one.__code__ is other.__code__
-                and one.__globals__ is other.__globals__
-                and self._all_equal(one.__closure__ or (), other.__closure__ or ())
-                and self.equal((one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__))
-                and self._attributes_equal(one, other)
+                left.__code__ is other.__code__
+                and left.__globals__ is other.__globals__
+                and self._all_equal(left.__closure__ or (), other.__closure__ or ())
+                and self.equal((left.__defaults__, left.__kwdefaults__), (other.__defaults__, other.__kwdefaults__))
+                and self._attributes_equal(left, other)
             )
-        if isinstance(one, MethodType):
-            return self.equal(one.__func__, other.__func__) and self.equal(one.__self__, other.__self__)
-        if isinstance(one, functools.partial):
+        if isinstance(left, MethodType):
+            return self.equal(left.__func__, other.__func__) and self.equal(left.__self__, other.__self__)
+        if isinstance(left, functools.partial):
             return self.equal(
-                (one.func, one.args, one.keywords), (other.func, other.args, other.keywords)
-            ) and self._attributes_equal(one, other)
-        if isinstance(one, (int, float, complex, str, bytes)) and not isinstance(one, Enum):
-            plain: Any = next(cls for cls in type(one).__mro__ if cls in PLAIN)
-            return plain.__repr__(one) == plain.__repr__(other) and self._attributes_equal(one, other)
-        if isinstance(one, CONTAINERS):
-            kind: Any = next(cls for cls in type(one).__mro__ if cls in CONTAINERS)
-            return self._all_equal(kind.__iter__(one), kind.__iter__(other)) and self._attributes_equal(one, other)
-        if isinstance(one, dict):
+                (left.func, left.args, left.keywords), (other.func, other.args, other.keywords)
+            ) and self._attributes_equal(left, other)
+        if isinstance(left, (int, float, complex, str, bytes)) and not isinstance(left, Enum):
+            plain: Any = next(cls for cls in type(left).__mro__ if cls in PLAIN)
+            return plain.__repr__(left) == plain.__repr__(other) and self._attributes_equal(left, other)
+        if isinstance(left, CONTAINERS):
+            kind: Any = next(cls for cls in type(left).__mro__ if cls in CONTAINERS)
+            return self._all_equal(kind.__iter__(left), kind.__iter__(other)) and self._attributes_equal(left, other)
+        if isinstance(left, dict):
             return (
-                self._all_equal(dict.__iter__(one), dict.__iter__(other))
-                and self._all_equal(dict.values(one), dict.values(other))
-                and self.equal(getattr(one, "default_factory", None), getattr(other, "default_factory", None))
-                and self._attributes_equal(one, other)
+                self._all_equal(dict.__iter__(left), dict.__iter__(other))
+                and self._all_equal(dict.values(left), dict.values(other))
+                and self.equal(getattr(left, "default_factory", None), getattr(other, "default_factory", None))
+                and self._attributes_equal(left, other)
             )
-        if isinstance(one, MappingProxyType):
-            return self._all_equal(one.items(), other.items())
+        if isinstance(left, MappingProxyType):
+            return self._all_equal(left.items(), other.items())
         return False
 
     def _all_equal(self, ones: Iterable[Any], others: Iterable[Any]) -> bool:
@@ -275,12 +275,12 @@ class Counterparts:
         self._kept.append((ones, others))
         return len(ones) == len(others) and all(map(self.equal, ones, others))
 
-    def _attributes_equal(self, one: Any, other: Any) -> bool:
+    def _attributes_equal(self, left: Any, other: Any) -> bool:
         """Of things whose class is a subclass of Python's, and of functions."""
-        slots = [name for cls in type(one).__mro__ for name in _slots(cls)]
+        slots = [name for cls in type(left).__mro__ for name in _slots(cls)]
         mine, its = (
             {**getattr(thing, "__dict__", {}), **{name: getattr(thing, name) for name in slots if hasattr(thing, name)}}
-            for thing in (one, other)
+            for thing in (left, other)
         )
         return mine.keys() == its.keys() and all(self.equal(mine[name], its[name]) for name in mine)
 
@@ -303,8 +303,8 @@ def _contents(cell: CellType) -> Any:
 
 def _hooks(attributes: Mapping[str, Any], name: str) -> tuple[Any, ...]:
     """The hooks of a module, in their order, each with how it is called."""
-    ways = [attributes.get(one, {}) for one in HOOKS[name]]
-    return tuple((hook, *(number in way for way in ways)) for number, hook in attributes[name].items())
+    kinds = [attributes.get(name, {}) for name in HOOKS[name]]
+    return tuple((hook, *(number in kind for kind in kinds)) for number, hook in attributes[name].items())
 
 
 # --- What code can tell a layer by, besides what it holds: that it is this very one ----------------------------------
@@ -341,8 +341,8 @@ class SharedByLayers:
             return
         self._codes[id(code), id(space)] = code, space
         names = frozenset(code.co_names).union(text for text in code.co_consts if isinstance(text, str))
-        asked = {name for name in NUMBERS & globals_read(code) if name not in space}
-        if asked or not METHODS.isdisjoint(code.co_names):
+        numbers = {name for name in NUMBERS & globals_read(code) if name not in space}
+        if numbers or not METHODS.isdisjoint(code.co_names):
             self.asks_for_identity = True
         package = space.get("__package__") or ""
         for name in imported(code):
@@ -367,11 +367,11 @@ class SharedByLayers:
         if self._reached is None:
             self._reached = self._followed(self._roots)
         reached = self._followed(things, self._reached)
-        told = {*identities, *map(id, TOLD)}
+        identities_told = {*identities, *map(id, TOLD)}
         return (
             len(self._reached) + len(reached) > MOST
-            or not told.isdisjoint(self._reached)
-            or not told.isdisjoint(reached)
+            or not identities_told.isdisjoint(self._reached)
+            or not identities_told.isdisjoint(reached)
         )
 
     def _followed(self, roots: Mapping[int, Any], known: Collection[int] = ()) -> dict[int, Any]:
@@ -488,19 +488,19 @@ class Looked:
         if not home or home.partition(".")[0] in LIBRARIES or home in batch.MODULES:
             self._passed[place] = code
             return
-        names = frozenset(code.co_names).union(one for one in code.co_consts if isinstance(one, str))
+        names = frozenset(code.co_names).union(constant for constant in code.co_consts if isinstance(constant, str))
         for name in code.co_names:
             if name in frame.f_globals:
                 self._note(frame.f_globals[name], code, names)
                 if isinstance(frame.f_globals[name], PLAIN):
                     self._note(frame.f_globals, code, frozenset({name}))
-        for one in [frame.f_locals[name] for name in code.co_freevars if name in frame.f_locals]:
-            self._note(one, code, names)
+        for value in [frame.f_locals[name] for name in code.co_freevars if name in frame.f_locals]:
+            self._note(value, code, names)
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
-        for one in arguments:  # containers, and contexts of torch's, may be made for this call
-            if hasattr(one, "__dict__") and not _is_torch_class(type(one)):
-                self._note(one, code, names)
-        kinds = [one if isinstance(one, type) else type(one) for one in arguments]
+        for argument in arguments:  # containers, and contexts of torch's, may be made for this call
+            if hasattr(argument, "__dict__") and not _is_torch_class(type(argument)):
+                self._note(argument, code, names)
+        kinds = [argument if isinstance(argument, type) else type(argument) for argument in arguments]
         self.shared.add(code, frame.f_globals, [kind for kind in kinds if not _is_torch_class(kind)])
 
     def _note(self, root: Any, code: CodeType, names: frozenset[str]) -> None:
@@ -529,14 +529,14 @@ def _look(value: Any, names: frozenset[str], deep: int) -> Any:
         return (value, _of_object(value, names, deep))
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         attributes = _of_object(value, names, deep) if getattr(value, "__dict__", None) else ()
-        return (len(value), attributes, *(_look(one, names, deep - 1) for one in itertools.islice(value, LONGEST)))
+        return (len(value), attributes, *(_look(item, names, deep - 1) for item in itertools.islice(value, LONGEST)))
     if isinstance(value, ContextVar):
         return _look(value.get(None), names, deep - 1)
     if isinstance(value, (FunctionType, MethodType)):
         return _of_function(value, names, deep)
     if isinstance(value, GeneratorType):
         inner = dict(value.gi_frame.f_locals) if value.gi_frame is not None else {}
-        return tuple(_look(one, names, deep - 1) for one in inner.values())
+        return tuple(_look(item, names, deep - 1) for item in inner.values())
     if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, random.Random):
         return hash(value.__self__.getstate())
     if isinstance(value, itertools.count):
@@ -546,7 +546,7 @@ def _look(value: Any, names: frozenset[str], deep: int) -> Any:
     if isinstance(value, (dict, Mapping)) and len(value) <= LONGEST:
         entries = [(key if isinstance(key, PLAIN) else id(key), value[key]) for key in list(value)]
         attributes = _of_object(value, names, deep) if getattr(value, "__dict__", None) else ()
-        return (attributes, *((key, _look(one, names, deep - 1)) for key, one in entries))
+        return (attributes, *((key, _look(item, names, deep - 1)) for key, item in entries))
     if hasattr(type(value), "__length_hint__"):
         return operator.length_hint(value)
     return _of_object(value, names, deep)
@@ -556,8 +556,11 @@ def _of_function(value: Any, names: frozenset[str], deep: int) -> Any:
     if isinstance(value, MethodType):
         return _look(value.__self__, names, deep - 1)
     cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
-    own = tuple(_look(cell.cell_contents, names, deep - 1) for cell in cells)
-    return (*own, *(_look(value.__dict__[name], names, deep - 1) for name in sorted(names & set(value.__dict__))))
+    cells_seen = tuple(_look(cell.cell_contents, names, deep - 1) for cell in cells)
+    return (
+        *cells_seen,
+        *(_look(value.__dict__[name], names, deep - 1) for name in sorted(names & set(value.__dict__))),
+    )
 
 
 def _is_filled(cell: Any) -> bool:

@@ -121,8 +121,8 @@ def copied(
     called: Any = again.args
     _, _, inputs, path = called
     inner: dict[fx.Node, Any] = {}
-    for given, now in zip(body.inputs, inputs, strict=True):
-        if inner.setdefault(given, mapping[now]) is not mapping[now]:
+    for place, now in zip(body.inputs, inputs, strict=True):
+        if inner.setdefault(place, mapping[now]) is not mapping[now]:
             raise CannotRepeat(f"two arguments of {body.path} are one tensor, those of {path} are two")
 
     def lookup(node: fx.Node) -> Any:
@@ -208,9 +208,9 @@ class Layers:
             layer = model.get_submodule(path)
             if "forward" in layer.__dict__:  # replaced in this one alone, perhaps
                 continue
-            own = _uses(layer)
-            if all(uses[key] == count for key, count in own.items()):
-                tensors[path] = frozenset(own)
+            layer_uses = _uses(layer)
+            if all(uses[key] == count for key, count in layer_uses.items()):
+                tensors[path] = frozenset(layer_uses)
                 by_path[path], structures[path] = layer, structure(layer)
                 first.setdefault(structures[path], path)
         return cls(by_path, structures, frozenset(by_path).difference(first.values()), tensors)
@@ -268,7 +268,9 @@ class _Own:
         """The modules and, but for what is hidden, the parameters and buffers of a layer."""
         modules = [module.__dict__ for module in layer.modules()]
         held = (module[kind] for module in modules for kind in ("_parameters", "_buffers"))
-        tensors = frozenset(id(tensor) for each in held for tensor in dict.values(each) if tensor is not None)
+        tensors = frozenset(
+            id(tensor) for attributes in held for tensor in dict.values(attributes) if tensor is not None
+        )
         return cls(tuple(map(id, modules)), tensors)
 
 
@@ -349,17 +351,17 @@ class Repeats:
                 self._own = {path: _Own.of(layer) for path, layer in layers.items()}
                 yield
         finally:
-            for layer, own in before.items():
-                if own is None:
+            for layer, forward in before.items():
+                if forward is None:
                     layer.__dict__.pop("forward", None)
                 else:
-                    layer.__dict__["forward"] = own
+                    layer.__dict__["forward"] = forward
 
     def _forward(self, path: str, layer: nn.Module, real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = (args, kwargs)
-            args, kwargs = self._real(given)
+            original = (args, kwargs)
+            args, kwargs = self._real(original)
             called = _called(args, kwargs)
             if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
                 return real(*args, **kwargs)
@@ -373,25 +375,25 @@ class Repeats:
                     return _repeated(first, called, path)
             if path in self._layers.hidden:
                 raise NotHidden(self._unlike(path, firsts))
-            return self._traced(firsts, path, layer, real, called, given)
+            return self._traced(firsts, path, layer, real, called, original)
 
         return forward
 
     def _serves(self, first: _First, path: str, layer: nn.Module, called: _Called) -> bool:
         if called.structure != first.called.structure or called.kinds != first.called.kinds:
             return False
-        others = []
+        pairs = []
         for mine, its in zip(first.called.leaves, called.leaves):
             if not isinstance(mine, torch.Tensor):
-                others.append((mine, its))
+                pairs.append((mine, its))
             elif mine is not its and (self._known(mine) or self._known(its)):
                 return False
-        return first.is_like(layer, self._tensors(first.path, path), others)
+        return first.is_like(layer, self._tensors(first.path, path), pairs)
 
     def _tensors(self, *paths: str) -> set[int]:
         """Identities of the parameters and buffers of these layers, as they are and as a trace has them."""
-        own = (self._layers.tensors[path] | self._own[path].tensors for path in paths)
-        return set().union(*own)
+        tensors = (self._layers.tensors[path] | self._own[path].tensors for path in paths)
+        return set().union(*tensors)
 
     def _unlike(self, path: str, firsts: list[_First]) -> frozenset[str]:
         """A hidden layer that is not served, and those of its structure that will not be because of what they are."""
@@ -405,7 +407,13 @@ class Repeats:
         )  # fmt: skip
 
     def _traced(
-        self, firsts: list[_First], path: str, layer: nn.Module, real: Callable[..., Any], called: _Called, given: Any
+        self,
+        firsts: list[_First],
+        path: str,
+        layer: nn.Module,
+        real: Callable[..., Any],
+        called: _Called,
+        original: Any,
     ) -> Any:
         args, kwargs = pytree.tree_unflatten(list(called.leaves), called.structure)
         versions = [tensor._version for tensor in called.tensors]
@@ -415,7 +423,7 @@ class Repeats:
             result = real(*args, **kwargs)
         kept = _holds((args, kwargs), called)
         if not kept:
-            _given_back(given, (args, kwargs))
+            _given_back(original, (args, kwargs))
         leaves, tree = pytree.tree_flatten(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         unchanged = (
@@ -444,29 +452,31 @@ def _holds(arguments: Any, called: _Called) -> bool:
     return structure == called.structure and all(now is before for now, before in zip(leaves, called.leaves))
 
 
-def _given_back(given: Any, used: Any) -> Any:
+def _given_back(original: Any, used: Any) -> Any:
     """The lists and dicts that a layer was given, with what it wrote to the copies of them that it ran with."""
-    if isinstance(given, (list, deque)):
-        items = [_given_back(given[place], one) if place < len(given) else one for place, one in enumerate(used)]
-        given.clear()
-        given.extend(items)
-    elif isinstance(given, dict):
-        entries = {name: _given_back(given[name], one) if name in given else one for name, one in used.items()}
-        given.clear()
-        given.update(entries)
-    elif isinstance(given, tuple) and isinstance(used, tuple):
-        for one, other in zip(given, used):
-            _given_back(one, other)
+    if isinstance(original, (list, deque)):
+        items = [
+            _given_back(original[place], item) if place < len(original) else item for place, item in enumerate(used)
+        ]
+        original.clear()
+        original.extend(items)
+    elif isinstance(original, dict):
+        entries = {name: _given_back(original[name], item) if name in original else item for name, item in used.items()}
+        original.clear()
+        original.update(entries)
+    elif isinstance(original, tuple) and isinstance(used, tuple):
+        for item, other in zip(original, used):
+            _given_back(item, other)
     else:
         return used
-    return given
+    return original
 
 
-def _equal_leaf(one: Any, other: Any, pairs: Counterparts) -> bool:
+def _equal_leaf(left: Any, other: Any, pairs: Counterparts) -> bool:
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    if isinstance(one, symbolic) and isinstance(other, symbolic):
-        return str(one) == str(other)
-    return pairs.equal(one, other)
+    if isinstance(left, symbolic) and isinstance(other, symbolic):
+        return str(left) == str(other)
+    return pairs.equal(left, other)
 
 
 def _attributes(layer: nn.Module) -> list[tuple[str, int]]:
@@ -476,11 +486,11 @@ def _attributes(layer: nn.Module) -> list[tuple[str, int]]:
 
 def _repeated(first: _First, called: _Called, path: str) -> Any:
     like = [leaf for leaf in first.outputs if isinstance(leaf, torch.Tensor)]
-    made = iter(torch.ops.csc.layer_again(first.token, like, called.tensors, path))
+    results = iter(torch.ops.csc.layer_again(first.token, like, called.tensors, path))
     leaves = []
     for leaf in first.outputs:
         if isinstance(leaf, torch.Tensor):
-            leaves.append(next(made))
+            leaves.append(next(results))
         else:
             leaves.append(leaf[0] if isinstance(leaf, tuple) else called.tensors[leaf])
     return pytree.tree_unflatten(leaves, first.structure)

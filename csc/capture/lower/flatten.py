@@ -102,8 +102,10 @@ def write_casts(body: fx.Graph, device: str, dtype: torch.dtype, cache: bool) ->
         if isinstance(node.target, OpOverload) and not node.meta.get(SETTLED):
             casts = _casts(node, device, dtype)
             with body.inserting_before(node):
-                made = {used: _cast(body, used, to, node, cast_once if cache else {}) for used, to in casts.items()}
-            for used, new in made.items():
+                new_nodes = {
+                    used: _cast(body, used, to, node, cast_once if cache else {}) for used, to in casts.items()
+                }
+            for used, new in new_nodes.items():
                 node.replace_input_with(used, new)
         node.meta[SETTLED] = True
 
@@ -117,13 +119,13 @@ def _casts(node: fx.Node, device: str, dtype: torch.dtype) -> Mapping[fx.Node, t
     }
     if not floating:
         return {}
-    own = _Work(node)
-    with torch.no_grad(), python_kernels(), own, torch.autocast(device, dtype, cache_enabled=False):
-        own.gave(node.target(*values_of(node.args), **values_of(node.kwargs)))  # type: ignore[operator]
+    work = _Work(node)
+    with torch.no_grad(), python_kernels(), work, torch.autocast(device, dtype, cache_enabled=False):
+        work.gave(node.target(*values_of(node.args), **values_of(node.kwargs)))  # type: ignore[operator]
     # What it casts at first may be the operation's own doing; products may cast behind views of their operands.
-    for casts in ({}, own.casts, dict.fromkeys(floating, dtype), dict.fromkeys(floating, torch.float32)):
+    for casts in ({}, work.casts, dict.fromkeys(floating, dtype), dict.fromkeys(floating, torch.float32)):
         needed = {used: to for used, to in casts.items() if floating[used] is not to}
-        if _work(node, needed) == own.done:
+        if _work(node, needed) == work.done:
             return needed
     raise InputError(
         f"the model runs part of itself under torch.autocast, where csc cannot tell what is cast in {g.op_name(node)}",
@@ -164,7 +166,7 @@ class _Work(TorchDispatchMode):
         if func is CAST:
             if not self.done and id(args[0]) in self._given and kwargs.get("dtype") is not None:
                 self.casts[self._given[id(args[0])]] = kwargs["dtype"]
-        elif func.namespace != "prim" and not any(one.alias_info for one in func._schema.returns):
+        elif func.namespace != "prim" and not any(value.alias_info for value in func._schema.returns):
             self._add(str(func), (args, kwargs, result))
         return result
 
@@ -172,9 +174,9 @@ class _Work(TorchDispatchMode):
         """What the call returns belongs to its work."""
         self._add("return", result)
 
-    def _add(self, what: str, values: Any) -> None:
-        dtypes = [one.dtype for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
-        self.done.append((what, tuple(dtypes)))
+    def _add(self, operation: str, values: Any) -> None:
+        dtypes = [tensor.dtype for tensor in pytree.tree_leaves(values) if isinstance(tensor, torch.Tensor)]
+        self.done.append((operation, tuple(dtypes)))
 
 
 def _cast(
@@ -188,11 +190,11 @@ def _cast(
     kept = used.op == "placeholder" and used.meta["val"].requires_grad  # parameters: what torch's cache keeps
     if kept and (used, dtype) in known:
         return known[used, dtype]
-    made = add_traced_call(body, torch.ops.aten.to.dtype, (used, dtype), val=used.meta["val"].to(dtype), like=reader)
-    made.meta[SETTLED] = True
+    cast = add_traced_call(body, torch.ops.aten.to.dtype, (used, dtype), val=used.meta["val"].to(dtype), like=reader)
+    cast.meta[SETTLED] = True
     if kept:
-        known[used, dtype] = made
-    return made
+        known[used, dtype] = cast
+    return cast
 
 
 # --- An ExportedProgram as one flat functional ATen graph with roles on its placeholders -----------------------------
@@ -252,9 +254,9 @@ def _inline(module: fx.GraphModule, node: fx.Node, body: Any, operands: list[Any
         results = [mapping[r] if isinstance(r, fx.Node) else r for r in g.outputs(inner.graph)]
         if detach:
             for position, result in enumerate(results):
-                made = _unchanged(g.outputs(inner.graph)[position])
-                if isinstance(made, fx.Node) and made.op == "placeholder":
-                    results[position] = mapping[made]
+                output = _unchanged(g.outputs(inner.graph)[position])
+                if isinstance(output, fx.Node) and output.op == "placeholder":
+                    results[position] = mapping[output]
                     continue
                 val = result.meta.get("val") if isinstance(result, fx.Node) else None
                 if isinstance(val, torch.Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex):
@@ -273,20 +275,20 @@ def _unchanged(node: Any) -> Any:
     take, and the trace goes on with the last call's node in its place.
     """
     while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and node.args:
-        operand, given = node.args[0], g.bind(node)
-        before, after = (one.meta.get("val") if isinstance(one, fx.Node) else None for one in (operand, node))
+        operand, bound = node.args[0], g.bind(node)
+        before, after = (value.meta.get("val") if isinstance(value, fx.Node) else None for value in (operand, node))
         if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
             break
         same = (before.dtype, before.device) == (after.dtype, after.device)
         name = g.op_name(node)
-        layout = given.get("memory_format")
+        layout = bound.get("memory_format")
         if name in ("aten::to", "aten::type_as"):
-            kept = same and not given.get("copy") and layout in (None, torch.preserve_format)
+            kept = same and not bound.get("copy") and layout in (None, torch.preserve_format)
         elif name == "aten::contiguous":
             wanted = layout if isinstance(layout, torch.memory_format) else torch.contiguous_format
             kept = before.is_contiguous(memory_format=wanted)
         elif name in ("aten::dropout", "aten::feature_dropout"):
-            kept = given["p"] == 0 or not given["train"]
+            kept = bound["p"] == 0 or not bound["train"]
         else:
             kept = name in ("aten::positive", "aten::resolve_conj", "aten::resolve_neg")
         if not kept:
@@ -342,9 +344,9 @@ def flatten(exported: torch.export.ExportedProgram, model: nn.Module) -> Flatten
     checkpoints = settle(flat.graph)
     without_selections(flat.graph, flat.mode)
     with_own_divisors(flat.graph, flat.mode)
-    own = [("parameter", name) for name, _ in model.named_parameters()]
-    own += [("constant", name) for name, _ in model.named_buffers()]
-    return Flattened(_ordered(flat.graph, own), flat.constants, checkpoints)
+    names = [("parameter", name) for name, _ in model.named_parameters()]
+    names += [("constant", name) for name, _ in model.named_buffers()]
+    return Flattened(_ordered(flat.graph, names), flat.constants, checkpoints)
 
 
 def _apart_from_parameters(constants: dict[str, torch.Tensor], model: nn.Module) -> None:
@@ -503,7 +505,7 @@ def _with_dense_gradients(node: fx.Node) -> None:
     """Let lookups in tables give gradients for whole tables: the same numbers, in a form that can be added and sent."""
     for name in ("sparse", "sparse_grad"):
         if isinstance(node.target, OpOverload) and g.bind(node).get(name):
-            places = [one.name for one in node.target._schema.arguments]
+            places = [argument.name for argument in node.target._schema.arguments]
             if places.index(name) < len(node.args):
                 node.update_arg(places.index(name), False)
             else:

@@ -38,7 +38,7 @@ def mask_of(node: fx.Node) -> fx.Node | None:
         return None
     indices: Any = node.args[1]
     first = indices[0] if indices else None
-    if not isinstance(first, fx.Node) or any(one is not None for one in indices[1:]):
+    if not isinstance(first, fx.Node) or any(index is not None for index in indices[1:]):
         return None
     return first if first.meta["val"].dtype in (torch.bool, torch.uint8) else None
 
@@ -67,22 +67,22 @@ def same_value(one: Any, other: Any, shaped: bool = True) -> bool:
     return _same(one, other, shaped, {})
 
 
-def _same(one: Any, other: Any, shaped: bool, known: dict[Any, bool]) -> bool:
+def _same(left: Any, other: Any, shaped: bool, known: dict[Any, bool]) -> bool:
     """known: what was found of pairs before, which many values may be made of."""
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-        return bool(one == other)
+    if not isinstance(left, fx.Node) or not isinstance(other, fx.Node):
+        return bool(left == other)
     if not shaped:
-        one, other = _unshaped(one), _unshaped(other)
-    if one is other:
+        left, other = _unshaped(left), _unshaped(other)
+    if left is other:
         return True
-    if one.op != "call_function" or one.target != other.target or len(one.args) != len(other.args):
+    if left.op != "call_function" or left.target != other.target or len(left.args) != len(other.args):
         return False
-    key = one, other, shaped
+    key = left, other, shaped
     if key not in known:
-        draws = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
-        inner = shaped or len(one.all_input_nodes) > 1 or not is_pointwise(one)
-        alike = not draws and one.kwargs == other.kwargs
-        known[key] = alike and all(_same(*pair, inner, known) for pair in zip(one.args, other.args))
+        draws = torch.Tag.nondeterministic_seeded in getattr(left.target, "tags", ())
+        inner = shaped or len(left.all_input_nodes) > 1 or not is_pointwise(left)
+        alike = not draws and left.kwargs == other.kwargs
+        known[key] = alike and all(_same(*pair, inner, known) for pair in zip(left.args, other.args))
     return known[key]
 
 
@@ -90,8 +90,8 @@ def _unshaped(node: Any) -> fx.Node:
     """What a value is laid out from."""
     while g.op_name(node) in UNSQUEEZED | COPIES - CASTS or _is_all(node):
         node = node.args[0]
-    found: fx.Node = node
-    return found
+    operand: fx.Node = node
+    return operand
 
 
 def _is_all(node: fx.Node) -> bool:
@@ -120,12 +120,12 @@ class RowsInPlace:
 
     def zeroed(self, like: fx.Node, rows: fx.Node, mask: fx.Node) -> fx.Node:
         """The same, with zeros in rows that the mask leaves out."""
-        others = self.call(like, aten.logical_not.default, mask)
-        others = self.column(like, others, rows.meta["val"].dim() - mask.meta["val"].dim())
-        found = self.call(like, aten.masked_fill.Scalar, rows, others, 0)
-        self.in_place[found] = mask
-        self.zeros.add(found)
-        return found
+        unselected = self.call(like, aten.logical_not.default, mask)
+        unselected = self.column(like, unselected, rows.meta["val"].dim() - mask.meta["val"].dim())
+        zeroed = self.call(like, aten.masked_fill.Scalar, rows, unselected, 0)
+        self.in_place[zeroed] = mask
+        self.zeros.add(zeroed)
+        return zeroed
 
     def flat(self, like: fx.Node, rows: fx.Node) -> fx.Node:
         """Rows in place with one dimension for the rows, and so is their mask."""
@@ -158,8 +158,8 @@ class RowsInPlace:
     def together(self, like: fx.Node, rows: fx.Node) -> fx.Node:
         """The selected rows first, in order, then the others; who reads only the first ones reads the selection."""
         rows = self.flat(like, rows)
-        others = self.call(like, aten.logical_not.default, self.in_place[rows])
-        order = self.call(like, aten.argsort.stable, others, stable=True)
+        unselected = self.call(like, aten.logical_not.default, self.in_place[rows])
+        order = self.call(like, aten.argsort.stable, unselected, stable=True)
         return self.call(like, aten.index_select.default, rows, 0, order)
 
     def column(self, like: fx.Node, mask: fx.Node, rest: int) -> fx.Node:
@@ -220,28 +220,28 @@ def reduced(rows: RowsInPlace, node: fx.Node) -> bool:
     if g.op_name(node) not in REDUCED:
         return False
     bound = g.bind(node)
-    given: fx.Node = bound["self"]
+    tensor: fx.Node = bound["self"]
     dims: list[int] | None = bound.get("dim") or None
     if dims is not None:
-        given = rows.flat(node, given)
-        dims = [dim % given.meta["val"].dim() for dim in dims]
+        tensor = rows.flat(node, tensor)
+        dims = [dim % tensor.meta["val"].dim() for dim in dims]
         if 0 not in dims:
             return False
-    found = _reduced(rows, node, given, dims, bound.get("keepdim", False), bound["dtype"])
-    replace_call(node, found)
+    mean = _reduced(rows, node, tensor, dims, bound.get("keepdim", False), bound["dtype"])
+    replace_call(node, mean)
     return True
 
 
 def _reduced(
     rows: RowsInPlace,
     node: fx.Node,
-    given: fx.Node,
+    tensor: fx.Node,
     dims: Sequence[int] | None,
     keepdim: bool,
     dtype: torch.dtype | None,
 ) -> fx.Node:
-    mask, val = rows.in_place[given], given.meta["val"]
-    zeroed = given if given in rows.zeros else rows.zeroed(node, given, mask)
+    mask, val = rows.in_place[tensor], tensor.meta["val"]
+    zeroed = tensor if tensor in rows.zeros else rows.zeroed(node, tensor, mask)
     along = range(val.dim()) if dims is None else dims
 
     def total(dtype: torch.dtype | None) -> fx.Node:
@@ -252,20 +252,26 @@ def _reduced(
     if g.op_name(node) == "aten::sum" or (g.op_name(node) in ELEMENTS and g.bind(node)["reduction"] == SUM):
         return total(dtype)
     result = dtype or val.dtype
-    others = [val.shape[dim] for dim in along if dim >= mask.meta["val"].dim()]
-    if not all(isinstance(size, int) for size in others):
+    sizes = [val.shape[dim] for dim in along if dim >= mask.meta["val"].dim()]
+    if not all(isinstance(size, int) for size in sizes):
         raise refused(node, "takes a mean over rows, of which a mask has selected some, whose own size varies")
-    found = rows.call(node, aten.div.Tensor, total(torch.float32 if result in NARROW else dtype), _number(rows, mask))
-    if math.prod(others) != 1:
-        found = rows.call(node, aten.div.Tensor, found, math.prod(others))
-    return found if found.meta["val"].dtype is result else rows.call(node, aten._to_copy.default, found, dtype=result)
+    result_node = rows.call(
+        node, aten.div.Tensor, total(torch.float32 if result in NARROW else dtype), _number(rows, mask)
+    )
+    if math.prod(sizes) != 1:
+        result_node = rows.call(node, aten.div.Tensor, result_node, math.prod(sizes))
+    return (
+        result_node
+        if result_node.meta["val"].dtype is result
+        else rows.call(node, aten._to_copy.default, result_node, dtype=result)
+    )
 
 
 def _number(rows: RowsInPlace, mask: fx.Node) -> fx.Node:
     """How many a mask selects: one value for all masks that are the same, so that terms of a loss are seen to be
     divided by the same. It stands right behind the mask, as who asks first may stand behind who asks next.
     """
-    known = next((one for one in rows.numbers if same_value(one, mask, shaped=False)), None)
+    known = next((number for number in rows.numbers if same_value(number, mask, shaped=False)), None)
     if known is None:
         behind = mask.next
         while behind.op == "placeholder":
@@ -277,11 +283,11 @@ def _number(rows: RowsInPlace, mask: fx.Node) -> fx.Node:
 def each(rows: RowsInPlace, loss: fx.Node) -> fx.Node:
     """Returns a loss entry by entry, of all rows: before rows are placed and entries reduced."""
     bound = g.bind(loss) | {"reduction": NONE}
-    keyword = [one.name for one in loss.target._schema.arguments if one.kwarg_only]  # type: ignore[union-attr]
+    keyword = [argument.name for argument in loss.target._schema.arguments if argument.kwarg_only]  # type: ignore[union-attr]
     arguments = tuple(value for name, value in bound.items() if name not in keyword)
     keywords = {name: bound[name] for name in keyword}
-    given = [one for one in loss.all_input_nodes if one in rows.in_place]
-    widest = max(given, key=lambda one: one.meta["val"].dim() - rows.in_place[one].meta["val"].dim())
+    operands = [operand for operand in loss.all_input_nodes if operand in rows.in_place]
+    widest = max(operands, key=lambda operand: operand.meta["val"].dim() - rows.in_place[operand].meta["val"].dim())
     return rows.made(loss, loss.target, arguments, keywords, rows.flat(loss, widest).meta["val"])
 
 
@@ -299,7 +305,7 @@ def by_their_number(rows: RowsInPlace, size: fx.Node, selected: fx.Node, user: f
     """Returns whether `user` computes with how many rows there are, and has been replaced. size: the number of rows, of
     which Python has a multiple perhaps.
     """
-    factors = [one for one in user.args if one is not size]
+    factors = [argument for argument in user.args if argument is not size]
     if user.target is operator.mul and len(factors) == 1 and isinstance(factors[0], int):
         times = factors[0]
         done = [_divided(rows, user, selected, times, reader) for reader in list(user.users)]
@@ -325,8 +331,8 @@ def _divided(rows: RowsInPlace, size: fx.Node, selected: fx.Node, times: int, us
     dtype = value.meta["val"].dtype
     if dtype in NARROW:
         value = rows.call(user, aten._to_copy.default, value, dtype=torch.float32)
-    found = rows.call(user, target, value, number)
-    replace_call(user, rows.call(user, aten._to_copy.default, found, dtype=dtype) if dtype in NARROW else found)
+    quotient = rows.call(user, target, value, number)
+    replace_call(user, rows.call(user, aten._to_copy.default, quotient, dtype=dtype) if dtype in NARROW else quotient)
     return True
 
 
@@ -382,20 +388,20 @@ def made_by(selected: fx.Node, selection: fx.Node, mask: fx.Node) -> list[fx.Nod
     rows = selected.meta["val"].dim() - 1
     if not _is_only_read(selection, LOSSES) or len(selected.users) > 1 or mask.meta["val"].dim() != rows:
         return None
-    found = [selected]
-    while g.op_name(found[0]) in COPIES | RESHAPES:
-        before: fx.Node = found[0].args[0]  # type: ignore[assignment]
+    chain = [selected]
+    while g.op_name(chain[0]) in COPIES | RESHAPES:
+        before: fx.Node = chain[0].args[0]  # type: ignore[assignment]
         if len(before.users) > 1 or str(before.meta["val"].shape[-1:]) != str(selected.meta["val"].shape[-1:]):
             return None
-        found.insert(0, before)
-    return found if g.op_name(found[0]) == "aten::linear" else None
+        chain.insert(0, before)
+    return chain if g.op_name(chain[0]) == "aten::linear" else None
 
 
 def _is_only_read(selection: fx.Node, by: Mapping[str, tuple[int, ...]]) -> bool:
     for user in selection.users:
         name = g.op_name(user)
-        at = [place for place, one in enumerate(user.args) if one is selection]
-        if name == "aten::sym_size" or (at and set(at) <= set(by.get(name, ()))):
+        places = [place for place, argument in enumerate(user.args) if argument is selection]
+        if name == "aten::sym_size" or (places and set(places) <= set(by.get(name, ()))):
             continue
         if name not in RESHAPES | COPIES or not _is_only_read(user, by):
             return False
@@ -492,11 +498,13 @@ class _Rewriting:
         if mask.meta["val"].dim() != first.meta["val"].dim() - 1:
             sizes = [self.rows.size(node, first, dim) for dim in range(first.meta["val"].dim() - 1)]
             mask = self.rows.call(node, aten.reshape.default, mask, sizes)
-        made = {first: self.rows.zeroed(node, first, mask)}
+        values = {first: self.rows.zeroed(node, first, mask)}
         for call in calls:
             with self.graph.inserting_before(node):
-                made[call] = g.copy_node(self.graph, call, {**{one: one for one in call.all_input_nodes}, **made})
-        return made[calls[-1]]
+                values[call] = g.copy_node(
+                    self.graph, call, {**{operand: operand for operand in call.all_input_nodes}, **values}
+                )
+        return values[calls[-1]]
 
     def _among_selected(self, node: fx.Node, whole: fx.Node, mask: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Rows in place and a mask of them that is in place, too, both with one dimension for the rows."""
@@ -512,18 +520,20 @@ class _Rewriting:
         """
         whole, mask = node.args
         assert isinstance(whole, fx.Node) and isinstance(mask, fx.Node)
-        shape, given = list(whole.meta["val"].shape), list(mask.meta["val"].shape)
-        front = len(shape) - len(given)
-        if front < 0 or any(all_ == 1 and size != 1 for size, all_ in zip(given, shape[front:])):
+        shape, mask_shape = list(whole.meta["val"].shape), list(mask.meta["val"].shape)
+        front = len(shape) - len(mask_shape)
+        if front < 0 or any(all_ == 1 and size != 1 for size, all_ in zip(mask_shape, shape[front:])):
             raise refused(node, "selects from what a mask makes larger")
-        rest = next((number for number, size in enumerate(reversed(given)) if size != 1), len(given))
-        in_rows = [list(one.meta["val"].shape[1:]) == shape[-rest:] for one in node.users if g.op_name(one) in RESHAPES]
+        rest = next((number for number, size in enumerate(reversed(mask_shape)) if size != 1), len(mask_shape))
+        in_rows = [
+            list(user.meta["val"].shape[1:]) == shape[-rest:] for user in node.users if g.op_name(user) in RESHAPES
+        ]
         if len(in_rows) < len(node.users) or not all(in_rows) or rest == len(shape):
             rest = 0
         for _ in range(rest):
             mask = self.rows.call(node, aten.squeeze.dim, mask, -1)
         lead = [self.rows.size(node, whole, dim) for dim in range(len(shape) - rest)]
-        wide = front or any(size == 1 and all_ != 1 for size, all_ in zip(given, lead))
+        wide = front or any(size == 1 and all_ != 1 for size, all_ in zip(mask_shape, lead))
         return self.rows.call(node, aten.expand.default, mask, lead) if wide else mask
 
     def _find(self, node: fx.Node) -> None:
@@ -535,13 +545,13 @@ class _Rewriting:
             mask = self.rows.call(node, aten.ne.Scalar, mask, 0)
         shape = [self.rows.size(node, mask, dim) for dim in range(mask.meta["val"].dim())]
         flat = self.rows.call(node, aten.reshape.default, mask, [-1])
-        for one in list(node.users):
-            dim: Any = one.args[1]
+        for user in list(node.users):
+            dim: Any = user.args[1]
             along = self.rows.call(node, aten.arange.default, shape[dim], device=mask.meta["val"].device)
             column = self.rows.call(node, aten.view.default, along, [-1, *[1] * (len(shape) - dim - 1)])
             places = self.rows.call(node, aten.expand.default, column, shape)
             rows = self.rows.call(node, aten.reshape.default, places, [-1])
-            replace_call(one, rows)
+            replace_call(user, rows)
             self.in_place[rows] = flat
             self.places.add(rows)
         self.graph.erase_node(node)
@@ -549,7 +559,7 @@ class _Rewriting:
     def _add(self, node: fx.Node) -> None:
         """`whole.index_add(0, places, rows)`: nothing is added for rows that were not selected."""
         whole, dim, places, rows, *_ = node.args
-        masks = [self.in_place.get(one) for one in (places, rows)]  # type: ignore[arg-type]
+        masks = [self.in_place.get(tensor) for tensor in (places, rows)]  # type: ignore[arg-type]
         if (
             dim != 0
             or whole in self.in_place
@@ -593,23 +603,25 @@ class _Rewriting:
     def _carry_on(self, node: fx.Node) -> None:
         """A call that reads rows in place."""
         name = g.op_name(node)
-        given = [used for used in node.all_input_nodes if used in self.in_place]
-        if any(used in self.numbers for used in given):
+        operands = [used for used in node.all_input_nodes if used in self.in_place]
+        if any(used in self.numbers for used in operands):
             self._by_number(node)
             return
-        if name == "aten::masked_scatter" and given == [node.args[2]]:
-            node.replace_input_with(given[0], self.rows.together(node, given[0]))
+        if name == "aten::masked_scatter" and operands == [node.args[2]]:
+            node.replace_input_with(operands[0], self.rows.together(node, operands[0]))
             return
         if name == "aten::index_add":
             self._add(node)
             return
-        if any(not same_value(self.in_place[one], self.in_place[given[0]], shaped=False) for one in given[1:]):
+        if any(
+            not same_value(self.in_place[operand], self.in_place[operands[0]], shaped=False) for operand in operands[1:]
+        ):
             raise refused(node, "takes rows that one mask has selected beside those of another")
         if name in LABELS[:2] and node.args[1] in self.in_place:
             self._leave_out(node)
             return
         if name == "aten::broadcast_tensors":
-            self._as_they_are(node, given)
+            self._as_they_are(node, operands)
             return
         if name in ELEMENTS:
             self._entry_by_entry(node)
@@ -617,14 +629,14 @@ class _Rewriting:
         if reduced(self.rows, node):
             return
         if name == "aten::sym_size":
-            self._count(node, given[0])
+            self._count(node, operands[0])
             return
         if name in RESHAPES:
             self._reshape(node)
             return
         if name in NORMS and g.bind(node).get("eps") == 0:
             raise refused(node, "divides rows, of which a mask has selected some, by a deviation that may be 0 (eps=0)")
-        self._check_rows(node, given)
+        self._check_rows(node, operands)
         self.rows.place(node, next(used for used in node.all_input_nodes if used in self.in_place))
         if not stays_finite(node):
             self.infinite.add(node)
@@ -632,9 +644,9 @@ class _Rewriting:
     def _as_they_are(self, node: fx.Node, given: list[fx.Node]) -> None:
         """Broadcast operands of one shape."""
         operands: Any = node.args[0]
-        if len(given) == len(operands) and len({self.in_place[one].meta["val"].dim() for one in given}) > 1:
-            operands = [self.rows.flat(node, one) for one in operands]
-        shapes = {tuple(map(str, one.meta["val"].shape)) for one in operands}
+        if len(given) == len(operands) and len({self.in_place[operand].meta["val"].dim() for operand in given}) > 1:
+            operands = [self.rows.flat(node, operand) for operand in operands]
+        shapes = {tuple(map(str, operand.meta["val"].shape)) for operand in operands}
         if len(given) < len(operands) or len(shapes) > 1:
             raise refused(node, "makes rows, of which a mask has selected some, larger")
         for item in list(node.users):
@@ -651,7 +663,7 @@ class _Rewriting:
 
     def _zero_inputs(self, node: fx.Node) -> None:
         """See csc.capture.lower.masked_index."""
-        for used in [one for one in node.all_input_nodes if one in self.in_place]:
+        for used in [operand for operand in node.all_input_nodes if operand in self.in_place]:
             finite = stays_finite(node) or used in self.rows.zeros or not used.meta["val"].is_floating_point()
             if used in self.infinite or not finite or (looks_up_by(node, used) and not self._is_there(used)):
                 node.replace_input_with(used, self.rows.zeroed(node, used, self.in_place[used]))
@@ -692,29 +704,29 @@ class _Rewriting:
         else:
             table, index = node.args[0], [*(node.args[1] if name == "aten::index" else ()), None]  # type: ignore[misc]
             by = [used for used in node.all_input_nodes if used in self.numbers]
-            ranks = [one.meta["val"].dim() for one in index if isinstance(one, fx.Node)]
+            ranks = [operand.meta["val"].dim() for operand in index if isinstance(operand, fx.Node)]
             theirs = by == [index[0]] and table not in by and ranks[0] == max(ranks)  # their dimension stays the first
             if not theirs or not same_value(self.in_place.get(table), self.in_place[by[0]]):  # type: ignore[arg-type]
                 raise refused(node, "computes with the numbers of rows that a mask selects")
         self.rows.place(node, next(used for used in node.all_input_nodes if used in self.in_place))
 
-    def _check_rows(self, node: fx.Node, given: list[fx.Node]) -> None:
+    def _check_rows(self, node: fx.Node, operands: list[fx.Node]) -> None:
         """A call that is no reshape: it must compute row by row. Operands with the rows of the selection alone are
         brought in place.
         """
         pointwise = is_pointwise(node) or g.op_name(node) in ELEMENTS
-        if pointwise and len({self.in_place[used].meta["val"].dim() for used in given}) > 1:
-            for used in given:
+        if pointwise and len({self.in_place[used].meta["val"].dim() for used in operands}) > 1:
+            for used in operands:
                 node.replace_input_with(used, self.rows.flat(node, used))
-            given = [used for used in node.all_input_nodes if used in self.in_place]
+            operands = [used for used in node.all_input_nodes if used in self.in_place]
         for used in node.all_input_nodes if pointwise else ():
             if self.rows.has_their_number(used, node):
-                rows = self.rows.spread(node, used, given[0])
+                rows = self.rows.spread(node, used, operands[0])
                 node.replace_input_with(used, rows)
-                self.in_place[rows] = self.in_place[given[0]]
+                self.in_place[rows] = self.in_place[operands[0]]
         if pointwise or g.op_name(node) in ALONG_ROWS or self._widened(node):
             return
-        for used in given:  # it counts its dimensions: one for the rows, as it had
+        for used in operands:  # it counts its dimensions: one for the rows, as it had
             node.replace_input_with(used, self.rows.flat(node, used))
         try:
             node.meta["val"] = self.rows.value(node.target, node.args, node.kwargs)
@@ -722,7 +734,7 @@ class _Rewriting:
             raise refused(node, "cannot be run on all rows, of which a mask has selected some") from error
         if any(used in self.in_place and 0 in link and link[0] != 0 for used, link in links(node)):
             raise refused(node, "turns the rows that a mask has selected")
-        why = mixes(node, lambda one: (0,) if one in self.in_place or one is node else ())
+        why = mixes(node, lambda operand: (0,) if operand in self.in_place or operand is node else ())
         if why is not None:
             raise refused(node, f"{why}, of which a mask has selected some")
 

@@ -25,8 +25,8 @@ from csc.torch_private.traces import make_fx, python_kernels
 
 def source_of(node: fx.Node) -> str:
     """`modeling_llama.py:182` of the innermost line in the recorded stack; "" if none was recorded."""
-    found = re.findall(r'File "([^"\n]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [(f, n) for f, n in found if "/torch/nn/" not in f and "/torch/_" not in f and "/torch/utils/" not in f]
+    frames = re.findall(r'File "([^"\n]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [(f, n) for f, n in frames if "/torch/nn/" not in f and "/torch/_" not in f and "/torch/utils/" not in f]
     if not outside:
         return ""
     file, line = outside[-1]
@@ -56,13 +56,13 @@ def without_writes(graph: fx.Graph) -> fx.Graph | None:
     view. Writes to what comes from outside, through views of which no operation is the reverse, and of random numbers
     are left to torch.
     """
-    made = _Made()
+    builder = _Made()
     try:
         for node in graph.nodes:
-            made.add(node)
+            builder.add(node)
     except _LeftToTorch:
         return None
-    return made.graph
+    return builder.graph
 
 
 class _Made:
@@ -166,28 +166,30 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     bound = g.bind(node)
-    operands = [bound.get(one.name) for one in node.target._schema.arguments if one.alias_info is not None]
-    return next((one for one in operands if isinstance(one, fx.Node)), None)
+    operands = [
+        bound.get(argument.name) for argument in node.target._schema.arguments if argument.alias_info is not None
+    ]
+    return next((argument for argument in operands if isinstance(argument, fx.Node)), None)
 
 
 def _counterpart(node: fx.Node) -> OpOverload:
     """The operation that gives what another one writes to its first argument, and to that alone."""
     assert isinstance(node.target, OpOverload)
     schema = node.target._schema
-    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     name = schema.name.removeprefix("aten::")
     packet: Any = getattr(aten, name.removesuffix("_"), None)
     if not name.endswith("_") or name.startswith("_") or not written[0] or any(written[1:]) or packet is None:
         raise _LeftToTorch
     overload = node.target._overloadname
-    found: OpOverload | None = getattr(packet, overload, None) if overload in packet.overloads() else None
-    if found is None or found._schema.is_mutable or not isinstance(node.args[0], fx.Node):
+    functional: OpOverload | None = getattr(packet, overload, None) if overload in packet.overloads() else None
+    if functional is None or functional._schema.is_mutable or not isinstance(node.args[0], fx.Node):
         raise _LeftToTorch
-    names = [one.name for one in found._schema.arguments]
-    views = any(one.alias_info is not None for one in found._schema.arguments)  # x.t_() is no write
-    if views or names != [one.name for one in schema.arguments] or len(found._schema.returns) != 1:
+    names = [argument.name for argument in functional._schema.arguments]
+    views = any(argument.alias_info is not None for argument in functional._schema.arguments)  # x.t_() is no write
+    if views or names != [argument.name for argument in schema.arguments] or len(functional._schema.returns) != 1:
         raise _LeftToTorch
-    return found
+    return functional
 
 
 def _value(operation: Any, arguments: Any, keywords: Any) -> Any:
@@ -200,9 +202,9 @@ def _value(operation: Any, arguments: Any, keywords: Any) -> Any:
         raise _LeftToTorch from error
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(left: Any, other: Any) -> bool:
     """Whether a tensor is as another one that it takes the place of."""
-    return bool(one.dtype == other.dtype and one.device == other.device and tuple(one.shape) == tuple(other.shape))
+    return bool(left.dtype == other.dtype and left.device == other.device and tuple(left.shape) == tuple(other.shape))
 
 
 def _is_dense(node: fx.Node) -> bool:
@@ -240,9 +242,9 @@ def own_memory(graph: fx.Graph) -> None:
         if cut is not None and views.memory(cut).op not in NO_TENSORS:
             first.setdefault(cut, node)
     for cut, write in first.items():
-        for one in views.of(cut):
-            after = [reader for reader in one.users if places[reader] > places[write] and _reads(reader, views)]
-            if after and not views.passes(one, cut):
+        for view in views.of(cut):
+            after = [reader for reader in view.users if places[reader] > places[write] and _reads(reader, views)]
+            if after and not views.passes(view, cut):
                 raise InputError(
                     "the model writes to a detached tensor, and reads the memory that it shares by another name "
                     "afterwards",
@@ -272,8 +274,8 @@ class _Views:
 
     def memory(self, node: fx.Node) -> fx.Node:
         """The first node of its memory."""
-        *_, found = self._way(node)
-        return found
+        *_, root = self._way(node)
+        return root
 
     def of(self, node: fx.Node) -> list[fx.Node]:
         """All nodes of its memory, in order."""
@@ -281,11 +283,13 @@ class _Views:
 
     def detached(self, node: Any) -> fx.Node | None:
         """The first detach() on the way from a view back to its memory; None if there is none."""
-        return next((one for one in self._way(node) if one.op == "call_function" and g.op_name(one) == DETACH), None)
+        return next(
+            (step for step in self._way(node) if step.op == "call_function" and g.op_name(step) == DETACH), None
+        )
 
     def passes(self, node: fx.Node, cut: fx.Node) -> bool:
         """Whether a detach() is on the way back."""
-        return any(one is cut for one in self._way(node))
+        return any(step is cut for step in self._way(node))
 
     def _way(self, node: Any) -> Iterator[fx.Node]:
         while isinstance(node, fx.Node):
@@ -306,13 +310,13 @@ def _detached_from(node: fx.Node, parent: Mapping[fx.Node, fx.Node]) -> fx.Node 
         return None
     bound = g.bind(node)
     operands = [bound.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
-    found = next((one for one in operands if isinstance(one, fx.Node)), None)
-    return None if found is None or _is_copy(node, found) else found
+    source = next((operand for operand in operands if isinstance(operand, fx.Node)), None)
+    return None if source is None or _is_copy(node, source) else source
 
 
 def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
     """Of a call that gives its operand as it is where it can, such as `to`."""
-    before, after = (one.meta.get("val") for one in (operand, node))
+    before, after = (operand.meta.get("val") for operand in (operand, node))
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     return before.dtype is not after.dtype or before.device != after.device
@@ -393,14 +397,18 @@ def _is_of_others(operation: Any) -> bool:
 
 def _is_own_constant(node: fx.Node) -> bool:
     """Whether it is `torch.tensor([1, 2])` in forward: torch detaches its copy of the constant in place."""
-    made = node.args[0] if node.target is torch.ops.aten.detach_.default else None
-    return isinstance(made, fx.Node) and made.target is torch.ops.aten.lift_fresh_copy.default and len(made.users) == 1
+    lifted = node.args[0] if node.target is torch.ops.aten.detach_.default else None
+    return (
+        isinstance(lifted, fx.Node)
+        and lifted.target is torch.ops.aten.lift_fresh_copy.default
+        and len(lifted.users) == 1
+    )
 
 
 def _copied_call(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) -> fx.Node:
     copied = graph.node_copy(node, mapping.__getitem__)
     if node.target is torch.ops.aten.view.default:  # its strides as they are now that all is known about the sizes
-        arguments, _ = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        arguments, _ = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
         with torch.no_grad(), python_kernels():
             copied.meta["val"] = node.target(*arguments)
     return copied
@@ -408,24 +416,24 @@ def _copied_call(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) ->
 
 def _taken_apart(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any]) -> Any:
     """What a node gives, by operations that are not made of others."""
-    given = node.all_input_nodes
+    operands = node.all_input_nodes
     evaluate: Any = _OTHER_OPERATIONS.get(node.target, node.target)
 
     def run(*values: Any) -> Any:
-        by_node = dict(zip(given, values))
+        by_node = dict(zip(operands, values))
         arguments, keywords = fx.map_arg((node.args, node.kwargs), by_node.__getitem__)
         return evaluate(*arguments, **keywords)
 
-    values = [one.meta["val"] for one in given]
+    values = [operand.meta["val"] for operand in operands]
     with torch.no_grad(), python_kernels():
         traced = make_fx(run, tracing_mode="real")(*values).graph
         if any(map(g.mutates, traced.nodes)):  # what it has made itself
             written = fx.GraphModule({}, traced)
             traced = make_fx(torch.func.functionalize(written), tracing_mode="real")(*values).graph
-    inner = dict(zip(g.placeholders(traced), map(mapping.__getitem__, given)))
-    for one in g.calls(traced):
-        inner[one] = graph.node_copy(one, inner.__getitem__)
-        inner[one].meta = {**node.meta, "val": one.meta["val"]}
+    inner = dict(zip(g.placeholders(traced), map(mapping.__getitem__, operands)))
+    for call in g.calls(traced):
+        inner[call] = graph.node_copy(call, inner.__getitem__)
+        inner[call].meta = {**node.meta, "val": call.meta["val"]}
     return fx.map_arg(traced.output_node().args[0], inner.__getitem__)
 
 

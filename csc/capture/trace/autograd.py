@@ -107,16 +107,16 @@ class AutogradQueries(TorchFunctionMode):
                 "an embedding has max_norm, which changes its table while the model runs",
                 "leave it out, and shorten the rows of the table after the optimizer's step",
             )
-        tensors = [one for one in args if type(one) is FakeTensor]
+        tensors = [tensor for tensor in args if type(tensor) is FakeTensor]
         with unwatched():
-            versions = [one._version for one in tensors]
+            versions = [tensor._version for tensor in tensors]
         result = _of_autograd(*args, **kwargs) if func is torch.autograd.grad else func(*args, **kwargs)
         if func == GRAD_FN and result is not None:
             return _Node(result)
         with unwatched():
-            for one, version in zip(tensors, versions):
-                if one._version != version:
-                    self._check(one)
+            for tensor, version in zip(tensors, versions):
+                if tensor._version != version:
+                    self._check(tensor)
                     if lost:
                         raise _lost()
         if lost:
@@ -130,16 +130,18 @@ class AutogradQueries(TorchFunctionMode):
         return result
 
     def _note(self, result: Any) -> None:
-        for one in result if isinstance(result, (tuple, list)) else (result,):
-            if type(one) is not FakeTensor or not one.requires_grad or in_functorch_transform():
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if type(tensor) is not FakeTensor or not tensor.requires_grad or in_functorch_transform():
                 continue
-            if one.layout is not torch.strided:
+            if tensor.layout is not torch.strided:
                 raise _refused(
                     "the model computes with a sparse tensor, which programs have no memory for",
                     "make the dense one (torch.zeros(sizes).index_put(places, values)), or keep the module out of the "
                     "trace with csc.opaque(module)",
                 )
-            self._differentiable[address_of_storage(one)] = one.untyped_storage()  # kept, so that it stays its own
+            self._differentiable[address_of_storage(tensor)] = (
+                tensor.untyped_storage()
+            )  # kept, so that it stays its own
 
     def _check(self, written: torch.Tensor) -> None:
         """If what was written to needs a gradient, or is memory of what does, autograd must have seen it. Not for
@@ -156,9 +158,9 @@ class AutogradQueries(TorchFunctionMode):
             )
 
 
-def _is_replaced(one: Any) -> bool:
+def _is_replaced(function: Any) -> bool:
     """Whether a member of torch.nn.functional is somebody else's function."""
-    return isinstance(one, FunctionType) and not str(one.__module__).startswith(("torch", "typing"))
+    return isinstance(function, FunctionType) and not str(function.__module__).startswith(("torch", "typing"))
 
 
 def _of_autograd(*args: Any, **kwargs: Any) -> Any:
@@ -212,18 +214,18 @@ def autograd_calls(asked: AutogradQueries) -> Iterator[None]:
         yield
 
 
-def _noting(asked: AutogradQueries, own: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(queries: AutogradQueries, method: Callable[..., Any]) -> Callable[..., Any]:
     def __enter__(self: torch.autocast) -> Any:
-        asked.autocasts.append(torch.is_grad_enabled())
-        return own(self)
+        queries.autocasts.append(torch.is_grad_enabled())
+        return method(self)
 
     return __enter__
 
 
-def _leaving(asked: AutogradQueries, own: Callable[..., Any]) -> Callable[..., Any]:
+def _leaving(queries: AutogradQueries, method: Callable[..., Any]) -> Callable[..., Any]:
     def __exit__(self: torch.autocast, *error: Any) -> Any:
-        asked.autocasts.pop()
-        return own(self, *error)
+        queries.autocasts.pop()
+        return method(self, *error)
 
     return __exit__
 
@@ -238,14 +240,14 @@ def _leave_as_no_grad(self: torch.inference_mode, *error: Any) -> None:
     self.__dict__.pop("_instead").__exit__(*error)
 
 
-def _entered(own: Callable[[Any], None]) -> Callable[[Any], None]:
+def _entered(method: Callable[[Any], None]) -> Callable[[Any], None]:
     def __enter__(self: saved_tensors_hooks) -> None:
         if not type(self).__module__.startswith("torch.") or type(self) is saved_tensors_hooks:
             raise _refused(
                 "the model has hooks on the tensors that autograd saves, which csc would not call",
                 "leave them out: what is kept between forward and backward is csc's to choose (recompute=, memory=)",
             )
-        own(self)
+        method(self)
 
     return __enter__
 
@@ -261,10 +263,10 @@ def _no_hook_on_several(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _detached(result: Any, given: Any) -> Any:
+def _detached(result: Any, arguments: Any) -> Any:
     """What a call made; what it was given and returns as it is (x.float() of a float32 x) keeps its gradient."""
-    same = {id(leaf) for leaf in pytree.tree_leaves(given)}
-    return pytree.tree_map_only(torch.Tensor, lambda one: one if id(one) in same else one.detach(), result)
+    same = {id(leaf) for leaf in pytree.tree_leaves(arguments)}
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf if id(leaf) in same else leaf.detach(), result)
 
 
 def _lost() -> InputError:
@@ -282,8 +284,8 @@ def _backward() -> InputError:
     )
 
 
-def _refused(what: str, remedy: str) -> InputError:
-    return InputError(what, calling_line() or "model", remedy)
+def _refused(fault: str, remedy: str) -> InputError:
+    return InputError(fault, calling_line() or "model", remedy)
 
 
 # --- `torch.autograd.Function` and hooks on tensors while a model is traced: their backward is traced too ------------
@@ -355,23 +357,23 @@ def _on_module(where: str, hook: Any) -> InputError:
     )
 
 
-def _applied(noted: list[torch.Tensor], cls: Any, own: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives; own: its apply as it is outside of a trace. noted: grows by reentrant checkpoints."""
+def _applied(noted: list[torch.Tensor], cls: Any, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function gives; apply: its apply as it is outside of a trace. noted: grows by reentrant checkpoints."""
     if is_reentrant_checkpoint(cls):
         return _checkpointed(noted, *args)
     if not torch.is_grad_enabled() or in_functorch_transform() or is_of_torch(cls):
-        return own(*args, **kwargs)
+        return apply(*args, **kwargs)
     context: Any = FunctionCtx()
-    context.needs_input_grad = tuple(_is_inexact(one) for one in args)
-    given = [one for one in args if isinstance(one, torch.Tensor)]
-    versions = [one._version for one in given]
+    context.needs_input_grad = tuple(_is_inexact(argument) for argument in args)
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+    versions = [tensor._version for tensor in tensors]
     with torch.no_grad():
         if has_setup(cls):
             result = cls.forward(*args, **kwargs)
             cls.setup_context(context, args, result)
         else:
             result = cls.forward(context, *args, **kwargs)
-    if getattr(context, "dirty_tensors", ()) or versions != [one._version for one in given]:
+    if getattr(context, "dirty_tensors", ()) or versions != [tensor._version for tensor in tensors]:
         raise InputError(
             "a torch.autograd.Function writes to its input (ctx.mark_dirty)",
             _place_of(cls),
@@ -379,8 +381,8 @@ def _applied(noted: list[torch.Tensor], cls: Any, own: Apply, args: tuple[Any, .
         )
     context.saved_tensors = getattr(context, "to_save", None) or ()
     outputs = result if isinstance(result, tuple) else (result,)
-    apart = {id(one) for one in getattr(context, "non_differentiable", ())}
-    places = [place for place, one in enumerate(outputs) if _is_inexact(one) and id(one) not in apart]
+    apart = {id(output) for output in getattr(context, "non_differentiable", ())}
+    places = [place for place, output in enumerate(outputs) if _is_inexact(output) and id(output) not in apart]
     if len(places) > 1 and not getattr(context, "materialize_grads", True):
         raise InputError(
             "a torch.autograd.Function with several results has set_materialize_grads(False): which of their "
@@ -388,59 +390,65 @@ def _applied(noted: list[torch.Tensor], cls: Any, own: Apply, args: tuple[Any, .
             _place_of(cls),
             "leave set_materialize_grads out, and take gradients of zeros for None",
         )
-    made = list(outputs)
+    results = list(outputs)
     differentiable = [outputs[place] for place in places]
     if differentiable:
         with torch.no_grad():
             stand_ins = _stand_ins(outputs, places, getattr(context, "materialize_grads", True))
             gradients = _gradients(cls, context, stand_ins, args)
-        for place, one in zip(places, _with_gradients(differentiable, *gradients, everywhere=False)):
-            made[place] = one
-    made = [one.detach() if isinstance(one, torch.Tensor) and id(one) in apart else one for one in made]
-    return tuple(made) if isinstance(result, tuple) else made[0]
+        for place, output in zip(places, _with_gradients(differentiable, *gradients, everywhere=False)):
+            results[place] = output
+    results = [
+        output.detach() if isinstance(output, torch.Tensor) and id(output) in apart else output for output in results
+    ]
+    return tuple(results) if isinstance(result, tuple) else results[0]
 
 
 def _checkpointed(noted: list[torch.Tensor], run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
     """A reentrant checkpoint computes what `run` does, twice; which values are made again is csc's to decide."""
     result = run(*args)
     if torch.is_grad_enabled() and not in_functorch_transform():
-        inputs, outputs = (list(filter(_is_inexact, pytree.tree_leaves(one))) for one in (args, result))
+        inputs, outputs = (list(filter(_is_inexact, pytree.tree_leaves(value))) for value in (args, result))
         noted.append(torch.ops.csc.checkpointed(inputs, outputs, _place_of(run)))
     return result
 
 
 def _stand_ins(outputs: Sequence[Any], places: Sequence[int], materialize: bool) -> list[Any]:
     """What stands for the gradients that a backward is given."""
-    found: list[Any] = []
-    for place, one in enumerate(outputs):
+    stand_ins: list[Any] = []
+    for place, output in enumerate(outputs):
         if place in places:
-            found.append(torch.ops.csc.incoming(one, places.index(place)))
+            stand_ins.append(torch.ops.csc.incoming(output, places.index(place)))
         else:
-            found.append(torch.zeros_like(one) if isinstance(one, torch.Tensor) and materialize else None)
-    return found
+            stand_ins.append(torch.zeros_like(output) if isinstance(output, torch.Tensor) and materialize else None)
+    return stand_ins
 
 
 def _gradients(cls: Any, context: Any, incoming: list[Any], args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """(inputs that have a gradient, their gradients), as a backward gives them and autograd takes them."""
-    given = backward_of(cls)(context, *incoming)
-    gradients = given if isinstance(given, (tuple, list)) else (given,)
-    if len(gradients) < len(args) or any(one is not None for one in gradients[len(args) :]):
+    returned = backward_of(cls)(context, *incoming)
+    gradients = returned if isinstance(returned, (tuple, list)) else (returned,)
+    if len(gradients) < len(args) or any(gradient is not None for gradient in gradients[len(args) :]):
         raise InputError(
             f"a torch.autograd.Function's backward returns {len(gradients)} gradients for {len(args)} arguments",
             _place_of(cls),
             "return one for each argument of forward, None for those without",
         )
-    pairs = [(one, gradient) for one, gradient in zip(args, gradients) if _is_inexact(one) and gradient is not None]
-    return [one for one, _ in pairs], [_fitting(one, gradient) for one, gradient in pairs]
+    pairs = [
+        (argument, gradient)
+        for argument, gradient in zip(args, gradients)
+        if _is_inexact(argument) and gradient is not None
+    ]
+    return [argument for argument, _ in pairs], [_fitting(argument, gradient) for argument, gradient in pairs]
 
 
-def _fitting(one: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _fitting(argument: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient in the value's shape and dtype: autograd adds up what was broadcast."""
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    if gradient.shape != one.shape:
-        gradient = gradient.sum_to_size(one.shape)
-    return gradient if gradient.dtype == one.dtype else gradient.to(one.dtype)
+    if gradient.shape != argument.shape:
+        gradient = gradient.sum_to_size(argument.shape)
+    return gradient if gradient.dtype == argument.dtype else gradient.to(argument.dtype)
 
 
 def _with_gradients(
@@ -450,12 +458,12 @@ def _with_gradients(
         return list(torch.ops.csc.own_gradient(list(outputs), list(inputs), list(gradients), everywhere))
 
 
-def _hooked(own: Callable[..., Any], hooked: list[torch.Tensor]) -> Callable[..., Any]:
+def _hooked(register: Callable[..., Any], hooked: list[torch.Tensor]) -> Callable[..., Any]:
     """Tensor.register_hook as it is in a trace; hooked: grows by what each gives."""
 
     def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
         if in_functorch_transform() or not tensor.requires_grad:
-            return own(tensor, hook)
+            return register(tensor, hook)
         if tensor.is_leaf:
             raise _on_parameter("a hook on a parameter, put on it in forward", hook)
         with torch.no_grad():
@@ -470,7 +478,7 @@ def _hooked(own: Callable[..., Any], hooked: list[torch.Tensor]) -> Callable[...
             gradient = _fitting(tensor, gradient)
         hooked.extend(_with_gradients([tensor], [tensor], [gradient], everywhere=True))
         with unwatched():
-            handle = own(tensor, lambda gradient: None)  # the caller expects one
+            handle = register(tensor, lambda gradient: None)  # the caller expects one
         handle.remove = partial(_removed, hook)
         return handle
 
@@ -487,12 +495,12 @@ def _is_inexact(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _place_of(what: Any) -> str:
+def _place_of(function: Any) -> str:
     """`Name, file.py:12` of a class or a function; its name alone where there is no source."""
-    what = getattr(what, "func", what)
-    name = getattr(what, "__qualname__", type(what).__qualname__)
+    function = getattr(function, "func", function)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
     try:
-        file, line = inspect.getsourcefile(what), inspect.getsourcelines(what)[1]
+        file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
     except (TypeError, OSError):
         return name
     return f"{name}, {file}:{line}"

@@ -75,7 +75,7 @@ class Drawn:
 def _revealing(function: Callable[..., Any], reflected: bool = False) -> Callable[..., Any]:
     if reflected:
         return lambda drawn, other: function(other, drawn.revealed())
-    return lambda drawn, *others: function(drawn.revealed(), *others)
+    return lambda drawn, *rest: function(drawn.revealed(), *rest)
 
 
 CONVERSIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -101,13 +101,13 @@ def hidden_draws(draw: Draw, revealed: Callable[[], None]) -> Iterator[None]:
 
 
 def _hiding(
-    own: Callable[..., Any], counts: tuple[int, ...], draw: Draw, revealed: Callable[[], None]
+    method: Callable[..., Any], counts: tuple[int, ...], draw: Draw, revealed: Callable[[], None]
 ) -> Callable[..., Any]:
     def hiding(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) not in counts or not all(type(end) in (int, float) for end in args):
-            return own(*args, **kwargs)
+            return method(*args, **kwargs)
         low, high = sorted(args) if args else (0.0, BELOW_ONE)
-        return Drawn(draw(own, args), low, high, revealed)
+        return Drawn(draw(method, args), low, high, revealed)
 
     return hiding
 
@@ -146,7 +146,7 @@ class Unwritten:
         self._added.append((tensor, _version(tensor)))
 
     def __contains__(self, tensor: Any) -> bool:
-        return any(tensor is one and _version(tensor) == version for one, version in self._added)
+        return any(tensor is member and _version(tensor) == version for member, version in self._added)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -191,9 +191,9 @@ class _Drawing(TorchFunctionMode):
             (self._always if always else self._never).add(result)
         return result
 
-    def _is_known(self, one: Any, other: Any) -> bool:
+    def _is_known(self, left: Any, other: Any) -> bool:
         """Whether a number from 0 to 1 is compared with one that it is never between."""
-        return isinstance(other, (int, float)) and (other <= 0 or other >= 1) and one in self._from_0_to_1
+        return isinstance(other, (int, float)) and (other <= 0 or other >= 1) and left in self._from_0_to_1
 
     def draw(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A number that may remain without use. Of a generator from which nothing else came before, that is as well as
@@ -242,6 +242,6 @@ def _states() -> list[tuple[str, Any]]:
 
 
 def _restore(states: list[tuple[str, Any]]) -> None:
-    (_, own), (_, (kind, keys, *rest)) = states
-    random.setstate(own)
+    (_, state), (_, (kind, keys, *rest)) = states
+    random.setstate(state)
     numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))

@@ -59,11 +59,11 @@ def symbolic_lengths(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """A context in which `len` of a tensor with a symbolic first size gives that size, in the files of the model's
     code. It yields a function that returns whether any length was symbolic. A file with a `len` of its own keeps it.
     """
-    asked = [False]
+    made_symbolic = [False]
 
     def length(of: Any) -> Any:
         if isinstance(of, torch.Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt):
-            asked[0] = True
+            made_symbolic[0] = True
             return of.shape[0]
         return builtins.len(of)
 
@@ -72,7 +72,7 @@ def symbolic_lengths(model: nn.Module) -> Iterator[Callable[[], bool]]:
             if LENGTH not in names:
                 names[LENGTH] = length
                 stack.callback(names.pop, LENGTH)
-        yield lambda: asked[0]
+        yield lambda: made_symbolic[0]
 
 
 def _globals_of(model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -87,11 +87,11 @@ def _globals_of(model: nn.Module) -> Iterator[dict[str, Any]]:
                 yield other.__globals__
 
 
-def _is_own(one: Any) -> bool:
+def _is_own(function: Any) -> bool:
     """Whether it is a function of Python code that is neither torch's nor csc's."""
-    if not isinstance(one, FunctionType):
+    if not isinstance(function, FunctionType):
         return False
-    return str(one.__globals__.get("__name__", "")).partition(".")[0] not in APART
+    return str(function.__globals__.get("__name__", "")).partition(".")[0] not in APART
 
 
 # --- Attention over packed sequences in Hugging Face models, as one attention with a mask ----------------------------
@@ -206,14 +206,14 @@ def uncached(configurations: Sequence[Any]) -> Iterator[None]:
     """HF models fill a key/value cache while training unless told not to; it would be dead weight in the graph. With it
     they also take packed documents (positions that start again) for one sequence. configurations: see `caching`.
     """
-    before = [one.use_cache for one in configurations]
+    before = [config.use_cache for config in configurations]
     try:
-        for one in configurations:
-            one.use_cache = False
+        for config in configurations:
+            config.use_cache = False
         yield
     finally:
-        for one, was in zip(configurations, before):
-            one.use_cache = was
+        for config, was in zip(configurations, before):
+            config.use_cache = was
 
 
 def without_kv_cache(model: nn.Module) -> AbstractContextManager[None]:
@@ -266,16 +266,16 @@ def training(model: nn.Module) -> Iterator[None]:
 
 def sizes_of(graph: fx.Graph, asked: Collection[Any] | None) -> SizeGuards:
     """The sizes of a flat graph's inputs, and the conditions under which it is the model."""
-    given = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(graph) if n.meta["role"][0] == "input"}
+    sizes = {n.meta["role"][1]: n.meta["val"] for n in g.placeholders(graph) if n.meta["role"][0] == "input"}
     entries = {
         name: (str(val.dtype), tuple(size if isinstance(size, int) else size.node.expr for size in val.shape))
-        for name, val in given.items()
+        for name, val in sizes.items()
     }
     ranges, relations = assumed_of_sizes(g.outputs(graph)[0].meta["val"].fake_mode)
     if asked is None:
         return SizeGuards(entries, ranges, tuple(relations))
-    kept = [one for one in relations if one in asked or not _is_not_one(one)]
-    several = {str(one.lhs) for one in asked if isinstance(one, sympy.Ge) and one.rhs == 2}
+    kept = [relation for relation in relations if relation in asked or not _is_not_one(relation)]
+    several = {str(relation.lhs) for relation in asked if isinstance(relation, sympy.Ge) and relation.rhs == 2}
     ranges = {name: (1 if low == 2 and name not in several else low, high) for name, (low, high) in ranges.items()}
     return SizeGuards(entries, ranges, (*kept, *_squeezed(graph)))
 
@@ -334,10 +334,10 @@ def _check_names(model: nn.Module, entries: Iterable[str]) -> None:
     named = (model.named_modules, model.named_parameters, model.named_buffers)
     parts = (part for names in named for path, _ in names(remove_duplicate=False) for part in path.split("."))
     named_parts = ((part, "a module, parameter or buffer") for part in parts)
-    for name, what in chain(named_parts, ((entry, "a batch entry") for entry in entries)):
+    for name, kind in chain(named_parts, ((entry, "a batch entry") for entry in entries)):
         if re.search(r"[\"'\\]", name) or not name.isprintable() or keyword.iskeyword(name):
             raise InputError(
-                f"{what} is called {name!r}, which torch.export would take for code",
+                f"{kind} is called {name!r}, which torch.export would take for code",
                 type(model).__name__,
                 "rename it: no quotes, backslashes, line breaks or Python keywords",
             )
@@ -369,11 +369,11 @@ def export(
     def wrap() -> LossOnly:
         return LossOnly(model, extra, host, tensors, layers, rows, decides=decides)
 
-    with symbolic_lengths(model) as asked:
+    with symbolic_lengths(model) as is_symbolic:
         try:
             return _attempts(tensors, wrap, layers, axes)
         except CscError:
-            if not asked():
+            if not is_symbolic():
                 raise
     return _attempts(tensors, wrap, layers, axes)  # the model's code may need a plain number
 
@@ -398,8 +398,8 @@ def _attempts(
             if layers.hidden:  # perhaps it fails for something that was hidden from it
                 raise NotHidden(layers.hidden) from error
             autograd = wrapped.autograd
-            asked = wrapped.watching.asked_last
-            failed = untraceable(error, wrapped.model, asked, autograd.gradients, autograd.transformed)
+            last_asked = wrapped.watching.asked_last
+            failed = untraceable(error, wrapped.model, last_asked, autograd.gradients, autograd.transformed)
             failed.__cause__ = error
             if wrapped.watching.undecided:
                 raise Undecided from failed
@@ -426,15 +426,15 @@ def _exported(
     automatic = torch.export.Dim.AUTO
     shapes = {name: dict.fromkeys(symbolic(name), automatic) or None for name in tensors}
     model = wrapped.model
-    said = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
-    asked: list[Any] = []
+    output = io.StringIO()  # when torch gives up it prints the half-traced graph, which helps nobody
+    conditions: list[Any] = []
     with (
         as_traced(model, layers),
         no_new_registration_hooks(),
         one_is_no_special_size(ones),
-        conditions_of_models(lambda condition, sizes: asked.append(condition)),
+        conditions_of_models(lambda condition, sizes: conditions.append(condition)),
         warnings.catch_warnings(),
-        redirect_stderr(said),
+        redirect_stderr(output),
     ):
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own pytree classes
         warnings.filterwarnings("ignore", "The tensor attribute", UserWarning)  # see attributes_kept
@@ -445,7 +445,7 @@ def _exported(
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
-    sys.stderr.write(said.getvalue())
+    sys.stderr.write(output.getvalue())
     calls = wrapped.recording.needed(wrapped.loss)
     deciding = dict(wrapped.watching.deciding)
     return Exported(
@@ -453,7 +453,7 @@ def _exported(
         deciding,
         wrapped.host,
         calls,
-        tuple(asked) if ones else None,
+        tuple(conditions) if ones else None,
         wrapped.autograd.gradients,
         wrapped.autograd.flags,
         wrapped.autograd.transformed,

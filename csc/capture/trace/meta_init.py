@@ -35,15 +35,15 @@ def meta_init() -> Iterator[None]:
     compiled model. Under `torch.device("meta")` buffers would have no values either.
     """
     register = nn.Module.register_parameter
-    made = WeakIdKeyDictionary()  # by the parameter with data, which may be set in several places
+    parameters = WeakIdKeyDictionary()  # by the parameter with data, which may be set in several places
 
     def without_data(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         if param is not None and param.device != META:
-            if param not in made:
-                made[param] = nn.Parameter(param.detach().to(META), requires_grad=param.requires_grad)
-                made[param].__dict__.update(param.__dict__)
-            self._parameters[name] = made[param]
+            if param not in parameters:
+                parameters[param] = nn.Parameter(param.detach().to(META), requires_grad=param.requires_grad)
+                parameters[param].__dict__.update(param.__dict__)
+            self._parameters[name] = parameters[param]
 
     nn.Module.register_parameter = without_data  # type: ignore[method-assign]
     try:
@@ -77,18 +77,18 @@ def standing_in(model: nn.Module, device: torch.device) -> Iterator[None]:
                 "make the model inside `with csc.meta_init():`, which leaves out parameters alone",
             )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, nn.Parameter] = {}
+    stand_ins_by_id: dict[int, nn.Parameter] = {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.device == META:
-                    if id(parameter) not in made:
+                    if id(parameter) not in stand_ins_by_id:
                         fake = FakeTensor(mode, parameter.detach(), device)
-                        made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                        stand_ins_by_id[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
                     replaced.append((module, name, parameter))
         for module, name, parameter in replaced:
-            module._parameters[name] = made[id(parameter)]
+            module._parameters[name] = stand_ins_by_id[id(parameter)]
         yield
     finally:
         for module, name, parameter in replaced:

@@ -54,14 +54,14 @@ class Slots:
 
     def written(self) -> Changes:
         """Those that have another value now, with both."""
-        found = {}
+        changes = {}
         for slot, value in _slots(self._model):
             before, content = self._values.get(slot, (None, None))
             tensors = isinstance(value, torch.Tensor) or isinstance(before, torch.Tensor)
             if value is before if tensors else _equal(value, content):
                 continue
-            found[slot] = (content, _content(value))
-        return found
+            changes[slot] = (content, _content(value))
+        return changes
 
     def written_beside(self) -> frozenset[Slot]:
         """What is no slot and has another value now: globals, objects, closures."""
@@ -123,7 +123,7 @@ def _remembered(before: Any, after: Any) -> bool:
 
 
 def _traced_with(
-    model: nn.Module, values: Mapping[Slot, Any], told: Iterable[Slot], program: Program, again: Callable[[], Captured]
+    model: nn.Module, values: Mapping[Slot, Any], slots: Iterable[Slot], program: Program, again: Callable[[], Captured]
 ) -> Changes:
     """What another trace writes, with these values to start from. InputError that tells what changed if it is another
     program.
@@ -135,7 +135,7 @@ def _traced_with(
     except CscError:
         same = False
     if not same:
-        raise _computed_with(model, told)
+        raise _computed_with(model, slots)
     return changes
 
 
@@ -154,7 +154,7 @@ def _same_constants(one: Program, other: Program) -> bool:
     """Whether graphs that are alike read the same constants."""
     names = [[node.meta["role"][1] for node in g.placeholders(p.graph) if _is_constant(node)] for p in (one, other)]
     return len(names[0]) == len(names[1]) and all(
-        torch.equal(one.constants[own], other.constants[its]) for own, its in zip(*names)
+        torch.equal(one.constants[left_name], other.constants[its]) for left_name, its in zip(*names)
     )
 
 

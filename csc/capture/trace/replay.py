@@ -65,12 +65,12 @@ def replay(
     have no data. Raises NotHidden if it has to be done again.
     """
     device = device_of(model)
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
-    wrapped = LossOnly(model, extra, host, own, layers, rows, replayed=True, decides=decides)
+    entries = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
+    wrapped = LossOnly(model, extra, host, entries, layers, rows, replayed=True, decides=decides)
     try:
         with stand_ins(model), as_traced(model, layers), warnings.catch_warnings(), replaying() as fake:
             warnings.simplefilter("ignore")
-            loss = wrapped({name: fake(tensor).to(device) for name, tensor in own.items()})
+            loss = wrapped({name: fake(tensor).to(device) for name, tensor in entries.items()})
     except NotHidden:
         raise
     except Exception as reason:  # whatever model code raises on tensors without data

@@ -135,7 +135,7 @@ def _is_of_trace(value: Any, deep: int = DEEPEST) -> bool:
         return type(value).__module__.startswith("torch._subclasses")
     if not deep or not isinstance(value, (list, tuple, dict)):
         return False
-    return any(_is_of_trace(one, deep - 1) for one in (dict.values(value) if isinstance(value, dict) else value))
+    return any(_is_of_trace(item, deep - 1) for item in (dict.values(value) if isinstance(value, dict) else value))
 
 
 # --- The model as what a trace or a replay runs: a function from batch tensors to its loss ---------------------------
@@ -192,9 +192,9 @@ class LossOnly(nn.Module):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         host = self.host
-        made, refused = host.entries(self.model, self._example)
-        others = [call for call, _ in refused]
-        calls = [call for call in host.calls if call.is_for(self._example) and call not in others]
+        made_names, refused = host.entries(self.model, self._example)
+        refused_calls = [call for call, _ in refused]
+        calls = [call for call in host.calls if call.is_for(self._example) and call not in refused_calls]
         parameters = self._named()
         recording = Recording({**parameters, **{f"batch {name}": tensor for name, tensor in batch.items()}})
         rows: list[RowIndices] = []
@@ -203,16 +203,16 @@ class LossOnly(nn.Module):
             rows.append(RowIndices(parameters.values(), None if self._replayed else batch, run))
             return rows[0]
 
-        asked = (lambda sources: None) if self._replayed else partial(self._asked, batch)
+        ask = (lambda sources: None) if self._replayed else partial(self._asked, batch)
         self._batch = batch
-        buffers = {path: one for path, one in self._own_buffers.items() if path in parameters}
-        alone = Alone(batch, {id(parameters[path]): (path, one) for path, one in buffers.items()}, self._example)
+        buffers = {path: buffer for path, buffer in self._own_buffers.items() if path in parameters}
+        alone = Alone(batch, {id(parameters[path]): (path, buffer) for path, buffer in buffers.items()}, self._example)
         with (
             own_gradients() as with_hooks,
             autograd_calls(self.autograd),
             self.watching.entries(
                 batch,
-                asked,
+                ask,
                 recording,
                 alone,
                 by_number if self._with_rows else None,
@@ -222,11 +222,13 @@ class LossOnly(nn.Module):
             self._repeats.patched(),
             hosting.hosted(self.model, calls, host.asking, self._example, batch, self._name_of, self._found),
         ):
-            own = {name: one for name, one in batch.items() if name not in made and not name.startswith(PREFIX)}
+            entries = {
+                name: value for name, value in batch.items() if name not in made_names and not name.startswith(PREFIX)
+            }
             self._held.put(parameters)
             before = Slots(self.model, beside=not self._replayed)
             with no_fakes_left(self.model):
-                loss = loss_of(self.model(**own, **self._extra), self.model, own.keys() | self._extra.keys())
+                loss = loss_of(self.model(**entries, **self._extra), self.model, entries.keys() | self._extra.keys())
             kept = with_hooks(loss)
             self.changes, self.written_beside = before.written(), before.written_beside()
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
@@ -235,7 +237,7 @@ class LossOnly(nn.Module):
     def _named(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers, as they are in this run."""
         named = (self.model.named_parameters, self.model.named_buffers)
-        return {path: tensor for each in named for path, tensor in each(remove_duplicate=False)}
+        return {path: tensor for listing in named for path, tensor in listing(remove_duplicate=False)}
 
     def _asked(self, batch: Mapping[str, torch.Tensor], sources: frozenset[str]) -> None:
         """The model asks for values that only the batch has: can a function around it be run before?"""
@@ -245,15 +247,15 @@ class LossOnly(nn.Module):
         for one in around:
             if one.function in self.host.asking:  # none of its calls could
                 self._give_up(one.function)
-        open_ = [one for one in around if one.function not in self.host.tried]
-        for one in reversed(open_):
-            call = hosting.call_of(self.model, one, self._name_of) if one.given is not None else None
-            if one.given is None or call in self.host.calls:
-                asking = (*self.host.asking, *(each.function for each in open_))
+        open_ = [call for call in around if call.function not in self.host.tried]
+        for open_call in reversed(open_):
+            call = hosting.call_of(self.model, open_call, self._name_of) if open_call.given is not None else None
+            if open_call.given is None or call in self.host.calls:
+                asking = (*self.host.asking, *(open_call.function for open_call in open_))
                 raise HostFunctionFound(replace(self.host, asking=asking))
             if call is not None:
                 self._found(call)
-                self._give_up(one.function)
+                self._give_up(open_call.function)
 
     def _give_up(self, function: Function) -> None:
         if function not in self.host.tried:
@@ -263,7 +265,7 @@ class LossOnly(nn.Module):
         """The batch entry that a traced tensor is; where questions are answered, also what can be made of it before the
         step.
         """
-        name = next((name for name, one in self._batch.items() if one is tensor), None)
+        name = next((name for name, value in self._batch.items() if value is tensor), None)
         if name is not None or not self._decides:
             return name
         expression = self.watching.alone.expression(torch.clone, (tensor,), {})
@@ -271,7 +273,7 @@ class LossOnly(nn.Module):
 
     def _hoisted(self, expression: Expression, name: str) -> Any:
         """What stands for tensors of the batch alone, in a trace; None in a replay that has none."""
-        known = [one for one in self.host.calls if isinstance(one, Hoisted) and one.expression == expression]
+        known = [call for call in self.host.calls if isinstance(call, Hoisted) and call.expression == expression]
         if known:
             return known[0].stand_in(self._example, self._batch)
         if self._replayed:
@@ -280,7 +282,7 @@ class LossOnly(nn.Module):
 
     def _prefix(self, expression: Expression, name: str) -> str:
         """Of the entries of an expression. The trace has to start again with it, if it is new."""
-        known = [one for one in self.host.calls if isinstance(one, Hoisted) and one.expression == expression]
+        known = [call for call in self.host.calls if isinstance(call, Hoisted) and call.expression == expression]
         if known:
             return known[0].prefix
         made = Hoisted(expression, unused(name, self.host.calls), calling_line())
@@ -317,15 +319,15 @@ class HoistedCalls:
         self, model: nn.Module, batch: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[tuple[HostCall | Hoisted, InputError]]]:
         """(the tensors that the calls make of a microbatch, named; the calls that refuse it)."""
-        made: dict[str, torch.Tensor] = {}
+        entries: dict[str, torch.Tensor] = {}
         refused = []
         for call in self.calls:
-            if call.is_for({**batch, **made}):
+            if call.is_for({**batch, **entries}):
                 try:
-                    made |= call.entries(model, {**batch, **made})
+                    entries |= call.entries(model, {**batch, **entries})
                 except InputError as error:
                     refused.append((call, error))
-        return made, refused
+        return entries, refused
 
     def made(self, names: Iterable[str]) -> set[str]:
         """Those of the names that entries made by calls have."""
@@ -397,9 +399,9 @@ def _sizes(tensor: torch.Tensor) -> list[int | str]:
 def metadata(values: Mapping[str, torch.Tensor], host: HoistedCalls) -> dict[str, torch.Tensor]:
     """The entries whose values are known in a trace; what was made of tokens is as unknown as they are."""
     known = {name: tensor for name, tensor in values.items() if is_metadata(tensor, values)}
-    for one in host.calls:
-        if isinstance(one, Hoisted) and not known.keys() >= set(one.expression.entries):
-            known = {name: tensor for name, tensor in known.items() if not name.startswith(f"{one.prefix}_")}
+    for call in host.calls:
+        if isinstance(call, Hoisted) and not known.keys() >= set(call.expression.entries):
+            known = {name: tensor for name, tensor in known.items() if not name.startswith(f"{call.prefix}_")}
     return known
 
 
@@ -407,9 +409,9 @@ def sizes_among(tensors: Mapping[str, torch.Tensor], given: Collection[str], hos
     """Those of the tensors of a microbatch that describe others, and those made of such alone: whole numbers which are
     often the same from step to step. given: the entries that nothing of the model has made.
     """
-    found = {name for name in given if is_metadata(tensors[name], tensors)}
+    names = {name for name in given if is_metadata(tensors[name], tensors)}
     for call in host.calls:
-        if found.issuperset(entry for _, entry in call.arguments):
-            made = replace(host, calls=(call,)).made(tensors.keys() - given)
-            found |= {name for name in made if not tensors[name].is_floating_point()}
-    return found
+        if names.issuperset(entry for _, entry in call.arguments):
+            made_names = replace(host, calls=(call,)).made(tensors.keys() - given)
+            names |= {name for name in made_names if not tensors[name].is_floating_point()}
+    return names

@@ -124,18 +124,18 @@ def _constant(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _leaves(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Of the arguments, with the length of a sequence before what is in it, and the name of a keyword."""
-    for one in args:
-        yield from _inside(one)
-    for name, one in kwargs.items():
+    for argument in args:
+        yield from _inside(argument)
+    for name, argument in kwargs.items():
         yield name
-        yield from _inside(one)
+        yield from _inside(argument)
 
 
 def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
         yield len(value)
-        for one in value:
-            yield from _inside(one)
+        for item in value:
+            yield from _inside(item)
     elif isinstance(value, Mapping):
         yield from _leaves((), value)
     elif isinstance(value, slice):
@@ -156,8 +156,8 @@ def _described(leaf: Any) -> str:
 
 def writes(name: str) -> bool:
     """Whether a torch function of this name writes to what it is called with."""
-    own = name.rpartition(".")[2]
-    return own in WRITERS or (own.endswith("_") and not own.endswith("__"))
+    short_name = name.rpartition(".")[2]
+    return short_name in WRITERS or (short_name.endswith("_") and not short_name.endswith("__"))
 
 
 def _token(leaf: Any, place: Mapping[int, int]) -> Any:
@@ -228,15 +228,15 @@ class Alone:
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A call, and what it returned."""
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         name = _own_name(func)
         written = _written(name, args, kwargs)
-        if not made and written is None:
+        if not leaves and written is None:
             return
         try:
             step, uses = self._step(func, args, kwargs)
         except _NotAlone:
-            for leaf in made:
+            for leaf in leaves:
                 if leaf is not written:
                     self._foreign(leaf, name, args, kwargs)
             if written is not None:
@@ -249,9 +249,9 @@ class Alone:
             return
         self._calls.append(_RecordedCall(step, uses, target[:2] if target is not None else None))
         if name not in COPIES:
-            for one in uses:
-                self._join(number, one)
-        for place, leaf in enumerate(made):
+            for origin in uses:
+                self._join(number, origin)
+        for place, leaf in enumerate(leaves):
             if leaf is not written and not (written is None and id(leaf) in self._origin):
                 self._origin[id(leaf)] = (*number, place)
                 self._alive.append(leaf)
@@ -269,8 +269,8 @@ class Alone:
             return None
         place = {number: index for index, number in enumerate(sorted(needed))}
         steps = [self._calls[number].step for number in sorted(needed)]
-        found = Expression(tuple(_numbered(one, place) for one in (*steps, step)))
-        return found if found.entries else None
+        expression = Expression(tuple(_numbered(recorded, place) for recorded in (*steps, step)))
+        return expression if expression.entries else None
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns what a call gives for the batch at hand, and keeps it as a decision. Returns MISSING if the call is
@@ -281,39 +281,39 @@ class Alone:
             return MISSING
         before = random_state()
         try:
-            found = expression.of(self._values)
+            answer = expression.of(self._values)
         except Exception:  # the model's own calls, on values of a batch
             return MISSING
-        leaves = pytree.tree_leaves(found)
+        leaves = pytree.tree_leaves(answer)
         if len(leaves) > LONGEST or not all(type(leaf) in PLAIN_VALUES for leaf in leaves) or random_state() != before:
             return MISSING
-        decision = Decision(expression, found)
+        decision = Decision(expression, answer)
         if decision not in self.decisions:
             self.decisions.append(decision)
-        return found
+        return answer
 
     def _needed(self, uses: frozenset[Origin]) -> set[int] | None:
         """Calls behind these origins, writes to what may be their memory among them; None if that is not known."""
         needed: set[int] = set()
         origins = set(uses)
         while True:
-            families = {self._root(one) for one in origins}
+            families = {self._root(origin) for origin in origins}
             if families & self._spoilt:
                 return None
-            found = {one[1] for one in origins if one[0] == "step"}
-            found |= {
+            steps_needed = {origin[1] for origin in origins if origin[0] == "step"}
+            steps_needed |= {
                 number
                 for number, call in enumerate(self._calls)
                 if call.written is not None and self._root(call.written) in families
             }
-            if found <= needed:
+            if steps_needed <= needed:
                 return needed
-            needed |= found
+            needed |= steps_needed
             origins = origins.union(*(self._calls[number].uses for number in needed))
 
     def _step(self, func: Any, args: Any, kwargs: Any) -> tuple[QueryStep, frozenset[Origin]]:
         name = resolve_name(func) or ""
-        own = _own_name(func)
+        short_name = _own_name(func)
         try:
             if not name.startswith("torch.") or function(name) != func:
                 raise _NotAlone
@@ -321,9 +321,9 @@ class Alone:
             raise _NotAlone from None
         uses: set[Origin] = set()
         tree = tuple(self._tree(list(args), uses)), self._tree(dict(kwargs), uses)
-        if not uses and own not in FACTORIES:
+        if not uses and short_name not in FACTORIES:
             raise _NotAlone
-        return QueryStep(name, *tree, writes(own) or "out" in kwargs), frozenset(uses)
+        return QueryStep(name, *tree, writes(short_name) or "out" in kwargs), frozenset(uses)
 
     def _tree(self, value: Any, uses: set[Origin]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -333,13 +333,13 @@ class Alone:
         if type(value) in PLAIN_VALUES:
             return value
         if isinstance(value, slice):
-            return ("slice", *(self._tree(one, uses) for one in (value.start, value.stop, value.step)))
+            return ("slice", *(self._tree(part, uses) for part in (value.start, value.stop, value.step)))
         if type(value) is list:
-            return ("list", *(self._tree(one, uses) for one in value))
+            return ("list", *(self._tree(item, uses) for item in value))
         if isinstance(value, tuple):
-            return ("tuple", *(self._tree(one, uses) for one in value))
+            return ("tuple", *(self._tree(item, uses) for item in value))
         if type(value) is dict and all(isinstance(name, str) for name in value):
-            return ("dict", *(("pair", name, self._tree(one, uses)) for name, one in sorted(value.items())))
+            return ("dict", *(("pair", name, self._tree(item, uses)) for name, item in sorted(value.items())))
         if isinstance(value, torch.device):
             return ("device",)
         if value is ...:
@@ -370,7 +370,7 @@ class Alone:
 
     def _size(self, value: torch.SymInt) -> Any:
         expression = value.node.expr
-        if any(str(one) not in self._sizes for one in expression.free_symbols):
+        if any(str(symbol) not in self._sizes for symbol in expression.free_symbols):
             raise _NotAlone
         try:
             return _as_tuples(_renamed(expression_to_tree(expression), self._sizes))
@@ -399,11 +399,11 @@ class Alone:
             origin = self._family[origin]
         return origin
 
-    def _join(self, one: Origin, other: Origin) -> None:
-        one, other = self._root(one), self._root(other)
-        if one != other:
-            self._family[one] = other
-            if one in self._spoilt:
+    def _join(self, left: Origin, other: Origin) -> None:
+        left, other = self._root(left), self._root(other)
+        if left != other:
+            self._family[left] = other
+            if left in self._spoilt:
                 self._spoilt.add(other)
 
 
@@ -431,7 +431,7 @@ def _symbols(entries: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def _renamed(tree: Any, names: Mapping[str, str]) -> Any:
     if isinstance(tree, str):
         return names[tree]
-    return [tree[0], *(_renamed(one, names) for one in tree[1:])] if isinstance(tree, list) else tree
+    return [tree[0], *(_renamed(part, names) for part in tree[1:])] if isinstance(tree, list) else tree
 
 
 def _as_tuples(tree: Any) -> Any:

@@ -62,10 +62,10 @@ class Hoisted:
     def entries(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors, named, for a real microbatch; none if they cannot be made of it: then no program wants them."""
         try:
-            found = self.expression.of(batch)
+            answer = self.expression.of(batch)
         except Exception:  # the model's own calls: this microbatch may lack what they read
             return {}
-        return {f"{self.prefix}_{place}": leaf for place, leaf in enumerate(pytree.tree_leaves(found))}
+        return {f"{self.prefix}_{place}": leaf for place, leaf in enumerate(pytree.tree_leaves(answer))}
 
     def stand_in(self, example: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> Any:
         """What it gives, its tensors taken from the traced batch."""
@@ -81,8 +81,10 @@ def _is_statistic(step: QueryStep) -> bool:
 
 def unused(name: str, earlier: Sequence[_Named]) -> str:
     """A prefix after a name that none of these has."""
-    taken = {one.prefix for one in earlier}
-    return next(one for one in chain([name], (f"{name}_call{n}" for n in count(2))) if one not in taken)
+    taken = {call.prefix for call in earlier}
+    return next(
+        candidate for candidate in chain([name], (f"{name}_call{n}" for n in count(2))) if candidate not in taken
+    )
 
 
 # --- Functions that are run for every batch before the step, outside the graph ---------------------------------------
@@ -169,12 +171,12 @@ class HostCall:
     def _results(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], watch: AbstractContextManager[Any] | None = None
     ) -> Any:
-        given = {parameter: batch[entry] for parameter, entry in self.arguments}
+        arguments = {parameter: batch[entry] for parameter, entry in self.arguments}
         plain = dict(self.plain)
         if self._has_containers:  # which it may change
             plain = pytree.tree_map(lambda leaf: leaf, plain)
         with outside_tracing(), watch or nullcontext():
-            return self.function.of(model)(**given, **plain)
+            return self.function.of(model)(**arguments, **plain)
 
     def entries(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors it returns, named after it, for a real microbatch. InputError if it raises."""
@@ -267,16 +269,16 @@ def around(model: nn.Module, frame: FrameType | None) -> list[Around]:
         if frame.f_locals.get("self") is model and frame.f_code.co_name == "forward":
             break
         frame = frame.f_back
-    found = []
+    calls = []
     for depth, called in enumerate(stack):
         if str(called.f_globals.get("__name__")).partition(".")[0] in NOT_THE_MODELS:
             continue
         function = _method(called, paths) or _global(called, stack[depth + 1 :])
         names = _parameters(called.f_code)
-        given = {name: called.f_locals.get(name) for name in names if name != "self"}
-        if function is not None and not any(_is_signal(leaf) for leaf in _tensors(given)):
-            found.append(Around(function, None if _changed(called, names) else given))
-    return found
+        arguments = {name: called.f_locals.get(name) for name in names if name != "self"}
+        if function is not None and not any(_is_signal(leaf) for leaf in _tensors(arguments)):
+            calls.append(Around(function, None if _changed(called, names) else arguments))
+    return calls
 
 
 def named(batch: Mapping[str, torch.Tensor]) -> NameOf:
@@ -303,14 +305,16 @@ def _changed(frame: FrameType, names: Sequence[str]) -> bool:
     """
     code = list(dis.get_instructions(frame.f_code))
     stores = [
-        one.offset
-        for one in code
-        if one.opname.startswith(CHANGES)
-        and not set(names).isdisjoint(one.argval if isinstance(one.argval, tuple) else (one.argval,))
+        instruction.offset
+        for instruction in code
+        if instruction.opname.startswith(CHANGES)
+        and not set(names).isdisjoint(
+            instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        )
     ]
-    back = [(one.argval, one.offset) for one in code if "JUMP_BACKWARD" in one.opname]
+    back = [(instruction.argval, instruction.offset) for instruction in code if "JUMP_BACKWARD" in instruction.opname]
     here = frame.f_lasti
-    return any(at <= here or any(start <= here and at <= end for start, end in back) for at in stores)
+    return any(store <= here or any(start <= here and store <= end for start, end in back) for store in stores)
 
 
 def _method(frame: FrameType, paths: Mapping[int, str]) -> Function | None:

@@ -60,9 +60,11 @@ class TensorCounts:
         if len(args) != 2:
             return None
         if name == "div" and kwargs.get("rounding_mode") in ("trunc", "floor") and len(kwargs) == 1:
-            plain = all(type(one) in NUMBERS for one in args)  # sizes, so not below 0, where both ways round alike
+            plain = all(
+                type(argument) in NUMBERS for argument in args
+            )  # sizes, so not below 0, where both ways round alike
             return args[0] // args[1] if plain and (type(args[1]) is not int or args[1] > 0) else None
-        left, right = (one if type(one) in NUMBERS else self.of(one) for one in args)
+        left, right = (argument if type(argument) in NUMBERS else self.of(argument) for argument in args)
         if name not in SIMPLE or kwargs or left is None or right is None:
             return None
         return SIMPLE[name](left, right)
@@ -110,17 +112,17 @@ class HitLoops:
 
     def add(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """A call that was made, and what it returned."""
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for one in given if self._turns else ():
-            self._check(one)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors if self._turns else ():
+            self._check(tensor)
         if self._turn:
-            for one in pytree.tree_leaves(result):
-                if isinstance(one, torch.Tensor) and not any(one is other for other in given):
-                    self._made_in[id(one)] = (one, self._turn)
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and not any(leaf is other for other in tensors):
+                    self._made_in[id(leaf)] = (leaf, self._turn)
             if "out" in kwargs:
                 raise _refused("gives an operation a tensor for its result (out=)")
-        if name in ("nonzero", "argwhere") and len(given) == 1 and not kwargs.get("as_tuple"):
-            mask = given[0]
+        if name in ("nonzero", "argwhere") and len(tensors) == 1 and not kwargs.get("as_tuple"):
+            mask = tensors[0]
             if mask.dim() == 1 and mask.dtype is torch.bool and type(mask.shape[0]) is int and mask.shape[0] <= MOST:
                 self._masks[id(result)] = (result, mask)
 
@@ -130,8 +132,8 @@ class HitLoops:
             raise _refused("leaves such a loop before its end", self._open[0])
 
     def _check(self, tensor: torch.Tensor) -> None:
-        made = self._made_in.get(id(tensor))
-        if made is not None and made[1] != self._turn:
+        made_in = self._made_in.get(id(tensor))
+        if made_in is not None and made_in[1] != self._turn:
             raise _refused("reads outside of a turn what was made in it")
         if self._turn and id(tensor) in self._parameters:
             self._read[self._turn].add(self._parameters[id(tensor)])
@@ -154,7 +156,7 @@ class HitLoops:
             yield index
             self._hit, self._turn = None, 0
         self._open.remove(line)
-        read = [found for turn in range(first, self._turns + 1) if (found := self._read[turn])]
+        read = [reads for turn in range(first, self._turns + 1) if (reads := self._read[turn])]
         for other in read:
             for name in sorted(other ^ read[0])[:1]:
                 raise _refused(f"reads {name} for some alone, which has no gradient where none of these is hit", line)
@@ -187,23 +189,23 @@ def _carried(frame: FrameType) -> list[str] | None:
     """
     reads: dict[str, bool] = {}  # whether a name is read first
     written: set[str] = set()
-    body = [one for one in dis.get_instructions(frame.f_code) if one.offset >= frame.f_lasti]
+    body = [instruction for instruction in dis.get_instructions(frame.f_code) if instruction.offset >= frame.f_lasti]
     if not body or body[0].opname != "FOR_ITER":
         return None
-    for one in body[1:]:
-        if one.offset >= body[0].argval:
+    for instruction in body[1:]:
+        if instruction.offset >= body[0].argval:
             break
-        if isinstance(one.argval, str) and ("_FAST" in one.opname or "_DEREF" in one.opname):
-            writes_it = one.opname.startswith("STORE")
-            reads.setdefault(one.argval, not writes_it)
-            written |= {one.argval} if writes_it else set()
+        if isinstance(instruction.argval, str) and ("_FAST" in instruction.opname or "_DEREF" in instruction.opname):
+            writes_it = instruction.opname.startswith("STORE")
+            reads.setdefault(instruction.argval, not writes_it)
+            written |= {instruction.argval} if writes_it else set()
     known = frame.f_locals
     return sorted(name for name in written if reads[name] and not isinstance(known.get(name), torch.Tensor))
 
 
-def _refused(what: str, line: str = "") -> InputError:
+def _refused(fault: str, line: str = "") -> InputError:
     return InputError(
-        f"the model goes through the experts that were hit, of which only values tell, and {what}",
+        f"the model goes through the experts that were hit, of which only values tell, and {fault}",
         line or calling_line() or "model",
         REMEDY,
     )
@@ -333,9 +335,9 @@ class Watching(TorchFunctionMode):
         shape = self._chunks.shape(name, func, args)
         if shape is not None:
             return shape
-        whole = self._chunks.joined(name, args, kwargs)
-        if whole is not None:
-            return whole
+        joined = self._chunks.joined(name, args, kwargs)
+        if joined is not None:
+            return joined
         chunk = self._chunks.reshaped(name, args, kwargs)
         if chunk is not None:
             return chunk
@@ -399,8 +401,8 @@ class Watching(TorchFunctionMode):
             return MISSING
         if name in ANSWERS or name == "tolist":
             return self.alone.answer(func, args, kwargs)
-        found = self._made_before(func, name, args, kwargs) if name in INDICES else None
-        return MISSING if found is None else found
+        answer = self._made_before(func, name, args, kwargs) if name in INDICES else None
+        return MISSING if answer is None else answer
 
     def _made_before(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What stands for what a call makes of the batch alone, before the step; None if it makes it of more."""
@@ -424,15 +426,15 @@ class Watching(TorchFunctionMode):
             index += (one,) if numbers is MISSING else tuple(numbers)
         return args[0], tuple(index)
 
-    def _listed(self, tensor: torch.Tensor, own: Callable[[], Any]) -> Any:
+    def _listed(self, tensor: torch.Tensor, method: Callable[[], Any]) -> Any:
         """`tensor.tolist()`, which is own() if its values are not known."""
         value, sources = self._value(tensor), self._sources(tensor)
         if in_functorch_transform():
-            return own()
+            return method()
         listed = tensor.dim() == 1 and not tensor.is_floating_point()
         count = as_hinted(tensor.shape[0]) if sources and listed else None
         if value is None and count is None and not (self._decides and sources):
-            return own()
+            return method()
 
         def read() -> Any:
             if value is None:
@@ -441,7 +443,7 @@ class Watching(TorchFunctionMode):
                 if answer is not MISSING:
                     return answer
                 self.asked_last = sources
-                return own()
+                return method()
             self._consult(sources)
             with outside_tracing():
                 return value.tolist()
@@ -471,11 +473,11 @@ class Watching(TorchFunctionMode):
 
         if name == "__getitem__":
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if not any(isinstance(one, slice) for one in index):
+            if not any(isinstance(item, slice) for item in index):
                 return args, kwargs
             bounds = tuple(
-                slice(number(one.start), number(one.stop), number(one.step)) if isinstance(one, slice) else one
-                for one in index
+                slice(number(item.start), number(item.stop), number(item.step)) if isinstance(item, slice) else item
+                for item in index
             )
             return (args[0], bounds), kwargs
         if name not in SIZED or name in ("tensor", "as_tensor"):
@@ -546,7 +548,7 @@ def _asks(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call's result depends on values in its kind or size."""
     if name == "__getitem__":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in index)
+        return any(isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) for item in index)
     if name == "repeat_interleave":
         counts = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
         return isinstance(counts, torch.Tensor) and kwargs.get("output_size") is None

@@ -62,7 +62,7 @@ class MovedUnits:
         place, *units = self.units
         if self.numbers.numel() * self.like.shape[place] > LARGEST:
             raise TooFine
-        steps = torch.arange(self.like.shape[place]) * math.prod(self.like.shape[one] for one in units)
+        steps = torch.arange(self.like.shape[place]) * math.prod(self.like.shape[unit] for unit in units)
         shape = [1] * self.like.dim()
         shape[place] = -1
         return replace(self, numbers=self.numbers + steps.view(shape), units=tuple(units))
@@ -83,8 +83,8 @@ class MovedUnits:
         for place in self.units:
             ahead = math.prod(before[:place])
             fit = [
-                one for one, size in enumerate(after)
-                if size == before[place] and math.prod(after[:one]) == ahead and one not in units
+                dim for dim, size in enumerate(after)
+                if size == before[place] and math.prod(after[:dim]) == ahead and dim not in units
             ]  # fmt: skip
             if not fit:
                 raise LooksInside
@@ -101,15 +101,15 @@ class MovedUnits:
         """By whole numbers, slices and None, one for each dimension."""
         units: dict[int, int] = {}
         dim = place = 0
-        for one in key:
-            if one is None:
+        for item in key:
+            if item is None:
                 place += 1
                 continue
             if dim in self.units:
-                if one != slice(None):
+                if item != slice(None):
                     raise LooksInside
                 units[dim] = place
-            place += isinstance(one, slice)
+            place += isinstance(item, slice)
             dim += 1
         moved = tuple(units[dim] for dim in self.units)
         return MovedUnits(self.tables, self.numbers[tuple(key)], moved, self.like[tuple(key)])
@@ -147,14 +147,14 @@ def key_of(name: str, like: torch.Tensor, given: Sequence[Any], named: dict[str,
     """Of a call that takes a part: a whole number, slice or None for each dimension; None if it indexes otherwise."""
     if name == "__getitem__":
         key = given[0] if isinstance(given[0], tuple) else (given[0],)
-        if any(isinstance(one, bool) or not isinstance(one, (int, slice, type(None), type(...))) for one in key):
+        if any(isinstance(item, bool) or not isinstance(item, (int, slice, type(None), type(...))) for item in key):
             return None
-        count = sum(one is not None and one is not ... for one in key)
+        count = sum(item is not None and item is not ... for item in key)
         rest = (slice(None),) * (like.dim() - count)
         if ... not in key:
             return (*key, *rest)
-        at = key.index(...)
-        return (*key[:at], *rest, *key[at + 1 :])
+        ellipsis = key.index(...)
+        return (*key[:ellipsis], *rest, *key[ellipsis + 1 :])
     if name == "narrow":
         dim, start, length = (*given, *named.values())
         return _along(like, dim, slice(start, start + length))
@@ -278,17 +278,17 @@ class _Shape(tuple[Any, ...]):
     @classmethod
     def of(cls, cut: _Cut, place: int) -> _Shape:
         """Of the chunk at a place of a split."""
-        found = cls(cut.whole.shape)
-        found.cut, found.place = cut, place
-        return found
+        shape = cls(cut.whole.shape)
+        shape.cut, shape.place = cut, place
+        return shape
 
     def real(self) -> torch.Size:
         """With the size along the split."""
         return self.cut.part(self.place).shape
 
     def __getitem__(self, index: Any) -> Any:
-        asked = range(self.cut.whole.dim())[index]
-        known = self.cut.along not in (asked if isinstance(asked, range) else (asked,))
+        dims = range(self.cut.whole.dim())[index]
+        known = self.cut.along not in (dims if isinstance(dims, range) else (dims,))
         return super().__getitem__(index) if known else self.real()[index]
 
     def numel(self) -> Any:
@@ -325,18 +325,18 @@ class LazyChunks:
         """
         if name not in SPLITS or not args or not isinstance(args[0], torch.Tensor):
             return None
-        whole, (second, third) = args[0], (*args[1:3], None, None)[:2]
+        tensor, (second, third) = args[0], (*args[1:3], None, None)[:2]
         if name == "unbind":
             along = kwargs.get("dim", second or 0)
-            count = hint(whole.shape[0]) if along == 0 and whole.dim() > 1 else None
+            count = hint(tensor.shape[0]) if along == 0 and tensor.dim() > 1 else None
         else:
             sizes = kwargs.get("split_size", kwargs.get("split_size_or_sections", kwargs.get("split_sizes", second)))
-            along = kwargs.get("dim", third or 0) % whole.dim()
+            along = kwargs.get("dim", third or 0) % tensor.dim()
             count = list.__len__(sizes) if isinstance(sizes, LazyNumbers) and sizes.unread else None
         if not count:
             return None
-        made = _Cut(whole, along, name == "unbind", _stand_ins(count), lambda: really(args, kwargs), _codes())
-        return self._known(made)
+        cut = _Cut(tensor, along, name == "unbind", _stand_ins(count), lambda: really(args, kwargs), _codes())
+        return self._known(cut)
 
     def _known(self, cut: _Cut) -> tuple[torch.Tensor, ...]:
         self._cuts |= {id(chunk): (cut, place) for place, chunk in enumerate(cut.chunks)}
@@ -349,8 +349,8 @@ class LazyChunks:
         cut, place = self._cuts.get(id(args[0]), (None, 0))
         if cut is None or cut.unbound or cut.parts:
             return None
-        found = _Shape.of(cut, place)
-        return found[args[1]] if name == "size" and len(args) > 1 else found
+        shape = _Shape.of(cut, place)
+        return shape[args[1]] if name == "size" and len(args) > 1 else shape
 
     def reshaped(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
         """`chunk.reshape(-1, *rest)` or `chunk.view(-1, *rest)`, where rest are its last sizes: a chunk of the whole so
@@ -369,10 +369,10 @@ class LazyChunks:
             return None
         if tuple(rest) not in cut.reshaped:
             rows = lambda tensor: self._run(torch.Tensor.reshape, "reshape", (tensor, -1, *rest), {})  # noqa: E731
-            whole = rows(cut.whole)
+            tensor = rows(cut.whole)
             real = lambda: [rows(cut.part(place)) for place in range(len(cut.chunks))]  # noqa: E731
-            cut.reshaped[tuple(rest)] = made = _Cut(whole, 0, False, _stand_ins(len(cut.chunks)), real, cut.stack)
-            self._known(made)
+            cut.reshaped[tuple(rest)] = chunks = _Cut(tensor, 0, False, _stand_ins(len(cut.chunks)), real, cut.stack)
+            self._known(chunks)
         return cut.reshaped[tuple(rest)].chunks[place]
 
     def joined(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -382,15 +382,15 @@ class LazyChunks:
             return None
         cut, _ = self._cuts[id(parts[0])]
         along = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
-        whole, in_order = cut.whole, [id(one) for one in parts] == [id(chunk) for chunk in cut.chunks]
+        tensor, in_order = cut.whole, [id(part) for part in parts] == [id(chunk) for chunk in cut.chunks]
         if not in_order or cut.parts or _asks_for_a_length(cut.stack, _codes()):
             return None
         cut.joined = True
         if not cut.unbound:
-            return self._copy(whole) if name != "stack" and along % whole.dim() == cut.along else None
+            return self._copy(tensor) if name != "stack" and along % tensor.dim() == cut.along else None
         if along != 0:
             return None
-        return self._copy(whole if name == "stack" else self._run(torch.Tensor.flatten, "flatten", (whole, 0, 1), {}))
+        return self._copy(tensor if name == "stack" else self._run(torch.Tensor.flatten, "flatten", (tensor, 0, 1), {}))
 
     def settle(self) -> None:
         """Make slices real that were made and not joined: a model that went through them, and did nothing with them,
@@ -400,11 +400,11 @@ class LazyChunks:
             if not place and cut.unbound and not cut.joined:
                 cut.part(place)
 
-    def _copy(self, whole: torch.Tensor) -> torch.Tensor:
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """As a join makes one: what is written to it later is not written to what was split. Pass `shapes` takes out a
         copy that changes nothing.
         """
-        return self._run(torch.Tensor.clone, "clone", (whole,), {"memory_format": torch.contiguous_format})
+        return self._run(torch.Tensor.clone, "clone", (tensor,), {"memory_format": torch.contiguous_format})
 
     def real(self, leaf: Any) -> Any:
         """What a chunk stands for; anything else as it is."""
@@ -436,11 +436,11 @@ def length(name: str, args: Any) -> int | None:
 def _codes() -> list[CodeType]:
     """What runs, innermost first."""
     frame: FrameType | None = sys._getframe(2)
-    found = []
+    codes = []
     while frame is not None:
-        found.append(frame.f_code)
+        codes.append(frame.f_code)
         frame = frame.f_back
-    return found
+    return codes
 
 
 def _asks_for_a_length(cut: Sequence[CodeType], join: Sequence[CodeType]) -> bool:
@@ -460,8 +460,14 @@ def _measured(code: CodeType) -> frozenset[str]:
     if "len" not in code.co_names or code.co_filename.startswith(_OWN_FOLDER):
         return frozenset()
     read = list(get_instructions(code))
-    after = [two for one, two in pairwise(read) if one.opname.startswith("LOAD_") and one.argval == "len"]
-    return frozenset(str(one.argval) if one.opname.startswith("LOAD_FAST") else "" for one in after)
+    after = [
+        two
+        for instruction, two in pairwise(read)
+        if instruction.opname.startswith("LOAD_") and instruction.argval == "len"
+    ]
+    return frozenset(
+        str(instruction.argval) if instruction.opname.startswith("LOAD_FAST") else "" for instruction in after
+    )
 
 
 def _collected(code: CodeType) -> frozenset[str]:
@@ -515,7 +521,7 @@ class RowIndices:
         entries: Mapping[str, torch.Tensor] | None,
         run: Callable[[Any, str, Any, Any], Any],
     ) -> None:
-        self._parameters = {id(one) for one in parameters if one.dim() == 1}
+        self._parameters = {id(parameter) for parameter in parameters if parameter.dim() == 1}
         self._entries, self._run = entries, run
         self.made: dict[str, torch.Tensor] = {}
         self._stand_ins = WeakIdKeyDictionary()  # those that the model still has
@@ -552,8 +558,8 @@ class RowIndices:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if self._holds(leaf) and leaf not in self._real:
-            found = self._stand_ins[leaf]
-            self._real[leaf] = found.again() if found.again is not None else self._by_number(found.moved)
+            stand_in = self._stand_ins[leaf]
+            self._real[leaf] = stand_in.again() if stand_in.again is not None else self._by_number(stand_in.moved)
         return self._real.get(leaf, leaf)
 
     def _holds(self, leaf: Any) -> bool:
@@ -568,12 +574,12 @@ class RowIndices:
     @contextmanager
     def real_for_modules(self) -> Iterator[None]:
         """Modules that are called in it get what stand-ins stand for: they would count with sizes."""
-        own = nn.Module.__call__
+        call_module = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if any(self._holds(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
                 args, kwargs = _as_given(args, kwargs)  # who watches the run makes them real
-            return own(module, *args, **kwargs)
+            return call_module(module, *args, **kwargs)
 
         with patch.object(nn.Module, "__call__", call):
             yield
@@ -586,12 +592,14 @@ class RowIndices:
             return name in STARTS
         if name not in SPLITS or not isinstance(table, torch.Tensor) or not table.is_floating_point():
             return False
-        known = all(one.known for one in (*args, *kwargs.values()) if isinstance(one, LazyNumbers))
+        known = all(argument.known for argument in (*args, *kwargs.values()) if isinstance(argument, LazyNumbers))
         return known and table.dim() > 1 and _split_dim(name, args, kwargs) % table.dim() == 0
 
     def _of_table(self, table: torch.Tensor) -> torch.Tensor:
         """A stand-in for all of a table."""
-        place = next((place for place, one in enumerate(self._tables) if one is table), len(self._tables))
+        place = next(
+            (place for place, known_table in enumerate(self._tables) if known_table is table), len(self._tables)
+        )
         like = torch.empty([as_hinted(size) for size in table.shape], dtype=table.dtype, device="meta")  # type: ignore
         if place == len(self._tables):
             self._tables.append(table)
@@ -624,31 +632,31 @@ class RowIndices:
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in JOINS:
             return self._joined(name, args, kwargs)
-        found = self._stand_ins[args[0]] if self._holds(args[0]) else None
-        if found is None:
+        stand_in = self._stand_ins[args[0]] if self._holds(args[0]) else None
+        if stand_in is None:
             return NotImplemented
-        moved, given, named = found.moved, self._likes(args[1:]), self._likes(kwargs)
+        moved, likes, named = stand_in.moved, self._likes(args[1:]), self._likes(kwargs)
         again = cache(lambda: self._run(func, name, *pytree.tree_map(self.real, (args, kwargs))))
-        own = again if found.again is not None else None
+        own = again if stand_in.again is not None else None
         if name in COPIES:
             return self._stand_in(moved, own) if self._same_kind(moved, (args[1:], kwargs)) else NotImplemented
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((given, named))):
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((likes, named))):
             return NotImplemented
         if name in SPLITS:
             dim = _split_dim(name, args, kwargs) % moved.like.dim()
-            keys = keys_of_parts(moved.like, func(moved.like, *given, **named), dim)
+            keys = keys_of_parts(moved.like, func(moved.like, *likes, **named), dim)
             return tuple(self._stand_in(_indexed(moved, key), _item(own, place)) for place, key in enumerate(keys))
-        change = _change(func, name, moved, given, named)
+        change = _change(func, name, moved, likes, named)
         return NotImplemented if change is None else self._stand_in(finest(change, moved), own)
 
     def _joined(self, name: str, args: Any, kwargs: Any) -> Any:
         """Of several stand-ins, and no tensor beside them; parameters alone are not worth it."""
         tensors = kwargs.get("tensors", args[0] if args else ())
-        found = [self._stand_ins[one] if self._holds(one) else None for one in tensors]
-        parts = [one.moved for one in found if one is not None]
+        stand_ins = [self._stand_ins[tensor] if self._holds(tensor) else None for tensor in tensors]
+        parts = [stand_in.moved for stand_in in stand_ins if stand_in is not None]
         tables = frozenset[int]().union(*(part.tables for part in parts))
-        own = all(id(self._tables[place]) in self._parameters for place in tables)
-        if own or len(parts) < len(found) or len({part.like.dtype for part in parts}) > 1:
+        of_parameters = all(id(self._tables[place]) in self._parameters for place in tables)
+        if of_parameters or len(parts) < len(stand_ins) or len({part.like.dtype for part in parts}) > 1:
             return NotImplemented
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         dim %= parts[0].like.dim() + (name == "stack")
@@ -681,20 +689,20 @@ class RowIndices:
             numbers = self.made[name].to(self._tables[tables[0]].device)
         else:
             numbers = self._entries[name]
-        given = ([self._tables[place] for place in tables], moved.units)
-        return self._run(_Take(name, numbers), "rows", given, {})
+        arguments = ([self._tables[place] for place in tables], moved.units)
+        return self._run(_Take(name, numbers), "rows", arguments, {})
 
     def _within(self, moved: MovedUnits, tables: Sequence[int]) -> torch.Tensor:
         """Numbers of units among those of these tables, one table after the other."""
         numbers, size = moved.without_units(), math.prod(moved.unit)
-        found = torch.empty_like(numbers)
+        numbers_within = torch.empty_like(numbers)
         before = 0
         for place in tables:
             begin, end = self._begins[place : place + 2]
-            there = (numbers >= begin) & (numbers < end)
-            found[there] = (numbers[there] - begin) // size + before
+            inside = (numbers >= begin) & (numbers < end)
+            numbers_within[inside] = (numbers[inside] - begin) // size + before
             before += (end - begin) // size
-        return found
+        return numbers_within
 
 
 @dataclass(frozen=True, eq=False)
@@ -711,24 +719,25 @@ class _Take:
         unit = tables[0].shape[tables[0].dim() - len(units) :]
         pools = [table.reshape(-1, *table.shape[table.dim() - len(units) :]) for table in tables]
         pool = torch.cat(pools) if len(pools) > 1 else pools[0]
-        found = pool.index_select(0, self.numbers.flatten())
+        taken = pool.index_select(0, self.numbers.flatten())
         if self.numbers.dim() != 1:
-            found = found.reshape(*self.numbers.shape, *unit)
-        own = iter(range(self.numbers.dim()))
+            taken = taken.reshape(*self.numbers.shape, *unit)
+        index_dims = iter(range(self.numbers.dim()))
         order = [
-            self.numbers.dim() + units.index(place) if place in units else next(own) for place in range(found.dim())
+            self.numbers.dim() + units.index(place) if place in units else next(index_dims)
+            for place in range(taken.dim())
         ]
-        return found if order == sorted(order) else found.permute(order)
+        return taken if order == sorted(order) else taken.permute(order)
 
 
 def _as_given(args: Any, kwargs: Any) -> Any:
     """What each mode on the way makes of these arguments, as with a function of torch."""
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return handle_torch_function(_as_given, given, args, kwargs) if has_torch_function(given) else (args, kwargs)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return handle_torch_function(_as_given, tensors, args, kwargs) if has_torch_function(tensors) else (args, kwargs)
 
 
 def _indexed(moved: MovedUnits, key: Sequence[Any]) -> MovedUnits:
-    return finest(lambda one: one.indexed(key), moved)
+    return finest(lambda units: units.indexed(key), moved)
 
 
 def _item(several: Callable[[], Any] | None, place: int) -> Callable[[], torch.Tensor] | None:
@@ -736,18 +745,18 @@ def _item(several: Callable[[], Any] | None, place: int) -> Callable[[], torch.T
 
 
 def _change(
-    func: Any, name: str, moved: MovedUnits, given: Sequence[Any], named: dict[str, Any]
+    func: Any, name: str, moved: MovedUnits, arguments: Sequence[Any], named: dict[str, Any]
 ) -> Callable[[MovedUnits], MovedUnits] | None:
     """What a move of one stand-in does; None for a call that is none."""
-    key = key_of(name, moved.like, given, named)
+    key = key_of(name, moved.like, arguments, named)
     if key is not None:
-        return lambda one: one.indexed(key)
+        return lambda units: units.indexed(key)
     if name in TURNS:
-        return lambda one: one.turned(lambda tensor: func(tensor, *given, **named))
+        return lambda units: units.turned(lambda tensor: func(tensor, *arguments, **named))
     if name in RESHAPES:
-        return lambda one: one.reshaped(func(moved.like, *given, **named))
+        return lambda units: units.reshaped(func(moved.like, *arguments, **named))
     if name == "expand":
-        return lambda one: one.expanded(func(moved.like, *given, **named))
+        return lambda units: units.expanded(func(moved.like, *arguments, **named))
     return None
 
 

@@ -100,11 +100,11 @@ class SampleRuns:
         best = self._ends(wanted, high)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            found = self._ends(wanted, middle)
-            if found is None:
+            ends = self._ends(wanted, middle)
+            if ends is None:
                 low = middle
             else:
-                best, high = found, middle
+                best, high = ends, middle
         assert best is not None
         placed = [0] * len(self._order)
         start = 0
@@ -161,10 +161,10 @@ def fluid_shapes(step: SampleCosts, room: Sequence[float] | None = None) -> list
     mean = step.samples.sum(axis=0) / (count * step.replicas)
     program = LinearStep(step, mean[None], room)
     program.equal([(program.amount(k, 0), 1.0) for k in range(count)], float(count))
-    ways = [np.full(count, min(1.0, float(least))) for least in (sizes[0], sizes.mean())]
-    ways += [_beside_each_other(largest, count, peak, min(1.0, sizes[0])) for peak in PEAKS if largest[0] > 1]
-    solutions = [program.solved({program.amount(k, 0): least for k, least in enumerate(way)}) for way in ways]
-    return list(dict.fromkeys(_shape(one[:count]) for one in solutions if one is not None))
+    shares = [np.full(count, min(1.0, float(least))) for least in (sizes[0], sizes.mean())]
+    shares += [_beside_each_other(largest, count, peak, min(1.0, sizes[0])) for peak in PEAKS if largest[0] > 1]
+    solutions = [program.solved({program.amount(k, 0): least for k, least in enumerate(share)}) for share in shares]
+    return list(dict.fromkeys(_shape(solution[:count]) for solution in solutions if solution is not None))
 
 
 def _shape(amounts: Floats) -> Shape:
@@ -199,25 +199,27 @@ class Score:
     def best_of_each(self, replicas: Sequence[Sequence[Lists]]) -> list[tuple[Lists, Figures, int]]:
         """The first of the best of each replica's ways, all timed in one go."""
         seconds = iter(self.step.seconds_of_ways(list(chain.from_iterable(replicas))))
-        return [self._first(ways, [next(seconds) for _ in ways]) for ways in replicas]
+        return [self._first(candidates, [next(seconds) for _ in candidates]) for candidates in replicas]
 
     def below(self, ways: Sequence[Lists], least: Figures) -> list[tuple[Figures, int]]:
         """Which of the ways cost no more, the best first."""
         seconds = self.step.seconds_of_ways(ways)
-        found = ((self._figures(way, took, least), place) for place, (way, took) in enumerate(zip(ways, seconds)))
-        return sorted(one for one in found if one[0] <= least)
+        scored = (
+            (self._figures(candidate, took, least), place) for place, (candidate, took) in enumerate(zip(ways, seconds))
+        )
+        return sorted(pair for pair in scored if pair[0] <= least)
 
     def each(self, ways: Sequence[Lists]) -> list[Figures]:
         """Of each way."""
-        return [self._figures(way, took, None) for way, took in zip(ways, self.step.seconds_of_ways(ways))]
+        return [self._figures(candidate, took, None) for candidate, took in zip(ways, self.step.seconds_of_ways(ways))]
 
-    def _first(self, ways: Sequence[Lists], seconds: Sequence[float]) -> tuple[Lists, Figures, int]:
-        best, least = 0, self._figures(ways[0], seconds[0], None)
-        for place in sorted(range(1, len(ways)), key=seconds.__getitem__):
-            figures = self._figures(ways[place], seconds[place], least)
+    def _first(self, candidates: Sequence[Lists], seconds: Sequence[float]) -> tuple[Lists, Figures, int]:
+        best, least = 0, self._figures(candidates[0], seconds[0], None)
+        for place in sorted(range(1, len(candidates)), key=seconds.__getitem__):
+            figures = self._figures(candidates[place], seconds[place], least)
             if figures < least:
                 best, least = place, figures
-        return ways[best], least, best
+        return candidates[best], least, best
 
     def _figures(self, groups: Groups, seconds: float, least: Figures | None) -> Figures:
         """least: what is to be beaten; of what does not, bytes are left out."""
@@ -255,9 +257,9 @@ def polished(replicas: Sequence[Lists], rounds: int, score: Score) -> list[Lists
         best[slowest] = _changed(now, [tried[place]])
         together = _apart([tried[place] for _, place in good])
         if len(together) > 1:
-            way = _changed(now, together)
-            for figures, _ in score.below([way], costs[slowest]):
-                best[slowest], costs[slowest] = way, figures
+            candidate = _changed(now, together)
+            for figures, _ in score.below([candidate], costs[slowest]):
+                best[slowest], costs[slowest] = candidate, figures
     return best
 
 
@@ -265,11 +267,11 @@ Change = dict[int, list[int]]  # by place the samples of its group afterwards
 
 
 def _changed(groups: Lists, changes: Sequence[Change]) -> Lists:
-    found = list(groups)
+    changed = list(groups)
     for change in changes:
         for place, group in change.items():
-            found[place] = group
-    return found
+            changed[place] = group
+    return changed
 
 
 def _apart(changes: Sequence[Change]) -> list[Change]:
@@ -331,35 +333,39 @@ def settled(
     """fits: whether the groups' activations do. efforts: one after the other, for what is left."""
     layout = step.layout
     assert layout is not None
-    found = [list(group) for group in groups]
+    settled_groups = [list(group) for group in groups]
     for effort in efforts if layout.known else ():
-        unknown = [place for place in range(len(found)) if not layout.knows(layout.size(found[place]))]
+        unknown = [
+            place for place in range(len(settled_groups)) if not layout.knows(layout.size(settled_groups[place]))
+        ]
         for place in unknown:
-            if layout.knows(layout.size(found[place])):  # it took part in another's change
+            if layout.knows(layout.size(settled_groups[place])):  # it took part in another's change
                 continue
-            ways = list(_ways(found, place, layout, step.shares, effort, effort.tries // len(unknown)))
-            now, *seconds = step.seconds_of_ways([found, *ways])
-            for took, way in sorted(zip(seconds, ways), key=lambda one: one[0]):
+            candidates = list(_ways(settled_groups, place, layout, step.shares, effort, effort.tries // len(unknown)))
+            now, *seconds = step.seconds_of_ways([settled_groups, *candidates])
+            for took, candidate in sorted(zip(seconds, candidates), key=lambda pair: pair[0]):
                 if took > now * (1 + effort.longer):
                     break
-                if fits(way):
-                    found = way
+                if fits(candidate):
+                    settled_groups = candidate
                     break
-    return found
+    return settled_groups
 
 
-def _ways(found: Lists, place: int, layout: BatchLayout, shares: Floats, effort: Effort, tries: int) -> Iterator[Lists]:
+def _ways(
+    groups: Lists, place: int, layout: BatchLayout, shares: Floats, effort: Effort, tries: int
+) -> Iterator[Lists]:
     """With each of the other microbatches, as far as tries go, the change that moves the least load."""
-    for other in _partners(found, place, shares)[: effort.others]:
-        samples = next((n for n in range(effort.samples, 0, -1) if _tries(found[place], found[other], n) <= tries), 0)
+    for other in _partners(groups, place, shares)[: effort.others]:
+        samples = next((n for n in range(effort.samples, 0, -1) if _tries(groups[place], groups[other], n) <= tries), 0)
         if not samples:
             return
-        tries -= _tries(found[place], found[other], samples)
-        change = _least_change(found[place], found[other], layout, shares, effort.load, samples)
+        tries -= _tries(groups[place], groups[other], samples)
+        change = _least_change(groups[place], groups[other], layout, shares, effort.load, samples)
         if change is not None:
-            way = list(found)
-            way[place], way[other] = change
-            yield way
+            candidate = list(groups)
+            candidate[place], candidate[other] = change
+            yield candidate
 
 
 def _partners(groups: Lists, place: int, shares: Floats) -> list[int]:
@@ -370,30 +376,30 @@ def _partners(groups: Lists, place: int, shares: Floats) -> list[int]:
 
 
 def _least_change(
-    own: list[int], theirs: list[int], layout: BatchLayout, shares: Floats, load: float, samples: int
+    mine_before: list[int], theirs: list[int], layout: BatchLayout, shares: Floats, load: float, samples: int
 ) -> tuple[list[int], list[int]] | None:
     """What both have after the change that moves the least load, where both have known sizes then, or the other one had
     none before either.
     """
     demanding = layout.knows(layout.size(theirs))
     best: tuple[float, tuple[list[int], list[int]]] | None = None
-    most = load * float(shares[own].sum(axis=0).max())
-    for given in _parts(own, samples):
+    most = load * float(shares[mine_before].sum(axis=0).max())
+    for given_away in _parts(mine_before, samples):
         for taken in _parts(theirs, samples):
-            mine, left = _exchanged(own, given, theirs, taken)
+            mine, left = _exchanged(mine_before, given_away, theirs, taken)
             if not mine or not left or not layout.knows(layout.size(mine)):
                 continue
             if demanding and not layout.knows(layout.size(left)):
                 continue
-            moved = float(np.abs(shares[list(given)].sum(axis=0) - shares[list(taken)].sum(axis=0)).max())
+            moved = float(np.abs(shares[list(given_away)].sum(axis=0) - shares[list(taken)].sum(axis=0)).max())
             if moved <= most and (best is None or moved < best[0]):
                 best = moved, (mine, left)
     return best[1] if best is not None else None
 
 
-def _tries(own: list[int], theirs: list[int], samples: int) -> int:
+def _tries(mine: list[int], theirs: list[int], samples: int) -> int:
     """How many changes there are between the two, of at most so many samples of each."""
-    return prod(sum(comb(len(group), count) for count in range(samples + 1)) for group in (own, theirs))
+    return prod(sum(comb(len(group), count) for count in range(samples + 1)) for group in (mine, theirs))
 
 
 def _parts(group: list[int], most: int) -> list[tuple[int, ...]]:
@@ -402,11 +408,11 @@ def _parts(group: list[int], most: int) -> list[tuple[int, ...]]:
 
 
 def _exchanged(
-    own: list[int], given: tuple[int, ...], theirs: list[int], taken: tuple[int, ...]
+    mine_before: list[int], given_away: tuple[int, ...], theirs: list[int], taken: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
     """Both, with what one gives and takes."""
-    mine = [*(one for one in own if one not in given), *taken]
-    left = [*(one for one in theirs if one not in taken), *given]
+    mine = [*(item for item in mine_before if item not in given_away), *taken]
+    left = [*(item for item in theirs if item not in taken), *given_away]
     return mine, left
 
 
@@ -437,38 +443,46 @@ def starts(score: Score, shapes: Sequence[Shape]) -> list[Start]:
     equal microbatches may come in.
     """
     divisions = divisions_of(score.step)
-    ways = [_level_ways(score.step, own, shapes[:ORDERINGS]) for division in divisions for own in division]
-    best = iter(score.best_of_each([[groups for groups, _ in own] for own in ways]))
-    each = iter(ways)
-    found = []
+    candidates = [
+        _level_ways(score.step, members_of_replica, shapes[:ORDERINGS])
+        for division in divisions
+        for members_of_replica in division
+    ]
+    best = iter(
+        score.best_of_each([[groups for groups, _ in candidates_of_replica] for candidates_of_replica in candidates])
+    )
+    candidate = iter(candidates)
+    starts_found = []
     for division in divisions:
-        own = [(next(best), next(each)) for _ in division]
-        found.append([Start(figures, groups, them[place][1]) for (groups, figures, place), them in own])
-    return min(found, key=lambda division: max(start.figures for start in division))
+        chosen = [(next(best), next(candidate)) for _ in division]
+        starts_found.append([Start(figures, groups, them[place][1]) for (groups, figures, place), them in chosen])
+    return min(starts_found, key=lambda division: max(start.figures for start in division))
 
 
-def _level_ways(step: SampleCosts, own: Sequence[int], orderings: Sequence[Shape]) -> list[tuple[Lists, Filling]]:
+def _level_ways(
+    step: SampleCosts, own_samples: Sequence[int], orderings: Sequence[Shape]
+) -> list[tuple[Lists, Filling]]:
     """To fill a replica's microbatches equally full, each with the filling that it is of or stands nearest to."""
     equal, loads, ranks = [np.ones(step.microbatches)], step.shares, len(step.orders)
-    kinds = [(kind(equal)[0], kind) for kind in _fillings(step, own)]
-    ways = [*kinds, *((_smallest_outside(groups, loads, ranks), kind) for groups, kind in kinds)]
-    ways += [(groups, kinds[0][1]) for groups in _by_whole(step, own)]
-    return ways + [(_as_shape(groups, loads, shape), kind) for groups, kind in kinds for shape in orderings]
+    kinds = [(kind(equal)[0], kind) for kind in _fillings(step, own_samples)]
+    candidates = [*kinds, *((_smallest_outside(groups, loads, ranks), kind) for groups, kind in kinds)]
+    candidates += [(groups, kinds[0][1]) for groups in _by_whole(step, own_samples)]
+    return candidates + [(_as_shape(groups, loads, shape), kind) for groups, kind in kinds for shape in orderings]
 
 
-def _fillings(step: SampleCosts, own: Sequence[int]) -> list[Filling]:
+def _fillings(step: SampleCosts, own_samples: Sequence[int]) -> list[Filling]:
     """Ways to fill a replica's microbatches to targets: by load, and by length where rows are padded."""
-    loads, count = step.shares[list(own)], step.microbatches
+    loads, count = step.shares[list(own_samples)], step.microbatches
 
-    def by_load(ways: Sequence[Floats]) -> list[Lists]:
-        return [members(own, bins, count) for bins in fillings(loads, np.array(ways))]
+    def by_load(targets_list: Sequence[Floats]) -> list[Lists]:
+        return [members(own_samples, bins, count) for bins in fillings(loads, np.array(targets_list))]
 
     if step.layout is None or step.layout.packed:
         return [by_load]
-    runs = SampleRuns(step, own)
+    runs = SampleRuns(step, own_samples)
 
-    def by_length(ways: Sequence[Floats]) -> list[Lists]:
-        return [members(own, runs.bins(targets), count) for targets in ways]
+    def by_length(targets_list: Sequence[Floats]) -> list[Lists]:
+        return [members(own_samples, runs.bins(targets), count) for targets in targets_list]
 
     return [by_load, by_length]
 
@@ -477,19 +491,19 @@ def divisions_of(step: SampleCosts) -> list[list[list[int]]]:
     """Ways to give samples to replicas: by what loads a rank the most, then by the seconds of all ranks together."""
     if step.replicas == 1:
         return [[list(range(len(step.samples)))]]
-    found = [_replicas(step, step.shares), _replicas(step, _whole(step)[:, None])]
-    return found[:1] if found[0] == found[1] else found
+    divisions = [_replicas(step, step.shares), _replicas(step, _whole(step)[:, None])]
+    return divisions[:1] if divisions[0] == divisions[1] else divisions
 
 
 def _replicas(step: SampleCosts, loads: Floats) -> list[list[int]]:
     """The samples of each replica, each with at least one for every microbatch."""
     bins = filled(loads, np.ones(step.replicas))
-    found = [[i for i, b in enumerate(bins) if b == r] for r in range(step.replicas)]
-    for own in found:  # a replica of few large samples takes small ones of the one that has the most
-        while len(own) < step.microbatches:
-            most = max(found, key=len)
-            own.append(most.pop(min(range(len(most)), key=lambda k: loads[most[k]].max())))
-    return found
+    replicas = [[i for i, b in enumerate(bins) if b == r] for r in range(step.replicas)]
+    for replica in replicas:  # a replica of few large samples takes small ones of the one that has the most
+        while len(replica) < step.microbatches:
+            most = max(replicas, key=len)
+            replica.append(most.pop(min(range(len(most)), key=lambda k: loads[most[k]].max())))
+    return replicas
 
 
 def _whole(step: SampleCosts) -> Floats:
@@ -499,10 +513,10 @@ def _whole(step: SampleCosts) -> Floats:
 
 def members(own: Sequence[int], bins: Sequence[int], count: int) -> list[list[int]]:
     """[bin]: those of these samples that are in it."""
-    found: list[list[int]] = [[] for _ in range(count)]
+    groups: list[list[int]] = [[] for _ in range(count)]
     for item, place in zip(own, bins):
-        found[place].append(item)
-    return found
+        groups[place].append(item)
+    return groups
 
 
 def _smallest_outside(groups: list[list[int]], loads: Floats, ranks: int) -> list[list[int]]:
@@ -515,23 +529,23 @@ def _smallest_outside(groups: list[list[int]], loads: Floats, ranks: int) -> lis
 
 def _as_shape(groups: list[list[int]], loads: Floats, shape: Shape) -> list[list[int]]:
     """The smallest microbatch where the shape is the smallest, and so on: of unequal ones neighbours differ little."""
-    found: list[list[int]] = [[] for _ in groups]
+    ordered: list[list[int]] = [[] for _ in groups]
     ascending = sorted(groups, key=lambda group: float(loads[group].sum(axis=0).max()))
     for place, group in zip(np.argsort(shape, kind="stable"), ascending):
-        found[place] = group
-    return found
+        ordered[place] = group
+    return ordered
 
 
-def _by_whole(step: SampleCosts, own: Sequence[int]) -> list[list[list[int]]]:
+def _by_whole(step: SampleCosts, own_samples: Sequence[int]) -> list[list[list[int]]]:
     """What others make of a replica's samples by the seconds that each takes of all ranks together: longest first, and
     as many samples in each microbatch, both reordered (DistTrain, arXiv 2408.04275); so no step is longer than theirs.
     """
-    whole = _whole(step)
-    count, ranks, mine = step.microbatches, len(step.orders), whole[list(own)]
-    longest_first = members(own, filled(mine[:, None] / (mine.sum() or 1.0), np.ones(count)), count)
-    ordered = sorted(own, key=lambda one: -whole[one])
+    sample_loads = _whole(step)
+    count, ranks, mine = step.microbatches, len(step.orders), sample_loads[list(own_samples)]
+    longest_first = members(own_samples, filled(mine[:, None] / (mine.sum() or 1.0), np.ones(count)), count)
+    ordered = sorted(own_samples, key=lambda sample: -sample_loads[sample])
     as_many = [part.tolist() for part in np.array_split(np.array(ordered), count)]
-    return [longest_first, *(_smallest_outside(groups, whole, ranks) for groups in (longest_first, as_many))]
+    return [longest_first, *(_smallest_outside(groups, sample_loads, ranks) for groups in (longest_first, as_many))]
 
 
 # --- Shapes that steps of some lengths are filled to, learned before the first one from a few that are like them -----
@@ -566,20 +580,20 @@ def learned(steps: Sequence[SampleCosts], room: Sequence[float] | None, most: in
 
 
 def _candidates(step: SampleCosts, room: Sequence[float] | None) -> list[Floats]:
-    fluid = [np.array(one) ** power for one in fluid_shapes(step, room) for power in POWERS]
+    fluid = [np.array(shape) ** power for shape in fluid_shapes(step, room) for power in POWERS]
     rising = [np.ones(step.microbatches), *ramps(step.microbatches, len(step.orders))]
     both = [np.minimum(ramp, drain[::-1]) for ramp in rising for drain in rising][1:]
-    return [np.maximum(one, min(PARTS)) for one in (*fluid, *both)]
+    return [np.maximum(shape, min(PARTS)) for shape in (*fluid, *both)]
 
 
 def _gains(score: Score, candidates: Sequence[Floats]) -> list[list[float]]:
     """By replica what filling to each candidate makes of its seconds, in times those of equal microbatches."""
-    found = []
+    gains = []
     for start in starts(score, ()):
         ways = start.filling(candidates)
         row = [figures[1] / start.figures[1] if not figures[0] else 1.0 for figures in score.each(ways)]
-        found.append([min(1.0, gain) for gain in row])
-    return found
+        gains.append([min(1.0, gain) for gain in row])
+    return gains
 
 
 # --- An assignment of a step's samples -------------------------------------------------------------------------------
@@ -630,16 +644,16 @@ def assign(
     if room is not None:
         _check_alone(step, room, numbers or range(len(step.samples)))
     score = Score(step, room)
-    found = _shaped(score, starts(score, shapes), shapes)
+    groups = _shaped(score, starts(score, shapes), shapes)
     tries = (1 + step.replicas) // 2 * (rounds * SIZE // max(SIZE, _size(step)))
-    found = polished(found, max(tries, min(rounds, 1)), score)
-    taken = step.peaks(found)
+    groups = polished(groups, max(tries, min(rounds, 1)), score)
+    taken = step.peaks(groups)
     if room is not None and any(peak > limit for peak, limit in zip(taken, room)):
         raise InputError(
             f"no assignment was found whose activations fit: {max(taken):.4g} bytes where there is room for "
             f"{min(room):.4g}", "memory", "take more microbatches, or a schedule that holds fewer of them",
         )  # fmt: skip
-    return _assignment(step, found)
+    return _assignment(step, groups)
 
 
 def _size(step: SampleCosts) -> int:
@@ -647,8 +661,8 @@ def _size(step: SampleCosts) -> int:
     return step.microbatches * len(step.placement)
 
 
-def _assignment(step: SampleCosts, found: Sequence[Groups]) -> Assignment:
-    groups = tuple(tuple(tuple(sorted(group)) for group in own) for own in found)
+def _assignment(step: SampleCosts, replicas: Sequence[Groups]) -> Assignment:
+    groups = tuple(tuple(tuple(sorted(group)) for group in replica) for replica in replicas)
     return Assignment(groups, max(step.seconds(groups)), tuple(step.peaks(groups)))
 
 
@@ -658,19 +672,24 @@ def even(step: SampleCosts) -> list[list[list[int]]]:
     return [members(own, filled(step.shares[own], np.ones(count)), count) for own in divisions_of(step)[0]]
 
 
-def _shaped(score: Score, found: Sequence[Start], shapes: Sequence[Shape]) -> list[Lists]:
+def _shaped(score: Score, starts_found: Sequence[Start], shapes: Sequence[Shape]) -> list[Lists]:
     """Of each replica the same or faster: filled to shapes, or if there are none with a ramp, then with a drain too."""
     if shapes:
         targets = [np.array(shape) for shape in shapes]
-        return [one[0] for one in score.best_of_each([[start.groups, *start.filling(targets)] for start in found])]
+        return [
+            best[0] for best in score.best_of_each([[start.groups, *start.filling(targets)] for start in starts_found])
+        ]
     rising = list(ramps(score.step.microbatches, len(score.step.orders)))
     if not rising:
-        return [start.groups for start in found]
+        return [start.groups for start in starts_found]
     targets = [np.ones(score.step.microbatches), *rising]
-    first = score.best_of_each([[start.groups, *start.filling(rising)] for start in found])
-    drained = [[np.minimum(targets[place], one[::-1]) for one in rising] for _, _, place in first]
-    ways = [[groups, *start.filling(own)] for start, own, (groups, _, _) in zip(found, drained, first)]
-    return [groups for groups, _, _ in score.best_of_each(ways)]
+    first = score.best_of_each([[start.groups, *start.filling(rising)] for start in starts_found])
+    drained = [[np.minimum(targets[place], row[::-1]) for row in rising] for _, _, place in first]
+    candidates = [
+        [groups, *start.filling(targets_of_start)]
+        for start, targets_of_start, (groups, _, _) in zip(starts_found, drained, first)
+    ]
+    return [groups for groups, _, _ in score.best_of_each(candidates)]
 
 
 def with_known_sizes(
@@ -686,7 +705,7 @@ def with_known_sizes(
     def fits(groups: Groups) -> bool:
         return room is None or all(peak <= limit for peak, limit in zip(step.peaks([groups]), room))
 
-    return _assignment(step, [settled(step, own, fits, efforts) for own in found.groups])
+    return _assignment(step, [settled(step, groups, fits, efforts) for groups in found.groups])
 
 
 def _check_alone(step: SampleCosts, room: Sequence[float], numbers: Sequence[int]) -> None:

@@ -52,8 +52,8 @@ class BatchLayout:
     @cached_property
     def samples(self) -> Floats:
         """What each has alone, unpadded."""
-        own = self.lengths[:, None]
-        return np.hstack([self.units, self.units**2, own, own**2])
+        lengths = self.lengths[:, None]
+        return np.hstack([self.units, self.units**2, lengths, lengths**2])
 
     def features(self, groups: Sequence[Sequence[int]]) -> Floats:
         """Returns [microbatch][feature], of each group as a microbatch: (1, units, their squares by sample, positions,
@@ -74,7 +74,7 @@ class BatchLayout:
         least = np.ceil((sums[:, -2] if self.packed else longest) / self.multiple) * self.multiple
         if self.known:
             units = sums[:, : self.units.shape[1]].astype(np.int64).tolist()
-            kinds = [(*own, 1 if self.packed else count) for own, count in zip(units, rows.tolist())]
+            kinds = [(*unit_counts, 1 if self.packed else count) for unit_counts, count in zip(units, rows.tolist())]
             least = np.array([self._width(kind, width) for kind, width in zip(kinds, least.tolist())])
         return least
 
@@ -92,14 +92,14 @@ class BatchLayout:
     @cached_property
     def _counts(self) -> tuple[list[int], list[tuple[int, ...]]]:
         """Lengths and units as Python's numbers: single ones are faster so."""
-        return [int(one) for one in self.lengths.tolist()], [tuple(map(int, row)) for row in self.units.tolist()]
+        return [int(length) for length in self.lengths.tolist()], [tuple(map(int, row)) for row in self.units.tolist()]
 
     def size(self, group: Sequence[int]) -> Size:
         """Of one group."""
         lengths, units = self._counts
-        own = [lengths[i] for i in group]
-        kind = (*map(sum, zip(*(units[i] for i in group))), 1 if self.packed else len(own))
-        least = -(-(sum(own) if self.packed else max(own)) // self.multiple) * self.multiple
+        lengths_of_group = [lengths[i] for i in group]
+        kind = (*map(sum, zip(*(units[i] for i in group))), 1 if self.packed else len(lengths_of_group))
+        least = -(-(sum(lengths_of_group) if self.packed else max(lengths_of_group)) // self.multiple) * self.multiple
         return (*kind, int(self._width(kind, least)))
 
     def knows(self, size: Size) -> bool:
@@ -109,10 +109,10 @@ class BatchLayout:
 
 def widths_of(sizes: Iterable[Size]) -> dict[Kind, tuple[int, ...]]:
     """By kind the widths of these sizes, the least first."""
-    found: dict[Kind, list[int]] = {}
+    widths: dict[Kind, list[int]] = {}
     for *kind, width in sorted(set(sizes)):
-        found.setdefault(tuple(kind), []).append(width)
-    return {kind: tuple(widths) for kind, widths in found.items()}
+        widths.setdefault(tuple(kind), []).append(width)
+    return {kind: tuple(widths) for kind, widths in widths.items()}
 
 
 # --- One step's samples against one pipeline: what an assignment of them takes ---------------------------------------
@@ -159,8 +159,8 @@ class SampleCosts:
 
     def work(self, features: Floats) -> WorkTables:
         """The tables of microbatches with these features."""
-        each = Loads(tuple(map(tuple, features.tolist())), self._loads.stages, self._loads.messages)
-        return WorkTables.of(replace(self.pipeline, loads=each), self.placement, self.microbatches)
+        loads = Loads(tuple(map(tuple, features.tolist())), self._loads.stages, self._loads.messages)
+        return WorkTables.of(replace(self.pipeline, loads=loads), self.placement, self.microbatches)
 
     def seconds_of(self, features: Floats) -> float:
         """Seconds of a replica whose microbatches have these features."""
@@ -206,8 +206,8 @@ class SampleCosts:
         speeds = np.array([self.pipeline.network.link(*pair).bandwidth for pair in ends])
         return self._loads.sent(channels), speeds
 
-    def _by_position(self, rows: Floats, ways: int) -> Floats:
-        return rows.reshape(-1, ways, self.microbatches).transpose(0, 2, 1)
+    def _by_position(self, rows: Floats, columns: int) -> Floats:
+        return rows.reshape(-1, columns, self.microbatches).transpose(0, 2, 1)
 
     @cached_property
     def fixed_orders(self) -> FixedOrders:
@@ -226,29 +226,29 @@ class SampleCosts:
 
     def peaks(self, replicas: Sequence[Groups]) -> list[float]:
         """For each rank the most bytes of activations, of any replica."""
-        each = [self.activations(self.features(groups)) for groups in replicas]
-        return [max(rank) for rank in zip(*each)]
+        activations = [self.activations(self.features(groups)) for groups in replicas]
+        return [max(rank) for rank in zip(*activations)]
 
     @cached_property
     def rank_rates(self) -> Floats:
         """[feature][rank]: seconds that one of each feature adds to a rank's work, the constant one first."""
         ranks = 1 + max(self.placement)
-        found = np.zeros((len(self.multiple) + 1, ranks))
+        rates_of_ranks = np.zeros((len(self.multiple) + 1, ranks))
         for rates, rank in zip(self._loads.stages, self.placement):
-            found[:, rank] += [sum(getattr(rate, name) for name in FIGURES[:3]) for rate in rates]
-        return found
+            rates_of_ranks[:, rank] += [sum(getattr(rate, name) for name in FIGURES[:3]) for rate in rates]
+        return rates_of_ranks
 
     @cached_property
     def shares(self) -> Floats:
         """[sample][rank]: what a sample takes of the rank's work for all samples."""
         seconds = self.samples @ self.rank_rates[1:]
-        whole = seconds.sum(axis=0)
-        return np.divide(seconds, whole, out=np.zeros_like(seconds), where=whole > 0)
+        total = seconds.sum(axis=0)
+        return np.divide(seconds, total, out=np.zeros_like(seconds), where=total > 0)
 
 
 def rounded(sums: Floats, multiple: Sequence[float]) -> Floats:
     """Features as batches have them once they are padded."""
-    steps = np.array([one or 1.0 for one in multiple])
+    steps = np.array([unit or 1.0 for unit in multiple])
     return np.where(steps > 1, np.ceil(sums / steps) * steps, sums)
 
 
@@ -309,8 +309,8 @@ class LinearStep:
         for column, least in (floors or {}).items():
             bounds[column, 0] = least
         most, equal = self._most.matrix(self.columns), self._equal.matrix(self.columns)
-        found = linprog(costs, most, self._most.right, equal, self._equal.right or None, bounds, method)
-        return found.x if found.success else None
+        solution = linprog(costs, most, self._most.right, equal, self._equal.right or None, bounds, method)
+        return solution.x if solution.success else None
 
     def _time(self) -> None:
         seconds = self._rates(lambda work: [row[0] for row in work.seconds])
@@ -359,8 +359,8 @@ class LinearStep:
 
     def _rates(self, figures: Callable[[WorkTables], Sequence[float]]) -> list[Rates]:
         """Of each of these figures."""
-        fixed, *whole = map(figures, (self._fixed, *self._whole))
-        return [(none, [one - none for one in each]) for none, *each in zip(fixed, *whole)]
+        fixed, *rates = map(figures, (self._fixed, *self._whole))
+        return [(none, [rate - none for rate in row]) for none, *row in zip(fixed, *rates)]
 
     def _bytes(self, room: Sequence[float]) -> None:
         """A rank's activations, at each of its actions that makes them grow."""
@@ -380,10 +380,10 @@ class LinearStep:
                     self._fits(alive, held, most)
 
     def _grown(self, alive: Mapping[int, float], position: int, rates: Rates) -> dict[int, float]:
-        found = dict(alive)
+        alive_after = dict(alive)
         for column, rate in self._terms(position, rates):
-            found[column] = found.get(column, 0.0) + rate
-        return found
+            alive_after[column] = alive_after.get(column, 0.0) + rate
+        return alive_after
 
     def _fits(self, alive: Mapping[int, float], held: float, most: float) -> None:
         self.at_most([(column, size / most) for column, size in alive.items()], 1.0 - held / most)
@@ -443,13 +443,13 @@ def divided_bound(step: SampleCosts, room: Sequence[float] | None = None) -> flo
     parts = [[program.variable() for _ in step.samples] for _ in range(count)]
     for sample in zip(*parts):
         program.equal([(part, 1.0) for part in sample], 1.0 / step.replicas)
-    for k, own in enumerate(parts):
-        program.at_most([(part, -1.0) for part in own], -1.0)
+    for k, part_columns in enumerate(parts):
+        program.at_most([(part, -1.0) for part in part_columns], -1.0)
         for kind, column in enumerate((step.samples / mean).T):
-            terms = [(part, float(size)) for part, size in zip(own, column) if size]
+            terms = [(part, float(size)) for part, size in zip(part_columns, column) if size]
             program.equal([*terms, (program.amount(k, kind), -1.0)], 0.0)
-    found = program.solved(method="highs-ipm")
-    return math.inf if found is None else float(found[program.end])
+    solution = program.solved(method="highs-ipm")
+    return math.inf if solution is None else float(solution[program.end])
 
 
 def _before(work: WorkTables, order: Sequence[int], head: Sequence[float]) -> float:

@@ -115,9 +115,9 @@ class MaskState:
 
         As if the two blocks had no key in common and a short block were whole: close, not exact.
         """
-        there = np.zeros(self.ranks, bool)
-        there[owner] = True
-        partners, place = np.flatnonzero(there), (np.cumsum(there) - 1)[owner]
+        present = np.zeros(self.ranks, bool)
+        present[owner] = True
+        partners, place = np.flatnonzero(present), (np.cumsum(present) - 1)[owner]
         zero, one = self._foreign(np.concatenate([[a], partners]))
         sets_mine, sets_theirs = self.sets[:, mine], self.sets[:, theirs]
         freed_a = workload.size(sets_mine & one[:, 0, None]).astype(np.float32)
@@ -528,11 +528,11 @@ def evaluate(workload: Workload, ranks_of_blocks: np.ndarray) -> Dispatch:
 
     Raises InputError where a block has no rank of this workload.
     """
-    given = np.asarray(ranks_of_blocks)
-    if given.shape != (workload.blocks,) or given.min() < 0 or given.max() >= workload.ranks:
-        what = f"{workload.blocks} blocks need a rank below {workload.ranks} each, and what was given is not that"
-        raise InputError(what, "evaluate", "Give one rank for each block")
-    return _report(prepare(workload), given.astype(np.int64), "given")
+    owners = np.asarray(ranks_of_blocks)
+    if owners.shape != (workload.blocks,) or owners.min() < 0 or owners.max() >= workload.ranks:
+        fault = f"{workload.blocks} blocks need a rank below {workload.ranks} each, and what was given is not that"
+        raise InputError(fault, "evaluate", "Give one rank for each block")
+    return _report(prepare(workload), owners.astype(np.int64), "given")
 
 
 def _report(prepared: Prepared, ranks_of_blocks: np.ndarray, origin: str) -> Dispatch:
@@ -545,18 +545,18 @@ def starts(prepared: Prepared, slack: float) -> dict[str, np.ndarray]:
     n, ranks = prepared.workload.blocks, prepared.workload.ranks
     loads = np.sum([mask.layers * mask.loads for mask in prepared.masks], axis=0)
     natural = Bisector(prepared, np.arange(n))
-    made = {
+    partitions = {
         "contiguous": contiguous(n, ranks),
         "zigzag": zigzag(n, ranks),
         "by load": by_load(loads, ranks),
         "round robin": round_robin(loads, ranks),
         "bisection": natural.cut(slack / 2),
     }
-    if _waits(prepared, made["bisection"]):
-        made |= {f"bisection within {tolerance:.0%}": natural.cut(tolerance) for tolerance in LOOSE}
+    if _waits(prepared, partitions["bisection"]):
+        partitions |= {f"bisection within {tolerance:.0%}": natural.cut(tolerance) for tolerance in LOOSE}
     elif (np.diff(reach := by_reach(prepared)) < 0).any():
-        made["bisection by reach"] = Bisector(prepared, reach).cut(slack / 2)
-    return made
+        partitions["bisection by reach"] = Bisector(prepared, reach).cut(slack / 2)
+    return partitions
 
 
 def _waits(prepared: Prepared, ranks_of_blocks: np.ndarray) -> bool:

@@ -82,8 +82,8 @@ class Workload:
         if not self.masks or self.tokens < 1 or self.block < 1 or self.ranks < 1:
             raise InputError("it has no mask, no token, no block or no rank", where, "Give at least one of each")
         if self.blocks < self.ranks:
-            what = f"{self.blocks} blocks of {self.block} tokens cannot be dispatched to {self.ranks} ranks"
-            raise InputError(what, where, "Use smaller blocks or fewer ranks; plan for at least 8 blocks a rank")
+            fault = f"{self.blocks} blocks of {self.block} tokens cannot be dispatched to {self.ranks} ranks"
+            raise InputError(fault, where, "Use smaller blocks or fewer ranks; plan for at least 8 blocks a rank")
         for number, mask in enumerate(self.masks):
             self._check(mask, f"mask {number} of {where}")
         numbers = (self.rates.tile_seconds, self.rates.block_seconds, *(mask.layers for mask in self.masks))
@@ -98,8 +98,8 @@ class Workload:
             )
         shape = (self.blocks, -(-keys // self.block))
         if mask.tiles.shape != shape or mask.tiles.dtype != np.int8:
-            what = f"its tiles are {mask.tiles.dtype} {mask.tiles.shape}, and these tokens need int8 {shape}"
-            raise InputError(what, where, "Count tiles with the block size of the workload")
+            fault = f"its tiles are {mask.tiles.dtype} {mask.tiles.shape}, and these tokens need int8 {shape}"
+            raise InputError(fault, where, "Count tiles with the block size of the workload")
         if mask.tiles.size and (mask.tiles.min() < EMPTY or mask.tiles.max() > FULL):
             raise InputError("a tile is neither empty (0), partial (1) nor full (2)", where, "Use these three numbers")
         if mask.owners is not None and (
@@ -168,8 +168,8 @@ def windows(columns: np.ndarray, length: int) -> np.ndarray:
     """
     words, n = columns.shape
     stretches = -(-(n + length - 1) // length)
-    at = np.arange(stretches * length) % n
-    line = columns[:, at].reshape(words, stretches, length)
+    indices = np.arange(stretches * length) % n
+    line = columns[:, indices].reshape(words, stretches, length)
     heads = np.bitwise_or.accumulate(line, axis=2).reshape(words, -1)
     tails = np.bitwise_or.accumulate(line[:, :, ::-1], axis=2)[:, :, ::-1].reshape(words, -1)
     return tails[:, :n] | heads[:, length - 1 : length - 1 + n]
@@ -226,7 +226,7 @@ class Measured:
 
 def prepare(workload: Workload) -> Prepared:
     """Loads and need sets of all blocks: one pass over the tiles."""
-    made = []
+    loads_of_masks = []
     for mask in workload.masks:
         seen = mask.tiles != 0
         reach = seen.copy()
@@ -238,8 +238,10 @@ def prepare(workload: Workload) -> Prepared:
         needs, closed = pack(seen), pack(reach)
         loads = loads.astype(np.float64)
         reach_float = reach.astype(np.float32)
-        made.append(MaskLoads(mask.layers, loads, needs, reach.view(np.int8), reach_float, closed, sizes, mask.owners))
-    return Prepared(workload, tuple(made))
+        loads_of_masks.append(
+            MaskLoads(mask.layers, loads, needs, reach.view(np.int8), reach_float, closed, sizes, mask.owners)
+        )
+    return Prepared(workload, tuple(loads_of_masks))
 
 
 def unions(columns: np.ndarray, ranks_of_blocks: np.ndarray, ranks: int) -> np.ndarray:

@@ -57,11 +57,11 @@ class ClockOptions:
     @cached_property
     def sums(self) -> list[tuple[float, float]]:
         """Seconds and worth of each choice, all computes together."""
-        found = []
+        sums = []
         for choice in self.choices:
             seconds = sum(setting.seconds for setting in choice)
-            found.append((seconds, sum(setting.joules for setting in choice) - self.watts * seconds))
-        return found
+            sums.append((seconds, sum(setting.joules for setting in choice) - self.watts * seconds))
+        return sums
 
     @cached_property
     def corners(self) -> list[int]:
@@ -176,19 +176,19 @@ def relaxed(
     # Figures near 1, whatever the unit of the step: solvers' tolerances are absolute.
     unit = limit or 1.0
     scale = np.concatenate([np.full(nodes + 1, unit), columns.most])
-    found = linprog(
+    solution = linprog(
         cost * scale, matrix @ sparse.diags(scale) / unit, right / unit,
         bounds=np.stack([low / scale, high / scale], axis=1), method="highs-ds",
     )  # fmt: skip
-    if found.status != 0:
+    if solution.status != 0:
         raise CscError(
-            f"the linear program of the clocks has no answer: {found.message}", "energy", "allow a longer step"
+            f"the linear program of the clocks has no answer: {solution.message}", "energy", "allow a longer step"
         )  # fmt: skip
     fixed = sum(block.worth(0) for block in blocks) + (watts * until if until is not None else 0.0)
-    prices = np.maximum(-found.ineqlin.marginals / unit, 0.0)
+    prices = np.maximum(-solution.ineqlin.marginals / unit, 0.0)
     reduced = cost + matrix.T @ prices
     bound = fixed - prices @ right + np.minimum(reduced * low, reduced * high).sum()
-    answer = found.x * scale
+    answer = solution.x * scale
     seconds = base.copy()
     np.add.at(seconds, columns.of, columns.longer * answer[step + 1 :][columns.column])
     worth = np.zeros(computes)

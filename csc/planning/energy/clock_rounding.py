@@ -30,11 +30,11 @@ Order = Callable[[int], Any]  # of a compute, what it is sorted by
 
 def seconds_of(blocks: Sequence[ClockBlock], picks: Sequence[int], computes: int) -> list[float]:
     """Of each compute."""
-    found = [0.0] * computes
+    seconds = [0.0] * computes
     for block, pick in zip(blocks, picks):
         for compute, setting in zip(block.computes, block.choices[pick]):
-            found[compute] = setting.seconds
-    return found
+            seconds[compute] = setting.seconds
+    return seconds
 
 
 def rounded(blocks: Sequence[ClockBlock], seconds: Sequence[float]) -> Picks:
@@ -65,8 +65,8 @@ def assigned(waits: Waits, blocks: Sequence[ClockBlock], answer: Relaxed) -> Pic
         lambda compute: (-waits.rank_of[compute], compute),
         lambda compute: (waits.rank_of[compute], -starts[compute]),
     ]
-    ways = [down, *(raised(waits, blocks, answer, key) for key in keys)]
-    full = [filled(waits, blocks, picks, answer.step) for picks in ways]
+    candidates = [down, *(raised(waits, blocks, answer, key) for key in keys)]
+    full = [filled(waits, blocks, picks, answer.step) for picks in candidates]
     return min(full, key=lambda picks: sum(block.worth(pick) for block, pick in zip(blocks, picks)))
 
 
@@ -131,9 +131,9 @@ class _Slack:
             node = order[-heapq.heappop(behind)]
             pending.discard(node)
             for before, delay in self.waits.before[node]:
-                own = self.seconds[before] if before < self.computes else 0.0
-                if latest[node] - delay - own < latest[before]:
-                    latest[before] = latest[node] - delay - own
+                duration = self.seconds[before] if before < self.computes else 0.0
+                if latest[node] - delay - duration < latest[before]:
+                    latest[before] = latest[node] - delay - duration
                     if before not in pending:
                         pending.add(before)
                         heapq.heappush(behind, -place[before])
@@ -141,12 +141,12 @@ class _Slack:
 
 def filled(waits: Waits, blocks: Sequence[ClockBlock], picks: Sequence[int], limit: float) -> Picks:
     """Slower choices where they fit, those first that save most joules for a second; until none fits."""
-    found = list(picks)
-    slack = _Slack(waits, seconds_of(blocks, found, len(waits.computes)), limit)
+    picks_made = list(picks)
+    slack = _Slack(waits, seconds_of(blocks, picks_made, len(waits.computes)), limit)
     spare = SLIGHT * limit
 
     def better(number: int) -> tuple[float, int, int] | None:
-        block, pick = blocks[number], found[number]
+        block, pick = blocks[number], picks_made[number]
         best = None
         alone = len(block.computes) == 1
         room = slack.of(block.computes[0]) - spare if alone else 0.0
@@ -169,13 +169,13 @@ def filled(waits: Waits, blocks: Sequence[ClockBlock], picks: Sequence[int], lim
             heapq.heappush(queue, now)
             continue
         _, number, pick = now
-        found[number] = pick
+        picks_made[number] = pick
         for compute, setting in zip(blocks[number].computes, blocks[number].choices[pick]):
             if setting.seconds > slack.seconds[compute]:
                 slack.lengthen(compute, setting.seconds)
         if (again := better(number)) is not None:
             heapq.heappush(queue, again)
-    return found
+    return picks_made
 
 
 def _fits(slack: _Slack, block: ClockBlock, choice: int, spare: float) -> bool:

@@ -48,9 +48,9 @@ def in_runs(
         prices = answer.prices
         for _ in range(ROUNDS):
             blocks = []
-            for computes, shared, own in zip(ranks, clocks, watts):
+            for computes, shared, watts_of_rank in zip(ranks, clocks, watts):
                 if computes:
-                    tables = _RankTables([curves[compute] for compute in computes], shared, own)
+                    tables = _RankTables([curves[compute] for compute in computes], shared, watts_of_rank)
                     blocks += _blocks(computes, tables, *_runs(tables, prices[computes], charge * dearer, most), charge)
             least = [0.0] * len(curves)
             for block in blocks:
@@ -58,8 +58,8 @@ def in_runs(
                     least[compute] = min(choice[i].seconds for choice in block.choices)
             if waits.step(_together(blocks, least)) > limit * (1 + SLIGHT):
                 break
-            found = relaxed(waits, blocks, sum(watts), limit, until)
-            picks = assigned(waits, blocks, found)
+            relaxation = relaxed(waits, blocks, sum(watts), limit, until)
+            picks = assigned(waits, blocks, relaxation)
             if waits.step(seconds_of(blocks, picks, len(curves))) > limit * (1 + SLIGHT):
                 break
             settings: list[Setting | None] = [None] * len(curves)
@@ -70,7 +70,7 @@ def in_runs(
             worth = sum(setting.joules - watts[waits.rank_of[c]] * setting.seconds for c, setting in enumerate(chosen))
             if best is None or worth < best[0]:
                 best = (worth, chosen)
-            prices = found.prices
+            prices = relaxation.prices
         if best is not None:
             return best[1]
     # No run of other clocks fits: each rank at the one clock with which the step is shortest.
@@ -79,12 +79,12 @@ def in_runs(
 
 def _together(blocks: Sequence[ClockBlock], least: list[float]) -> list[float]:
     """Seconds of each compute at the choice of its block in which all take the least time together."""
-    found = list(least)
+    seconds = list(least)
     for block in blocks:
         fastest = min(range(len(block.choices)), key=block.seconds)
         for compute, setting in zip(block.computes, block.choices[fastest]):
-            found[compute] = setting.seconds
-    return found
+            seconds[compute] = setting.seconds
+    return seconds
 
 
 def _alone(
@@ -96,15 +96,15 @@ def _alone(
     """
     shortest = math.inf
     for highest in (False, True):
-        found: list[Setting] = [curve.fastest for curve in curves]
+        settings: list[Setting] = [curve.fastest for curve in curves]
         for computes, shared in zip(ranks, clocks):
             totals = {clock: sum(curves[compute].at(clock).seconds for compute in computes) for clock in shared}
             for compute in computes:
-                found[compute] = curves[compute].at(shared[0] if highest else min(totals, key=totals.__getitem__))
-        step = waits.step([setting.seconds for setting in found])
+                settings[compute] = curves[compute].at(shared[0] if highest else min(totals, key=totals.__getitem__))
+        step = waits.step([setting.seconds for setting in settings])
         shortest = min(step, shortest)
         if step <= limit * (1 + SLIGHT):
-            return found
+            return settings
     raise InputError(
         f"with so few changes of clock the step takes {shortest:.6g} s, and {limit:.6g} s is the limit", "changes",
         f"allow {shortest / limit - 1:.2%} more time, or more changes",
@@ -113,13 +113,13 @@ def _alone(
 
 def _shared(curves: Sequence[ClockCurve]) -> list[int]:
     """The clocks that all of these were measured at, the highest first."""
-    found = set.intersection(*({setting.clock for setting in curve.settings} for curve in curves)) if curves else set()
-    if curves and not found:
+    common = set.intersection(*({setting.clock for setting in curve.settings} for curve in curves)) if curves else set()
+    if curves and not common:
         raise InputError(
             "the curves of a rank's computes have no clock in common", curves[0].where,
             "measure forwards and backwards at the same clocks",
         )  # fmt: skip
-    return sorted(found, reverse=True)
+    return sorted(common, reverse=True)
 
 
 class _RankTables:
@@ -179,14 +179,14 @@ def _blocks(
     if closed and len(parts) > 1:
         starts.discard(0)
         parts = [parts[0] + parts[-1], *parts[1:-1]]
-    found = []
+    blocks_made = []
     for part in parts:
         choices = [
             tuple(_charged(tables.settings[i][k], charge * (i in starts), tables.watts) for i in part)
             for k in range(len(tables.clocks))
         ]
-        found.append(ClockBlock(tuple(computes[i] for i in part), ClockOptions.useful(choices, tables.watts)))
-    return found
+        blocks_made.append(ClockBlock(tuple(computes[i] for i in part), ClockOptions.useful(choices, tables.watts)))
+    return blocks_made
 
 
 def _charged(setting: Setting, more: float, watts: float) -> Setting:

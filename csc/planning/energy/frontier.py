@@ -84,13 +84,13 @@ class EnergyProblem:
         """Every compute at a clock of its own."""
         ranks = self.waits.rank_of
         known: dict[tuple[int, float], ClockOptions] = {}
-        found = []
+        blocks = []
         for compute, (rank, curve) in enumerate(zip(ranks, self.flat)):
             key = (id(curve), self.watts[rank])
             if key not in known:
                 known[key] = ClockOptions.useful([(setting,) for setting in curve.settings], self.watts[rank])
-            found.append(ClockBlock((compute,), known[key]))
-        return found
+            blocks.append(ClockBlock((compute,), known[key]))
+        return blocks
 
     def point(self, settings: Sequence[Setting], bound: float, promised: float, until: float | None) -> EnergyPoint:
         """Of one setting for each compute, changes not yet charged."""
@@ -102,7 +102,7 @@ class EnergyProblem:
         until = step if until is None else max(step, until)
         computed = sum(setting.joules for setting in settings)
         busy = [sum(setting.seconds for setting in listed) for listed in by_rank]
-        waited = sum(watts * (until - own) for watts, own in zip(self.watts, busy))
+        waited = sum(watts * (until - busy_seconds) for watts, busy_seconds in zip(self.watts, busy))
         changes = tuple(sum(changed) for changed in map(changes_of, clocks))
         return EnergyPoint(step, promised, computed + waited, bound, clocks, changes, until)
 
@@ -224,17 +224,17 @@ def frontier(
     )  # else the fastest clocks may take more changes than there are
     wanted |= {fastest} if free and fastest < usual * (1 - FASTER) else set()
     points: list[EnergyPoint] = []
-    for seconds in sorted(each for each in wanted if fastest <= each <= last):
-        found = point(problem, seconds, changes, until)
-        if not points or found.joules < points[-1].joules:
-            points.append(found)
+    for seconds in sorted(target for target in wanted if fastest <= target <= last):
+        found_point = point(problem, seconds, changes, until)
+        if not points or found_point.joules < points[-1].joules:
+            points.append(found_point)
     settings = [curve.highest for curve in problem.flat]
     return EnergyFrontier(problem.point(settings, 0.0, math.inf, until), problem.fastest, tuple(points))
 
 
 def longest(problem: EnergyProblem, until: float | None = None) -> float:
     """Seconds of the step beyond which no choice of clocks saves more, or of the straggler if that is shorter."""
-    slowest = problem.waits.step([max(each.seconds for each in curve.settings) for curve in problem.flat])
+    slowest = problem.waits.step([max(setting.seconds for setting in curve.settings) for curve in problem.flat])
     most = slowest if until is None else min(slowest, until)
     step = relaxed(problem.waits, problem.free, sum(problem.watts), most, until).step
     return max(step, problem.fastest.seconds)
@@ -254,10 +254,10 @@ def of_profiles(
     curves = []
     for rank, (actions, seconds) in enumerate(zip(schedule.ranks, compute_seconds(pipeline, schedule))):
         listed = []
-        for action, each in zip((action for action in actions if action.computes), seconds):
-            key = (id(profiles[rank]), action.kind == "F", each, devices[rank])
+        for action, action_seconds in zip((action for action in actions if action.computes), seconds):
+            key = (id(profiles[rank]), action.kind == "F", action_seconds, devices[rank])
             if key not in known:
-                known[key] = of_devices(curve_of(profiles[rank], action.kind, each), devices[rank])
+                known[key] = of_devices(curve_of(profiles[rank], action.kind, action_seconds), devices[rank])
             listed.append(known[key])
         curves.append(tuple(listed))
     watts = tuple(count * profile.waiting for count, profile in zip(devices, profiles))

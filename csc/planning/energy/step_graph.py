@@ -38,30 +38,30 @@ class Waits:
     @cached_property
     def after(self) -> list[list[tuple[int, float]]]:
         """[node]: what waits for it, and the delay."""
-        found: list[list[tuple[int, float]]] = [[] for _ in range(self.nodes)]
+        successors: list[list[tuple[int, float]]] = [[] for _ in range(self.nodes)]
         for before, after, delay in self.edges:
-            found[before].append((after, delay))
-        return found
+            successors[before].append((after, delay))
+        return successors
 
     @cached_property
     def before(self) -> list[list[tuple[int, float]]]:
         """[node]: what it waits for, and the delay."""
-        found: list[list[tuple[int, float]]] = [[] for _ in range(self.nodes)]
+        predecessors: list[list[tuple[int, float]]] = [[] for _ in range(self.nodes)]
         for before, after, delay in self.edges:
-            found[after].append((before, delay))
-        return found
+            predecessors[after].append((before, delay))
+        return predecessors
 
     @cached_property
     def order(self) -> list[int]:
         """Nodes such that none comes before what it waits for."""
-        missing = [len(each) for each in self.before]
-        found = [node for node, count in enumerate(missing) if not count]
-        for node in found:
+        missing = [len(edges) for edges in self.before]
+        ordered = [node for node, count in enumerate(missing) if not count]
+        for node in ordered:
             for after, _ in self.after[node]:
                 missing[after] -= 1
                 if not missing[after]:
-                    found.append(after)
-        return found
+                    ordered.append(after)
+        return ordered
 
     def starts(self, seconds: Sequence[float]) -> list[float]:
         """The earliest start of each node, if computes take so many seconds."""
@@ -79,10 +79,10 @@ class Waits:
         computes = len(self.computes)
         latest = [limit - (seconds[node] if node < computes else 0.0) for node in range(self.nodes)]
         for node in reversed(self.order):
-            own = seconds[node] if node < computes else 0.0
+            duration = seconds[node] if node < computes else 0.0
             for after, delay in self.after[node]:
-                if latest[after] - delay - own < latest[node]:
-                    latest[node] = latest[after] - delay - own
+                if latest[after] - delay - duration < latest[node]:
+                    latest[node] = latest[after] - delay - duration
         return latest
 
     def step(self, seconds: Sequence[float]) -> float:
@@ -112,12 +112,12 @@ class _Building:
         """A new node, so much after all of these."""
         self.earliest.append(delay)
         node = len(self.earliest) - 1
-        self.edges += [(before, node, own + delay) for before, own in held]
+        self.edges += [(before, node, held_seconds + delay) for before, held_seconds in held]
         return node
 
     def _rank(self, rank: int, actions: Sequence[Action], least: Iterator[float]) -> None:
         held: Held = []
-        whole: dict[int, int] = {}  # by stage, when its parameters are whole
+        gathered_at: dict[int, int] = {}  # by stage, when its parameters are whole
         gathered: Held = []  # the rank's last gather
         links: dict[int, tuple[int, float, float]] = {}  # by target: last departure, its seconds there, computed since
         for action in actions:
@@ -128,7 +128,7 @@ class _Building:
                 seconds = next(least)
                 links = {target: (last, busy, since + seconds) for target, (last, busy, since) in links.items()}
                 self.edges += [(before, node, delay) for before, delay in held]
-                self.edges += [(whole[action.stage], node, 0.0)] if action.stage in whole else []
+                self.edges += [(gathered_at[action.stage], node, 0.0)] if action.stage in gathered_at else []
                 held = [(node, 0.0)]
             elif action.kind == "RECV":
                 held.append(((action.channel, action.microbatch), 0.0))
@@ -136,7 +136,7 @@ class _Building:
                 self._send(rank, action, held, links)
             elif action.kind == "GATHER":
                 node = self._moment([*held, *gathered], self.pipeline.stages[action.stage].gather)
-                whole[action.stage] = node
+                gathered_at[action.stage] = node
                 gathered = [(node, 0.0)]
 
     def _send(self, rank: int, action: Action, held: Held, links: dict[int, tuple[int, float, float]]) -> None:

@@ -38,21 +38,21 @@ def lower_bound(work: WorkTables, room: Sequence[float] | None = None) -> float:
     head, tail = heads_and_tails(work)
     total = [sum(row) for row in work.seconds]
     best = 0.0
-    for own in work.lanes_of:
-        for first in {head[lane] for lane in own}:
+    for lanes in work.lanes_of:
+        for first in {head[lane] for lane in lanes}:
             seconds = 0.0
-            for lane in sorted((lane for lane in own if head[lane] >= first), key=lambda lane: -tail[lane]):
+            for lane in sorted((lane for lane in lanes if head[lane] >= first), key=lambda lane: -tail[lane]):
                 seconds += total[lane]
                 best = max(best, first + seconds + tail[lane])
     if room is None:
         return best
-    for own, bytes_ in zip(work.lanes_of, room):
-        backs = [lane for lane in own if lane % 3 == 1]
+    for lanes, bytes_ in zip(work.lanes_of, room):
+        backs = [lane for lane in lanes if lane % 3 == 1]
         if not backs:
             continue
         turning = {lane // 3 for lane in backs}
-        before = [lane for lane in own if lane % 3 == 0 and lane // 3 in turning]
-        after = [lane for lane in own if lane % 3 == 2 and lane // 3 in turning]
+        before = [lane for lane in lanes if lane % 3 == 0 and lane // 3 in turning]
+        after = [lane for lane in lanes if lane % 3 == 2 and lane // 3 in turning]
         seconds = sum(total[lane] for lane in (*before, *backs, *after))
         early = _most(work, before, [work.growth[lane] for lane in before], bytes_)
         late = _most(work, after, [[-size for size in work.growth[lane]] for lane in after], bytes_)
@@ -253,33 +253,33 @@ class _Path:
         lane = max(work.lanes, key=lambda lane: starts[lane][-1] + seconds[lane][-1])
         k = work.microbatches - 1
         near = 1e-9 * (starts[lane][k] + seconds[lane][k])
-        found = []
+        path = []
         while True:
             rank = home[lane // 3]
             place = self.place[lane][k]
             if lane % 3 == 2 and self.late[lane - 1][k]:
                 lane -= 1  # W of a fused action starts with its B
-            found.append((rank, place))
+            path.append((rank, place))
             start = starts[lane][k]
             if start <= near:
-                return found
-            ways = []
+                return path
+            sources = []
             if place:
                 before, j = self.rows[rank][place - 1]
                 if starts[before][j] + seconds[before][j] >= start - near:
-                    ways.append((before, j))
+                    sources.append((before, j))
             latest, source = -1.0, -1
             for other, travels, latency, wire in self.sources[lane]:
-                at = starts[other][k] + seconds[other][k] + self.late[other][k]
-                at += latency + wire[k] if travels else 0.0
-                if at > latest:
-                    latest, source = at, other
+                arrival = starts[other][k] + seconds[other][k] + self.late[other][k]
+                arrival += latency + wire[k] if travels else 0.0
+                if arrival > latest:
+                    latest, source = arrival, other
             # A message that waited for its link arrives later than this; it is then the only explanation.
-            if source >= 0 and (latest >= start - near or not ways):
-                ways.append((source, k))
-            if not ways:
-                return found
-            lane, k = ways[0] if len(ways) == 1 else ways[rng.random() < 0.5]
+            if source >= 0 and (latest >= start - near or not sources):
+                sources.append((source, k))
+            if not sources:
+                return path
+            lane, k = sources[0] if len(sources) == 1 else sources[rng.random() < 0.5]
 
 
 # --- Search for the order of F, B and W with the least makespan under a memory limit ---------------------------------
@@ -345,38 +345,38 @@ def searched_orders(
     enough = lower_bound(work, allowed) * (1 + 1e-6)
     size = len(work.lanes) * microbatches
     left = EVALUATIONS * size if budget is None else budget
-    found = [BestOrders(makespan(work, orders), work, orders) for orders in _named(work, allowed)]
+    candidates = [BestOrders(makespan(work, orders), work, orders) for orders in _named(work, allowed)]
     rules: list[tuple[float, int, Rule]] = []
-    made: dict[object, tuple[list[list[int]], float]] = {}  # many rules are the same where little is trained
+    hastened_of: dict[object, tuple[list[list[int]], float]] = {}  # many rules are the same where little is trained
     for rule in _rules(work, allowed):
-        if found and (left <= 0 or min(found).seconds <= enough):
+        if candidates and (left <= 0 or min(candidates).seconds <= enough):
             break
         kind = (rule.patience, rule.fused, *(tuple(rule.priority[lane]) for lane in work.lanes))
-        if kind not in made:
-            made[kind] = hastened(work, rule, _least(found))
-        orders, seconds = made[kind]
+        if kind not in hastened_of:
+            hastened_of[kind] = hastened(work, rule, _least(candidates))
+        orders, seconds = hastened_of[kind]
         left -= GREEDY_COST * size
-        found.append(BestOrders(seconds, work, orders))
+        candidates.append(BestOrders(seconds, work, orders))
         rules.append((seconds, len(rules), rule))
     best_rules = [rule for *_, rule in sorted(rules)[:8]]
     for sequence in () if in_turn else _sequences(pipeline, microbatches):
         other = WorkTables.of(pipeline, placement, microbatches, sequence)
         for rule in best_rules:
-            if left <= 0 or min(found).seconds <= enough:
+            if left <= 0 or min(candidates).seconds <= enough:
                 break
-            orders, seconds = hastened(other, rule, _least(found))
+            orders, seconds = hastened(other, rule, _least(candidates))
             left -= GREEDY_COST * size
-            found.append(BestOrders(seconds, other, orders))
-    best = min(found)
+            candidates.append(BestOrders(seconds, other, orders))
+    best = min(candidates)
     if best.seconds > enough and left > 0:
         orders, seconds = improve(best.work, best.orders, allowed, left // size, random.Random(seed), enough)
         best = BestOrders(seconds, best.work, orders)
     return best
 
 
-def _least(found: Sequence[BestOrders]) -> float:
+def _least(candidates: Sequence[BestOrders]) -> float:
     """Seconds of the best so far."""
-    return min(found).seconds if found else math.inf
+    return min(candidates).seconds if candidates else math.inf
 
 
 def _named(work: WorkTables, allowed: Sequence[float] | None) -> Iterator[list[list[int]]]:
@@ -429,8 +429,8 @@ def _alone(work: WorkTables) -> list[float]:
     start = [0.0] * len(work.needs)
     for lane in work.upstream_first:
         for fed, slot, latency, wire in work.feeds[lane]:
-            at = start[lane] + work.seconds[lane][0] + (latency + wire[0] if slot >= 0 else 0.0)
-            start[fed] = max(start[fed], at)
+            arrival = start[lane] + work.seconds[lane][0] + (latency + wire[0] if slot >= 0 else 0.0)
+            start[fed] = max(start[fed], arrival)
     return start
 
 

@@ -77,15 +77,15 @@ def run(work: WorkTables, rule: Rule, give_up: float = math.inf) -> tuple[list[l
         if now < busy[rank]:
             heappop(heap)
             continue  # a wake-up from before the rank found other work
-        entry, k, at = choose(rank, now)
+        entry, k, earliest = choose(rank, now)
         if entry < 0:
-            if at < inf:
-                heapreplace(heap, (at, rank))
+            if earliest < inf:
+                heapreplace(heap, (earliest, rank))
             else:
                 heappop(heap)
             continue
         takes = seconds[entry][k]
-        end = (now if now > at else at) + takes
+        end = (now if now > earliest else earliest) + takes
         spare[rank] -= end - takes - busy[rank]
         if spare[rank] < 0:
             return orders, inf
@@ -165,13 +165,13 @@ def _chooser(work: WorkTables, rule: Rule, state: _State) -> Callable[[int, floa
         wake = inf
         room = caps[rank] - bytes_[rank]
         for lane in lanes_of[rank]:
-            at = ready[lane]
-            if at == inf:
+            earliest = ready[lane]
+            if earliest == inf:
                 continue
             p = urgency[lane]
-            if at > reach:
-                if at < wake:
-                    wake = at
+            if earliest > reach:
+                if earliest < wake:
+                    wake = earliest
                 if not patience or p > best_priority or p > later_priority:
                     continue
             elif p >= best_priority:
@@ -190,18 +190,18 @@ def _chooser(work: WorkTables, rule: Rule, state: _State) -> Callable[[int, floa
                 k = head[lane]
                 if growth[lane][k] > room or (admits is not None and not admits(rank, lane, k)):
                     continue
-            if at > reach:
-                later_at, later_priority = at, p
+            if earliest > reach:
+                later_at, later_priority = earliest, p
             else:
                 best, best_entry, best_priority = lane, entry, p
         if best < 0:
             return -1, 0, wake
-        at, k = ready[best], head[best]
+        earliest, k = ready[best], head[best]
         if later_priority < best_priority:
-            end_time = (now if now > at else at) + seconds[best_entry][k]
+            end_time = (now if now > earliest else earliest) + seconds[best_entry][k]
             if later_at - now <= patience * (end_time - later_at):
                 return -1, 0, later_at
-        return best_entry, k, at
+        return best_entry, k, earliest
 
     return choose
 
@@ -242,7 +242,7 @@ def _starter(work: WorkTables, rule: Rule, state: _State) -> Callable[[int, int,
     growth, owed, count, bounded = work.growth, work.owed, work.microbatches, rule.memory is not None
     moves = [(lane,) if entry < work.size else (lane, lane + 1) for entry, lane in enumerate(work.lane_of)]
     priority = rule.priority
-    told = [
+    table = [
         [(fed, work.placement[fed // 3], when[fed], left[fed], slot, latency, wire) for fed, slot, latency, wire in row]
         for row in work.feeds
     ]
@@ -261,23 +261,23 @@ def _starter(work: WorkTables, rule: Rule, state: _State) -> Callable[[int, int,
                 urgency[moved] = priority[moved][ahead]
             else:
                 ready[moved] = inf
-        for fed, home, arrival, waits, slot, latency, wire in told[entry]:
-            at = end
+        for fed, home, arrival, waits, slot, latency, wire in table[entry]:
+            moment = end
             if slot >= 0:
-                if free[slot] > at:
-                    at = free[slot]
-                at += wire[k]
-                free[slot] = at
-                at += latency
-            if at > arrival[k]:
-                arrival[k] = at
+                if free[slot] > moment:
+                    moment = free[slot]
+                moment += wire[k]
+                free[slot] = moment
+                moment += latency
+            if moment > arrival[k]:
+                arrival[k] = moment
             else:
-                at = arrival[k]
+                moment = arrival[k]
             if waits[k] == 1:
                 if head[fed] == k:
-                    ready[fed] = at
+                    ready[fed] = moment
                 if busy[home] <= now:
-                    heappush(heap, (at, home))
+                    heappush(heap, (moment, home))
             waits[k] -= 1
 
     return start
@@ -320,7 +320,7 @@ HOPELESS = 1.02  # dividing BW's makes up for less than this
 def joined(work: WorkTables, order: Sequence[int]) -> list[int]:
     """The order of a rank with every B fused whose W is the next action, unless BW would hold more than the two."""
     head = [0] * work.size
-    found: list[int] = []
+    entries: list[int] = []
     i, count = 0, len(order)
     while i < count:
         entry = order[i]
@@ -335,8 +335,8 @@ def joined(work: WorkTables, order: Sequence[int]) -> list[int]:
             head[weight] = k + 1
             entry = work.size + lane // 3
             i += 1
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _steps(work: WorkTables, order: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
@@ -368,7 +368,7 @@ def settled(work: WorkTables, order: Sequence[int], room: float) -> list[int] | 
     limit = room * (1 + 1e-9)
     head = [0] * size
     alive = 0.0
-    found: list[int] = []
+    pairs: list[int] = []
     i, count = 0, len(order)
     while i < count:
         entry = order[i]
@@ -381,7 +381,7 @@ def settled(work: WorkTables, order: Sequence[int], room: float) -> list[int] | 
             if grown > limit:
                 return None
             alive = grown
-            found.append(entry)
+            pairs.append(entry)
             continue
         weight = lane + 1
         paired = head[weight] == k and (entry != lane or (i < count and order[i] == weight))
@@ -389,9 +389,9 @@ def settled(work: WorkTables, order: Sequence[int], room: float) -> list[int] | 
             i += entry == lane
             head[weight] = k + 1
             if grown <= limit:
-                found += (lane, weight)
+                pairs += (lane, weight)
             elif alive + moment[lane // 3][k] <= limit:
-                found.append(size + lane // 3)
+                pairs.append(size + lane // 3)
             else:
                 return None
             alive += growth[size + lane // 3][k]
@@ -399,8 +399,8 @@ def settled(work: WorkTables, order: Sequence[int], room: float) -> list[int] | 
             return None
         else:
             alive = grown
-            found.append(lane)
-    return found
+            pairs.append(lane)
+    return pairs
 
 
 def _divided(work: WorkTables, entry: int) -> tuple[int, ...]:
@@ -430,8 +430,8 @@ def hastened(work: WorkTables, rule: Rule, best: float = math.inf) -> tuple[list
     orders, seconds = run(work, rule, best * HOPELESS)
     if seconds == math.inf or max(map(max, orders)) < work.size:
         return orders, seconds
-    found = settled_all(work, orders, rule.memory)
-    return (orders, seconds) if found is None else (found, makespan(work, found))
+    settled_orders = settled_all(work, orders, rule.memory)
+    return (orders, seconds) if settled_orders is None else (settled_orders, makespan(work, settled_orders))
 
 
 def spared(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -458,10 +458,10 @@ def _spared_among(work: WorkTables, orders: list[list[int]], among: Sequence[int
 
 def _spared(work: WorkTables, order: Sequence[int], starts: Sequence[Sequence[float]]) -> list[int]:
     """The order of a rank with those B's fused that feed nobody before their W is done."""
-    found: list[int] = []
+    entries: list[int] = []
     for entry, k, paired in _steps(work, order):
         if not paired:
-            found.append(entry)
+            entries.append(entry)
             continue
         fused = work.fused(entry // 3)
         end = starts[entry + 1][k] + work.seconds[entry + 1][k]
@@ -469,5 +469,5 @@ def _spared(work: WorkTables, order: Sequence[int], starts: Sequence[Sequence[fl
             end + (latency + wire[k] if slot >= 0 else 0.0) > starts[fed][k] * (1 + 1e-12)
             for fed, slot, latency, wire in work.feeds[fused]
         )
-        found += [entry, entry + 1] if awaited else [fused]
-    return found
+        entries += [entry, entry + 1] if awaited else [fused]
+    return entries

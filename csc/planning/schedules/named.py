@@ -27,12 +27,18 @@ Orders = list[list[int]]
 
 def gpipe(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     """All forwards, then all backwards (Huang et al. 2019): every microbatch's activations are alive at the turn."""
-    there = set(work.lanes)
+    lanes = set(work.lanes)
     count = work.microbatches
     orders = [
-        [3 * s for s in own for _ in range(count)]
-        + [lane for s in reversed(own) for _ in range(count) for lane in (3 * s + 1, 3 * s + 2) if lane in there]
-        for own in _stages_of(work)
+        [3 * s for s in stages_here for _ in range(count)]
+        + [
+            lane
+            for s in reversed(stages_here)
+            for _ in range(count)
+            for lane in (3 * s + 1, 3 * s + 2)
+            if lane in lanes
+        ]
+        for stages_here in _stages_of(work)
     ]
     return [joined(work, order) for order in orders]
 
@@ -60,16 +66,18 @@ def eager(
     # Beyond all microbatches a longer warm-up changes nothing.
     most_ahead = [max(1, math.floor(min(times * d, max(2 * d, work.microbatches + d)) + 1e-9)) for d in depth]
     ahead = [1] * len(depth)
-    for rank, own in enumerate(_stages_of(work)):
+    for rank, stages_here in enumerate(_stages_of(work)):
         held = reserve(work, rank)
-        most = [max(held.saved[s]) for s in own]
+        most = [max(held.saved[s]) for s in stages_here]
         # Try the largest share of the warm-ups first; one microbatch at a time always fits.
-        for share in sorted({n / most_ahead[s] for s in own for n in range(1, most_ahead[s] + 1)}, reverse=True):
-            counts = [max(1, math.floor(share * most_ahead[s] + 1e-9)) for s in own]
+        for share in sorted(
+            {n / most_ahead[s] for s in stages_here for n in range(1, most_ahead[s] + 1)}, reverse=True
+        ):
+            counts = [max(1, math.floor(share * most_ahead[s] + 1e-9)) for s in stages_here]
             bytes_ = sum(min(n, work.microbatches) * size for n, size in zip(counts, most)) + max(held.extra)
             if room is None or bytes_ <= room[rank] * (1 + 1e-9):
                 break
-        for s, n in zip(own, counts):
+        for s, n in zip(stages_here, counts):
             ahead[s] = n
     # A stage that runs as far ahead as the one before it would wait for forwards with its gradients at hand.
     for _, source, destination in sorted(work.pipeline.messages, key=lambda channel: max(channel[1:])):
@@ -116,7 +124,10 @@ def _in_groups(work: WorkTables, lead: int, lag: int) -> Orders:
     chunks = len(work.placement) // p
     return _by_rank(
         work,
-        [_fitting(work, _in_groups_rank(at, p, chunks, count, lead * (p - at - 1), lag * at)) for at in range(p)],
+        [
+            _fitting(work, _in_groups_rank(index, p, chunks, count, lead * (p - index - 1), lag * index))
+            for index in range(p)
+        ],
     )
 
 
@@ -144,7 +155,7 @@ def zb_v(work: WorkTables, room: Sequence[float] | None = None) -> Orders:
     first = list(work.placement[:p])
     _expect("zb-v", work, [*first, *reversed(first)])
     count = max(2 * p - 1, work.microbatches)
-    return _by_rank(work, [_fitting(work, _zb_v_rank(at, p, count)) for at in range(p)])
+    return _by_rank(work, [_fitting(work, _zb_v_rank(index, p, count)) for index in range(p)])
 
 
 def _zb_v_rank(rank: int, p: int, count: int) -> list[int]:
@@ -162,7 +173,7 @@ def _zb_v_rank(rank: int, p: int, count: int) -> list[int]:
 
 def _by_rank(work: WorkTables, lists: Sequence[list[int]]) -> Orders:
     """The orders of the places of a turn as those of the ranks that stand there."""
-    place = {rank: at for at, rank in enumerate(work.placement[: work.ranks])}
+    place = {rank: index for index, rank in enumerate(work.placement[: work.ranks])}
     return [lists[place[rank]] for rank in range(work.ranks)]
 
 
@@ -183,11 +194,11 @@ def _expect(name: str, work: WorkTables, wanted: Sequence[int] | None) -> None:
 
 def _fitting(work: WorkTables, order: Sequence[int]) -> list[int]:
     """The order without lanes and microbatches that the work does not have."""
-    there, count = set(work.lanes), [0] * (3 * len(work.pipeline.stages))
+    lanes, count = set(work.lanes), [0] * (3 * len(work.pipeline.stages))
     kept = []
     for lane in order:
         count[lane] += 1
-        if lane in there and count[lane] <= work.microbatches:
+        if lane in lanes and count[lane] <= work.microbatches:
             kept.append(lane)
     return kept
 
@@ -244,16 +255,21 @@ def _in_turn(work: WorkTables, ahead: Sequence[int], delay: Sequence[int]) -> Or
     starts = start_times(replace(_even(work), placement=tuple(range(len(lists)))), lists)
     assert starts is not None
     return [
-        [lane for _, lane in sorted((at, lane) for s in own for lane in set(lists[s]) for at in starts[lane])]
-        for own in _stages_of(work)
+        [
+            lane
+            for _, lane in sorted(
+                (start, lane) for s in stages_here for lane in set(lists[s]) for start in starts[lane]
+            )
+        ]
+        for stages_here in _stages_of(work)
     ]
 
 
 def _stages_of(work: WorkTables) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(work.ranks)]
+    stages_of: list[list[int]] = [[] for _ in range(work.ranks)]
     for s, rank in enumerate(work.placement):
-        found[rank].append(s)
-    return found
+        stages_of[rank].append(s)
+    return stages_of
 
 
 def _even(work: WorkTables) -> WorkTables:

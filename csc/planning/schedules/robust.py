@@ -81,7 +81,7 @@ def robust(
 
 def _lightest(pipeline: Pipeline, alike: Sequence[tuple[float, Schedule]]) -> Schedule:
     """The one that holds the least on its fullest rank; of equals the fastest, then the first."""
-    numbered = [(max(peak_memory(pipeline, each)), seconds, n) for n, (seconds, each) in enumerate(alike)]
+    numbered = [(max(peak_memory(pipeline, orders)), seconds, n) for n, (seconds, orders) in enumerate(alike)]
     return alike[min(numbered)[2]][1]
 
 

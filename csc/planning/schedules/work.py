@@ -80,17 +80,17 @@ class WorkTables:
         return [
             3 * s + i
             for s, stage in enumerate(self.pipeline.stages)
-            for i, there in enumerate((True, stage.has_b, stage.has_w))
-            if there
+            for i, exists in enumerate((True, stage.has_b, stage.has_w))
+            if exists
         ]
 
     @cached_property
     def lanes_of(self) -> list[list[int]]:
         """For each rank its lanes."""
-        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        lanes_found: list[list[int]] = [[] for _ in range(self.ranks)]
         for lane in self.lanes:
-            found[self.placement[lane // 3]].append(lane)
-        return found
+            lanes_found[self.placement[lane // 3]].append(lane)
+        return lanes_found
 
     @cached_property
     def upstream_first(self) -> list[int]:
@@ -164,29 +164,29 @@ class WorkTables:
     @cached_property
     def feeds(self) -> list[tuple[Feed, ...]]:
         """[entry]: what its actions make possible. Slots number the directed pairs of ranks that exchange messages."""
-        found: list[list[Feed]] = [[] for _ in range(3 * len(self.pipeline.stages))]
+        feeds: list[list[Feed]] = [[] for _ in range(3 * len(self.pipeline.stages))]
         nothing = [0.0] * self.microbatches
         for s, stage in enumerate(self.pipeline.stages):
             if stage.has_b:
-                found[3 * s].append((3 * s + 1, -1, 0.0, nothing))
+                feeds[3 * s].append((3 * s + 1, -1, 0.0, nothing))
             if stage.has_w:
-                found[3 * s + (1 if stage.has_b else 0)].append((3 * s + 2, -1, 0.0, nothing))
+                feeds[3 * s + (1 if stage.has_b else 0)].append((3 * s + 2, -1, 0.0, nothing))
         slots: dict[tuple[int, int], int] = {}
         for (kind, source, destination), size in sorted(self.pipeline.messages.items()):
             a, b = self.placement[source], self.placement[destination]
             i = "FBW".index(kind)
             if a == b:
-                found[3 * source + i].append((3 * destination + i, -1, 0.0, nothing))
+                feeds[3 * source + i].append((3 * destination + i, -1, 0.0, nothing))
                 continue
             link = self.pipeline.network.link(a, b)
             loads = self.pipeline.loads
             sizes = [size] * self.microbatches if loads is None else loads.sizes[kind, source, destination]
             wire = [sizes[mb] / link.bandwidth for mb in self.sequence]
-            found[3 * source + i].append(
+            feeds[3 * source + i].append(
                 (3 * destination + i, slots.setdefault((a, b), len(slots)), link.latency, wire)
             )
-        both = [[feed for feed in found[3 * s + 1] if feed[0] != 3 * s + 2] for s in range(len(self.placement))]
-        return [tuple(row) for row in found + both]
+        both = [[feed for feed in feeds[3 * s + 1] if feed[0] != 3 * s + 2] for s in range(len(self.placement))]
+        return [tuple(row) for row in feeds + both]
 
     @cached_property
     def slots(self) -> int:
@@ -205,7 +205,7 @@ class WorkTables:
 
 def positions(work: WorkTables, order: Sequence[int]) -> list[tuple[int, int, int]]:
     """(entry, lane, position) of each action of a rank's order."""
-    lane_of, found = work.lane_of, []
+    lane_of, positions_found = work.lane_of, []
     done: dict[int, int] = {}
     for entry in order:
         lane = lane_of[entry]
@@ -213,8 +213,8 @@ def positions(work: WorkTables, order: Sequence[int]) -> list[tuple[int, int, in
         done[lane] = k + 1
         if entry != lane:
             done[lane + 1] = k + 1
-        found.append((entry, lane, k))
-    return found
+        positions_found.append((entry, lane, k))
+    return positions_found
 
 
 def growth(stages: Sequence[StageWork], saved: Floats, stashed: Floats) -> Floats:
@@ -223,7 +223,9 @@ def growth(stages: Sequence[StageWork], saved: Floats, stashed: Floats) -> Float
 
     saved is alive from F's end until B's end, stashed from then until W's end; without a B, saved until W's end.
     """
-    has_b, has_w = (np.array([[one] for one in own]) for own in zip(*((stage.has_b, stage.has_w) for stage in stages)))
+    has_b, has_w = (
+        np.array([[flag] for flag in flags]) for flags in zip(*((stage.has_b, stage.has_w) for stage in stages))
+    )
     saved = np.where(has_b | has_w, saved, 0.0)
     stashed = np.where(has_w, np.where(has_b, stashed, saved), 0.0)
     apart = np.stack([saved, np.where(has_b, stashed - saved, 0.0), -stashed], axis=1)
@@ -315,20 +317,20 @@ class Reserve:
 
 def reserve(work: WorkTables, rank: int) -> Reserve:
     """The bytes of one rank by position."""
-    own = [s for s, home in enumerate(work.placement) if home == rank]
+    stages_here = [s for s, home in enumerate(work.placement) if home == rank]
     stages = work.pipeline.stages
-    turning = tuple(s for s in own if stages[s].has_b)
-    saved = {s: work.growth[3 * s] if stages[s].has_b else [0.0] * work.microbatches for s in own}
+    turning = tuple(s for s in stages_here if stages[s].has_b)
+    saved = {s: work.growth[3 * s] if stages[s].has_b else [0.0] * work.microbatches for s in stages_here}
     alike = {features: k for k, features in enumerate(work.features)}  # a position for each kind of microbatches
-    extra = {features: _extra(work, own, k) for features, k in alike.items()}
-    most = max(sum(saved[s][k] for s in own) + extra[features] for features, k in alike.items())
+    extra = {features: _extra(work, stages_here, k) for features, k in alike.items()}
+    most = max(sum(saved[s][k] for s in stages_here) + extra[features] for features, k in alike.items())
     return Reserve(turning, saved, [extra[features] for features in work.features], most)
 
 
-def _extra(work: WorkTables, own: Sequence[int], position: int) -> float:
+def _extra(work: WorkTables, stages_here: Sequence[int], position: int) -> float:
     """Bytes that B or W of one microbatch takes for a moment, on that of these stages where it is most."""
     most = 0.0
-    for s in own:
+    for s in stages_here:
         stage = work.pipeline.stages[s]
         if stage.has_w:
             apart = work.growth[3 * s + (1 if stage.has_b else 0)][position]
@@ -338,12 +340,12 @@ def _extra(work: WorkTables, own: Sequence[int], position: int) -> float:
 
 def reserves(work: WorkTables) -> list[Reserve | None]:
     """For each rank, what it must hold back; None where bytes never grow after a microbatch's first F on the rank."""
-    found: list[Reserve | None] = []
+    reserves_found: list[Reserve | None] = []
     for rank in range(work.ranks):
-        one = reserve(work, rank)
-        saving = [s for s in one.saved if max(one.saved[s]) > 0]
-        found.append(one if len(saving) > 1 or max(one.extra) > 0 else None)
-    return found
+        reserve_here = reserve(work, rank)
+        saving = [s for s in reserve_here.saved if max(reserve_here.saved[s]) > 0]
+        reserves_found.append(reserve_here if len(saving) > 1 or max(reserve_here.extra) > 0 else None)
+    return reserves_found
 
 
 def state(work: WorkTables) -> list[float]:
@@ -353,14 +355,14 @@ def state(work: WorkTables) -> list[float]:
     """
     bytes_ = [0.0] * work.ranks
     working = [0.0] * work.ranks
-    whole: list[list[float]] = [[] for _ in range(work.ranks)]
+    gathered_bytes: list[list[float]] = [[] for _ in range(work.ranks)]
     for stage, rank in zip(work.pipeline.stages, work.placement):
         bytes_[rank] += stage.state
         working[rank] = max(working[rank], stage.working)
-        whole[rank].append(stage.gathered)
+        gathered_bytes[rank].append(stage.gathered)
     return [
         fixed + most + sum(sorted(gathered)[-AT_ONCE:])
-        for fixed, most, gathered in zip(bytes_, working, whole)
+        for fixed, most, gathered in zip(bytes_, working, gathered_bytes)
     ]  # fmt: skip
 
 
@@ -450,16 +452,16 @@ def start_times(work: WorkTables, orders: Sequence[Sequence[int]]) -> list[list[
             head[lane] = k + 1
             i += 1
             for fed, slot, latency, wire in feeds[entry]:
-                at = now
+                moment = now
                 if slot >= 0:
-                    if free[slot] > at:
-                        at = free[slot]
-                    at += wire[k]
-                    free[slot] = at
-                    at += latency
+                    if free[slot] > moment:
+                        moment = free[slot]
+                    moment += wire[k]
+                    free[slot] = moment
+                    moment += latency
                 row = when[fed]
-                if at > row[k]:
-                    row[k] = at
+                if moment > row[k]:
+                    row[k] = moment
                 waits = left[fed]
                 waits[k] -= 1
                 if not waits[k] and blocked[fed] >= 0 and head[fed] == k:
@@ -536,11 +538,11 @@ class FixedOrders:
         """[way]: seconds until the last action ends. seconds: [entry][position][way], fused entries too; wires:
         [channel in its order][position][way], seconds on the wire.
         """
-        ways = seconds.shape[-1]
-        rows, sent = list(seconds.reshape(-1, ways)), list(wires.reshape(-1, ways))
-        clock, free = np.zeros((len(self.orders), ways)), list(np.zeros((self.work.slots, ways)))
-        came, clocks = list(np.zeros((self._walk[1], ways))), list(clock)
-        most = np.zeros(ways)
+        columns = seconds.shape[-1]
+        rows, sent = list(seconds.reshape(-1, columns)), list(wires.reshape(-1, columns))
+        clock, free = np.zeros((len(self.orders), columns)), list(np.zeros((self.work.slots, columns)))
+        came, clocks = list(np.zeros((self._walk[1], columns))), list(clock)
+        most = np.zeros(columns)
         for rank, waits, place, lasts, sends in self._walk[0]:
             now = clocks[rank]
             if waits >= 0:
@@ -552,20 +554,20 @@ class FixedOrders:
                 np.maximum(most, end, out=most)
             np.add(now, rows[place], out=now)
             for slot, wire, latency, fed in sends:
-                at = free[slot]
-                np.maximum(at, now, out=at)
-                np.add(at, sent[wire], out=at)
-                np.maximum(came[fed], at + latency, out=came[fed])
+                moment = free[slot]
+                np.maximum(moment, now, out=moment)
+                np.add(moment, sent[wire], out=moment)
+                np.maximum(came[fed], moment + latency, out=came[fed])
         return most
 
     def peaks(self, growth: Floats, moment: Floats) -> list[float]:
         """The most bytes of activations on each rank. growth: [entry][position]; moment: [stage][position]."""
-        found = []
+        peaks = []
         for places, fused, moments in self._rank_places:
             alive = np.cumsum(growth.reshape(-1)[places])
             before = np.concatenate([[0.0], alive])[fused]
-            found.append(float(max(0.0, alive.max(), (before + moment.reshape(-1)[moments]).max(initial=0.0))))
-        return found
+            peaks.append(float(max(0.0, alive.max(), (before + moment.reshape(-1)[moments]).max(initial=0.0))))
+        return peaks
 
     @cached_property
     def _walk(self) -> tuple[list[_Walked], int]:
@@ -580,15 +582,17 @@ class FixedOrders:
         }
         came: dict[int, int] = {}
         walk = []
-        everything = [(rank, *one) for rank, order in enumerate(self.orders) for one in positions(work, order)]
-        for rank, entry, lane, k in sorted(everything, key=lambda one: starts[one[2]][one[3]]):
+        everything = [
+            (rank, *position) for rank, order in enumerate(self.orders) for position in positions(work, order)
+        ]
+        for rank, entry, lane, k in sorted(everything, key=lambda item: starts[item[2]][item[3]]):
             ends = (lane, lane + 1) if entry != lane else (lane,)
             sends = tuple(
                 _Sent(slot, wire_of[lane, fed] * count + k, latency, came.setdefault(fed * count + k, len(came)))
                 for fed, slot, latency, _ in work.feeds[entry]
                 if slot >= 0
             )
-            lasts = tuple(one * count + k for one in ends) if k == count - 1 else ()
+            lasts = tuple(end * count + k for end in ends) if k == count - 1 else ()
             walk.append(_Walked(rank, came.get(lane * count + k, -1), entry * count + k, lasts, sends))
         return walk, len(came)
 
@@ -597,21 +601,23 @@ class FixedOrders:
         """By rank: places of its actions in order; of those that are fused the numbers in that order, and the places of
         their stages' moments.
         """
-        work, found = self.work, []
+        work, rank_places = self.work, []
         for order in self.orders:
-            own = positions(work, order)
-            fused = [number for number, (entry, _, _) in enumerate(own) if entry >= work.size]
-            moments = [(own[f][1] // 3) * work.microbatches + own[f][2] for f in fused]
-            places = [entry * work.microbatches + k for entry, _, k in own]
-            found.append(tuple(np.array(one, dtype=np.int64) for one in (places, fused, moments)))
-        return found  # type: ignore[return-value]
+            own_positions = positions(work, order)
+            fused = [number for number, (entry, _, _) in enumerate(own_positions) if entry >= work.size]
+            moments = [(own_positions[f][1] // 3) * work.microbatches + own_positions[f][2] for f in fused]
+            places = [entry * work.microbatches + k for entry, _, k in own_positions]
+            rank_places.append(tuple(np.array(column, dtype=np.int64) for column in (places, fused, moments)))
+        return rank_places  # type: ignore[return-value]
 
 
 def _of_ones(work: WorkTables) -> WorkTables:
     """The same stages and messages where every action takes a second and links nothing: an action starts after all
     that it waits for.
     """
-    stages = tuple(replace(one, forward=1.0, backward_input=1.0, backward_weight=1.0) for one in work.pipeline.stages)
+    stages = tuple(
+        replace(stage, forward=1.0, backward_input=1.0, backward_weight=1.0) for stage in work.pipeline.stages
+    )
     pipeline = replace(work.pipeline, stages=stages, loads=None, network=Network())
     return WorkTables.of(pipeline, work.placement, work.microbatches)
 
@@ -669,8 +675,8 @@ def peaks_with_messages(
     grown, where = np.cumsum(change[sorted_]), where[sorted_]
     edges = np.searchsorted(where, np.arange(len(orders)))
     base = np.concatenate([[0.0], grown])[edges]
-    found: list[float] = np.maximum(np.maximum.reduceat(grown, edges) - base, 0.0).tolist()
-    return found
+    peaks: list[float] = np.maximum(np.maximum.reduceat(grown, edges) - base, 0.0).tolist()
+    return peaks
 
 
 def _run(work: WorkTables, orders: Sequence[Sequence[int]], starts: Floats) -> _RankActions:
@@ -710,13 +716,13 @@ def _spans(work: WorkTables, run: _RankActions) -> list[tuple[Ints, Floats, Floa
     kinds = np.array(["FBW".index(kind) for kind, *_ in channels])
     source, target = (np.array([channel[i] for channel in channels]) for i in (1, 2))
     a, b = np.array(home)[source], np.array(home)[target]
-    made, needed = run.place[3 * source + kinds], run.place[3 * target + kinds]
-    links = [network.link(int(one), int(other)) for one, other in zip(a, b)]
+    sent_at, needed = run.place[3 * source + kinds], run.place[3 * target + kinds]
+    links = [network.link(int(index), int(other)) for index, other in zip(a, b)]
     travel = np.array([[link.latency] for link in links]) + size / np.array([[link.bandwidth] for link in links])
-    taken = _received(needed, made, [*zip(kinds.tolist(), a.tolist(), b.tolist())])
+    taken = _received(needed, sent_at, [*zip(kinds.tolist(), a.tolist(), b.tolist())])
     ahead = taken - 1
     posted = np.where(ahead >= run.first[b][:, None], run.begin[ahead], 0.0)
-    begin, until = run.end[made], run.begin[needed]
+    begin, until = run.end[sent_at], run.begin[needed]
     moved = np.maximum(posted, begin) + travel
     if network.answered:
         moved = np.array([_answers(work, run, channel) for channel in channels])
@@ -728,21 +734,21 @@ def _spans(work: WorkTables, run: _RankActions) -> list[tuple[Ints, Floats, Floa
     ]
 
 
-def _received(needed: Ints, made: Ints, wires: Sequence[tuple[int, int, int]]) -> Ints:
+def _received(needed: Ints, sent_at: Ints, wires: Sequence[tuple[int, int, int]]) -> Ints:
     """[channel, position]: the place of the action ahead of which a message is received: the first that needs it or a
     later one of its wire.
     """
-    found = needed.copy()
+    arrivals = needed.copy()
     rows: dict[tuple[int, int, int], list[int]] = {}
     for row, wire in enumerate(wires):
         rows.setdefault(wire, []).append(row)
     for listed in rows.values():
-        sent = np.argsort(made[listed], axis=None, kind="stable")
+        sent = np.argsort(sent_at[listed], axis=None, kind="stable")
         earliest = np.minimum.accumulate(needed[listed].ravel()[sent][::-1])[::-1]
         taken = np.empty_like(earliest)
         taken[sent] = earliest
-        found[listed] = taken.reshape(len(listed), -1)
-    return found
+        arrivals[listed] = taken.reshape(len(listed), -1)
+    return arrivals
 
 
 def _answers(work: WorkTables, run: _RankActions, channel: Message) -> Floats:
@@ -783,12 +789,12 @@ def fitted(
     """What `make` gives under the room, or under less of it; None if that does not fit, or takes `below` seconds."""
     left = list(room)
     for _ in range(TRIES):
-        made = make(left)
-        if made is None or made[1] >= below:
+        made_orders = make(left)
+        if made_orders is None or made_orders[1] >= below:
             return None
-        over = excess(work, made[0], room)
+        over = excess(work, made_orders[0], room)
         if over is None:
-            return Fitted(*made, left)
+            return Fitted(*made_orders, left)
         left = [have - FURTHER * more for have, more in zip(left, over)]
         if any(more and reserve(work, rank).most > left[rank] for rank, more in enumerate(over)):
             return None

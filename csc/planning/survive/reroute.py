@@ -104,7 +104,7 @@ class _ReplicaWork:
         depth, replicas = template.depth, range(len(microbatches))
         ranks = tuple((r, s) for r in replicas for s in range(depth) if (r, s) not in lost)
         number = {place: rank for rank, place in enumerate(ranks)}
-        logical, home, own, guest = [], [], [], []
+        logical, home, own_microbatches, guest = [], [], [], []
         for r in replicas:
             for s in range(depth):
                 peers = [(r, s)] if (r, s) in number else [(q, s) for q in replicas if (q, s) in number]
@@ -115,9 +115,9 @@ class _ReplicaWork:
                     if turn < microbatches[r]:
                         logical.append((r, s))
                         home.append(number[peer])
-                        own.append(tuple(range(turn, microbatches[r], len(peers))))
+                        own_microbatches.append(tuple(range(turn, microbatches[r], len(peers))))
                         guest.append(peer != (r, s))
-        stage_of = {(*place, mb): stage for stage, place in enumerate(logical) for mb in own[stage]}
+        stage_of = {(*place, mb): stage for stage, place in enumerate(logical) for mb in own_microbatches[stage]}
         stages = tuple(
             replace(template.pipeline.stages[s], state=0.0) if away else template.pipeline.stages[s]
             for (_, s), away in zip(logical, guest)
@@ -126,7 +126,15 @@ class _ReplicaWork:
             stages, _messages(template.pipeline, logical), _network(template.pipeline.network, ranks)
         )  # fmt: skip
         return cls(
-            depth, ranks, tuple(logical), tuple(home), tuple(own), tuple(guest), numbers, template.memory, stage_of
+            depth,
+            ranks,
+            tuple(logical),
+            tuple(home),
+            tuple(own_microbatches),
+            tuple(guest),
+            numbers,
+            template.memory,
+            stage_of,
         )
 
     @cached_property
@@ -149,19 +157,19 @@ class _ReplicaWork:
     @cached_property
     def before(self) -> dict[Task, list[tuple[Task, Message | None]]]:
         """By task, what it waits for, and the channel of the message in between."""
-        found: dict[Task, list[tuple[Task, Message | None]]] = {}
+        waits: dict[Task, list[tuple[Task, Message | None]]] = {}
         for stage, work in enumerate(self.pipeline.stages):
             for mb in self.own[stage]:
-                found["F", stage, mb] = []
+                waits["F", stage, mb] = []
                 if work.has_b:
-                    found["B", stage, mb] = [(("F", stage, mb), None)]
+                    waits["B", stage, mb] = [(("F", stage, mb), None)]
                 if work.has_w:
-                    found["W", stage, mb] = [(("B" if work.has_b else "F", stage, mb), None)]
+                    waits["W", stage, mb] = [(("B" if work.has_b else "F", stage, mb), None)]
         for channel in self.pipeline.messages:
             kind, source, target = channel
             for mb in set(self.own[source]) & set(self.own[target]):
-                found[kind, target, mb].append(((kind, source, mb), channel))
-        return found
+                waits[kind, target, mb].append(((kind, source, mb), channel))
+        return waits
 
 
 def _messages(numbers: Pipeline, logical: Sequence[tuple[int, int]]) -> dict[Message, float]:
@@ -227,13 +235,13 @@ def _dispatched(work: _ReplicaWork, ahead: float, guests_first: bool, apart: boo
         busy[rank] = end
         heappush(heap, (end, rank))
         for later, channel in feeds.get(task, ()):
-            at, to = end, home[later[1]]
+            moment, to = end, home[later[1]]
             if channel is not None and to != rank:
                 link = work.pipeline.network.link(rank, to)
-                at = max(at, wire.get((rank, to), 0.0)) + work.pipeline.messages[channel] / link.bandwidth
-                wire[rank, to] = at
-                at += link.latency
-            came[later] = max(came[later], at)
+                moment = max(moment, wire.get((rank, to), 0.0)) + work.pipeline.messages[channel] / link.bandwidth
+                wire[rank, to] = moment
+                moment += link.latency
+            came[later] = max(came[later], moment)
             waits[later] -= 1
             if not waits[later]:
                 ready[to].append((came[later], later))
@@ -243,12 +251,12 @@ def _dispatched(work: _ReplicaWork, ahead: float, guests_first: bool, apart: boo
         now, rank = heappop(heap)
         if now < busy[rank]:
             continue
-        there = [task for at, task in ready[rank] if at <= now and held.admits(task)]
-        if not there:
+        candidates = [task for moment, task in ready[rank] if moment <= now and held.admits(task)]
+        if not candidates:
             continue
-        task = min(there, key=urgency)
+        task = min(candidates, key=urgency)
         if not apart and task[0] != "W":
-            owed = [other for other in there if other[0] == "W"]
+            owed = [other for other in candidates if other[0] == "W"]
             task = min(owed, key=urgency) if owed else task
         ready[rank] = [entry for entry in ready[rank] if entry[1] != task]
         left -= 1
@@ -272,7 +280,7 @@ class _Held:
             state[rank] += work.pipeline.stages[stage].state
             working[rank] = max(working[rank], work.pipeline.stages[stage].working)
         limit = math.inf if work.memory is None else work.memory
-        self._room = [limit - one - other for one, other in zip(state, working)]
+        self._room = [limit - bytes_used - other for bytes_used, other in zip(state, working)]
         self._reserve = [0.0] * len(work.ranks)  # what B of a microbatch leaves beyond what F saved
         for stage, rank in enumerate(work.home):
             self._reserve[rank] = max(self._reserve[rank], _grows(work.pipeline.stages[stage], "B"))
@@ -317,12 +325,12 @@ def _schedule(work: _ReplicaWork, orders: Sequence[Sequence[Task]]) -> Schedule:
     """With the messages that a stage's microbatches need, and no others."""
     kinds: dict[str, Kind] = {"F": "F", "B": "B", "W": "W"}
     listed = [[Action(kinds[kind], stage, mb) for kind, stage, mb in order] for order in orders]
-    whole = with_messages("rerouted", listed, work.pipeline.messages)
-    own = [set(microbatches) for microbatches in work.own]
+    messaged = with_messages("rerouted", listed, work.pipeline.messages)
+    own_sets = [set(microbatches) for microbatches in work.own]
 
     def needed(actions: Sequence[Action]) -> Iterator[Action]:
         for action in actions:
-            if action.kind not in ("SEND", "RECV") or action.microbatch in own[action.destination]:
+            if action.kind not in ("SEND", "RECV") or action.microbatch in own_sets[action.destination]:
                 yield action
 
-    return Schedule("rerouted", tuple(tuple(needed(actions)) for actions in whole.ranks))
+    return Schedule("rerouted", tuple(tuple(needed(actions)) for actions in messaged.ranks))

@@ -177,38 +177,38 @@ def templates(
     Raises:
         InputError: None of the depths fits: what the deepest says.
     """
-    found: dict[int, PipelineTemplate] = {}
+    found_templates: dict[int, PipelineTemplate] = {}
     refused: CscError | None = None
     for depth in depths:
         try:
-            found[depth] = _template(problem, depth, microbatches, names)
+            found_templates[depth] = _template(problem, depth, microbatches, names)
         except CscError as error:
             refused = error
-    if not found and refused is not None:
+    if not found_templates and refused is not None:
         raise refused
-    return found
+    return found_templates
 
 
 def _template(problem: Problem, depth: int, microbatches: int, names: Sequence[str]) -> PipelineTemplate:
-    own = replace(problem, ranks=depth, microbatches=microbatches, scale=None)
+    problem_here = replace(problem, ranks=depth, microbatches=microbatches, scale=None)
     limits = [None, lambda depth: 1.0]  # what 1F1B holds; else one microbatch at a time
     refused: CscError | None = None
-    for in_flight in limits if own.memory is not None else limits[:1]:
+    for in_flight in limits if problem_here.memory is not None else limits[:1]:
         try:
-            stages = partition(own, in_flight)
+            stages = partition(problem_here, in_flight)
         except CscError as error:
             refused = refused or error
             continue
-        numbers = pipeline(own, stages, range(depth))
+        numbers = pipeline(problem_here, stages, range(depth))
         times: dict[str, float] = {}
         for name in names:
             try:
-                times[name] = timed(name, numbers, range(depth), microbatches, own.memory)
+                times[name] = timed(name, numbers, range(depth), microbatches, problem_here.memory)
             except CscError as error:
                 refused = refused or error
         if times:
             name = min(times, key=lambda name: times[name])
-            return PipelineTemplate(depth, stages, numbers, name, own.memory)
+            return PipelineTemplate(depth, stages, numbers, name, problem_here.memory)
     assert refused is not None
     raise refused
 
@@ -275,14 +275,14 @@ def arrangements(
         )  # fmt: skip
     least = min(templates, default=0)
     wanted = sorted({n for n in ranks if templates and n >= replicas * least})
-    found: dict[int, ReplicaArrangement] = {}
+    by_ranks: dict[int, ReplicaArrangement] = {}
     before: ReplicaArrangement | None = None
     for n in wanted:
         search = _fastest_equal if equal else _fastest
         arrangement = search(templates, n, microbatches, replicas, before)
         if arrangement is not None:
-            found[n] = before = arrangement
-    return found
+            by_ranks[n] = before = arrangement
+    return by_ranks
 
 
 def _fastest(
@@ -362,8 +362,8 @@ def arranged(
     while sum(counts) > microbatches:  # from the one that is done last
         last = max((i for i, n in enumerate(counts) if n > 1), key=lambda i: (used[i].seconds(counts[i]), i))
         counts[last] -= 1
-    found = tuple(Replica(t.depth, count) for t, count in zip(used, counts))
-    return ReplicaArrangement(ranks, found, max(t.seconds(count) for t, count in zip(used, counts)))
+    replicas_here = tuple(Replica(t.depth, count) for t, count in zip(used, counts))
+    return ReplicaArrangement(ranks, replicas_here, max(t.seconds(count) for t, count in zip(used, counts)))
 
 
 def _filled(
@@ -428,7 +428,7 @@ class SurvivalPlan:
     @property
     def depths_used(self) -> tuple[int, ...]:
         """Of the templates that some arrangement has: those whose programs are to be compiled."""
-        return tuple(sorted({r.depth for each in self.arrangements.values() for r in each.replicas}))
+        return tuple(sorted({r.depth for arrangement in self.arrangements.values() for r in arrangement.replicas}))
 
 
 def survival(
@@ -462,11 +462,11 @@ def survival(
         raise _uncovered(problem, ranks, failures, least, share, names)
     wanted = depths(ranks, least, failures, units)
     kept = {depth: template for depth, template in every.items() if depth in wanted}
-    found: dict[int, ReplicaArrangement] = {}
+    by_ranks: dict[int, ReplicaArrangement] = {}
     for replicas in range(1, failures + 2):
         numbers = [n for n in range(ranks - failures, ranks + 1) if min(failures + 1, n // least) == replicas]
-        found |= arrangements(kept, numbers, microbatches, replicas, equal)
-    missing = [n for n in range(ranks - failures, ranks + 1) if n not in found]
+        by_ranks |= arrangements(kept, numbers, microbatches, replicas, equal)
+    missing = [n for n in range(ranks - failures, ranks + 1) if n not in by_ranks]
     if missing:
         replicas = min(failures + 1, missing[0] // least)
         raise InputError(
@@ -474,7 +474,7 @@ def survival(
             f"{microbatches} microbatches out evenly",
             "survive", f"Ask for a step of a multiple of {failures + 1} microbatches, or for replicas that differ",
         )  # fmt: skip
-    return SurvivalPlan(ranks, failures, least, kept, found)
+    return SurvivalPlan(ranks, failures, least, kept, by_ranks)
 
 
 def _uncovered(
@@ -485,8 +485,8 @@ def _uncovered(
     remedies = [f"start with {(failures + 1) * least} ranks"]
     room = ranks // (failures + 1)
     if room and problem.memory is not None:
-        whole = replace(problem, memory=None)
-        need = _least_memory(whole, room, share, names)
+        unlimited = replace(problem, memory=None)
+        need = _least_memory(unlimited, room, share, names)
         if need is not None:
             remedies.append(f"allow {bytes_text(need)} of memory so that {_count(room, 'rank')} hold a replica")
     if replicas > 1:

@@ -96,12 +96,12 @@ def layout_of(arrangement: ReplicaArrangement, templates: Mapping[int, PipelineT
 
 def holders(layout: Layout) -> dict[int, tuple[int, ...]]:
     """By unit the ranks that hold it, in the order of replicas."""
-    found: dict[int, list[int]] = {}
+    holders_of: dict[int, list[int]] = {}
     for replica in layout:
         for rank, units in zip(replica.ranks, replica.stages):
             for unit in units:
-                found.setdefault(unit, []).append(rank)
-    return {unit: tuple(ranks) for unit, ranks in sorted(found.items())}
+                holders_of.setdefault(unit, []).append(rank)
+    return {unit: tuple(ranks) for unit, ranks in sorted(holders_of.items())}
 
 
 def gradient_sums(layout: Layout, lost: Collection[int] = ()) -> tuple[GradientSum, ...]:
@@ -115,7 +115,7 @@ def gradient_sums(layout: Layout, lost: Collection[int] = ()) -> tuple[GradientS
     for unit, ranks in holders(layout).items():
         units_of.setdefault(tuple(rank for rank in ranks if rank not in lost), []).append(unit)
     sums = [GradientSum(tuple(units), ranks) for ranks, units in units_of.items()]
-    return tuple(sorted(sums, key=lambda each: -each.units[0]))
+    return tuple(sorted(sums, key=lambda total: -total.units[0]))
 
 
 def moves(before: Layout, after: Layout, lost: Collection[int], sizes: Sequence[float]) -> tuple[StateMove, ...]:
@@ -138,16 +138,16 @@ def moves(before: Layout, after: Layout, lost: Collection[int], sizes: Sequence[
             "survive",
             "Go on from the last checkpoint; more replicas, or a copy on a neighbour, survive such a failure",
         )
-    given: dict[int, float] = {}
-    found = []
+    sent: dict[int, float] = {}
+    found_moves = []
     for replica in after:
         for rank, units in zip(replica.ranks, replica.stages):
             for unit in units:
                 if rank not in left[unit]:
-                    source = min(left[unit], key=lambda r: (given.get(r, 0.0), r))
-                    given[source] = given.get(source, 0.0) + sizes[unit]
-                    found.append(StateMove(unit, source, rank, sizes[unit]))
-    return tuple(found)
+                    source = min(left[unit], key=lambda r: (sent.get(r, 0.0), r))
+                    sent[source] = sent.get(source, 0.0) + sizes[unit]
+                    found_moves.append(StateMove(unit, source, rank, sizes[unit]))
+    return tuple(found_moves)
 
 
 def moving(moves: Sequence[StateMove], link: Link) -> float:
@@ -173,9 +173,9 @@ def seated(
     stages = [templates[replica.depth].stages for replica in arrangement.replicas]
     kept = []
     for rank in sorted(survivors):
-        own = held.get(rank, set())
+        held_units = held.get(rank, set())
         for number, stage in places:
-            shared = own.intersection(stages[number][stage])
+            shared = held_units.intersection(stages[number][stage])
             if shared:
                 kept.append((-sum(sizes[unit] for unit in shared), rank, number, stage))
     seat: dict[tuple[int, int], int] = {}
@@ -230,25 +230,25 @@ def ways_back(
             f"Go on from the last checkpoint on {least} ranks or more",
         )  # fmt: skip
     link = link or max(
-        (problem.network.within, problem.network.between), key=lambda each: (1 / each.bandwidth, each.latency)
+        (problem.network.within, problem.network.between), key=lambda link: (1 / link.bandwidth, link.latency)
     )
     microbatches = sum(replica.microbatches for replica in before)
     wanted = min(replicas, len(survivors) // least)
-    found: list[WayBack] = []
+    found_ways: list[WayBack] = []
     for kind, depths in _depths(before, set(lost), len(survivors), templates).items():
         if len(depths) < wanted:
             continue
         arrangement = arranged(templates, len(survivors), depths, microbatches)
         if arrangement is not None:
-            found.append(_way(kind, before, arrangement, templates, survivors, lost, sizes, link))
+            found_ways.append(_way(kind, before, arrangement, templates, survivors, lost, sizes, link))
     best = arrangements(templates, [len(survivors)], microbatches, wanted).get(len(survivors))
     if best is not None:
-        found.append(_way("anew", before, best, templates, survivors, lost, sizes, link))
+        found_ways.append(_way("anew", before, best, templates, survivors, lost, sizes, link))
     away = _rerouted(templates, before, set(lost))
     copies = min(sum(rank not in lost for rank in ranks) for ranks in holders(before).values())
     if away is not None and copies >= wanted:
-        found.append(away)
-    return sorted(found, key=lambda way: (-way.steps(horizon), sum(move.size for move in way.moves)))
+        found_ways.append(away)
+    return sorted(found_ways, key=lambda way: (-way.steps(horizon), sum(move.size for move in way.moves)))
 
 
 def _way(
@@ -269,10 +269,10 @@ def _depths(
     hit = [i for i, (was, now) in enumerate(zip(old, left)) if now < was]
     if not hit:
         return {}
-    found: dict[Kind, list[int]] = {}
+    depths_of: dict[Kind, list[int]] = {}
     smaller = [_template_within(templates, now) for now in left]
-    found["smaller"] = [depth for depth in smaller if depth]
-    whole = [i for i in range(len(old)) if i not in hit]
+    depths_of["smaller"] = [depth for depth in smaller if depth]
+    unhurt = [i for i in range(len(old)) if i not in hit]
     borrowed: list[int] | None = list(left)
     for i in hit:
         while borrowed is not None and borrowed[i] < old[i]:
@@ -284,15 +284,15 @@ def _depths(
             borrowed[lender] -= 1
             borrowed[i] += 1
     if borrowed is not None and all(depth in templates for depth in borrowed):
-        found["borrowed"] = borrowed
-    if whole:
-        merged = {i: left[i] for i in whole}
+        depths_of["borrowed"] = borrowed
+    if unhurt:
+        merged = {i: left[i] for i in unhurt}
         for i in hit:
             to = min(merged, key=lambda j: (merged[j], j))
             merged[to] += left[i]
         depths = [_template_within(templates, size) for size in merged.values()]
-        found["merged"] = [depth for depth in depths if depth]
-    return {kind: depths for kind, depths in found.items() if depths and sum(depths) <= survivors}
+        depths_of["merged"] = [depth for depth in depths if depth]
+    return {kind: depths for kind, depths in depths_of.items() if depths and sum(depths) <= survivors}
 
 
 def _template_within(templates: Mapping[int, PipelineTemplate], ranks: int) -> int:
