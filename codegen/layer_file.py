@@ -110,7 +110,7 @@ def _kept(
         reached = _led_to(graph, sizes, large)
         kept = [
             node for node in g.calls(graph)
-            if node in reached & asked and (node in returned or any(u in asked - reached for u in node.users))
+            if node in reached & asked and (node in returned or not reached.issuperset(asked.intersection(node.users)))
         ]  # fmt: skip
         beyond = {node for node in kept if not 0 <= _bytes(node) <= MOST}
         if not beyond:
