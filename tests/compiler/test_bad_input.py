@@ -545,27 +545,20 @@ class Padded(Base):
 
 
 def test_a_loss_that_is_padded_with_a_number() -> None:
-    refused(
-        lambda: csc.compile(Padded(), example=batch(), microbatches=2, check=False),
-        "pad does more than scale what was summed over samples",
-        line_of(Padded.forward, "nn.functional.pad("),
-        "loss_weight='mean'",
-    )  # fmt: skip
-    model = Padded()
-    model.number = 0.0
-    found = verify(csc.compile(model, example=batch(), microbatches=2))
-    assert found.params_missing == () and max(found.loss_rel, found.grad_rel_max) < 1e-6
+    """It is added once, to the loss of the whole batch."""
+    for number in (1.0, 0.0):
+        model = Padded()
+        model.number = number
+        found = verify(csc.compile(model, example=batch(), microbatches=2))
+        assert found.params_missing == () and max(found.loss_rel, found.grad_rel_max) < 1e-6
 
 
-def test_a_loss_that_cannot_be_weighted_and_the_remedy() -> None:
-    refused(
-        lambda: csc.compile(TimesAnother(), example=batch(), microbatches=2),
-        "mul does more than scale what was summed over samples",
-        line_of(TimesAnother.forward, "self.loss(x, labels) *"),
-        "loss_weight='mean'",
-    )  # fmt: skip
+def test_a_loss_that_no_weights_make_and_what_a_user_may_say() -> None:
+    """A product of means is computed once, over the whole batch."""
     one = verify(csc.compile(TimesAnother(), example=batch()))
     assert (one.grad_rel_max, one.params_missing) == (0, ())
+    over_batch = verify(csc.compile(TimesAnother(), example=batch(), microbatches=2))
+    assert over_batch.params_missing == () and max(over_batch.loss_rel, over_batch.grad_rel_max) < 1e-6
     two = csc.compile(TimesAnother(), example=batch(), microbatches=2, loss_weight="mean")
     assert two.program.loss_weight == "mean", "as the user says"
 

@@ -23,7 +23,6 @@ FACTORS: dict[str, Callable[[int], Any]] = {
     "branch": lambda n: 2.0 if n > 3 else 1.0,
     "whole part": lambda n: int(n * 0.5),
     "list of numbers": lambda n: torch.tensor([float(n)]).sum(),
-    "tensor": torch.tensor,
 }
 
 
@@ -48,6 +47,12 @@ def test_refused_in_microbatches(factor: str) -> None:
     with pytest.raises(InputError, match=r"number of samples in Python|csc cannot prove"):
         csc.compile(model, mesh="pp=1", example=given, microbatches=2, cache=False, check=False).train_step(given)
     eager.assert_as_eager(model, given, meshes=["pp=1"], check=False)
+
+
+def test_a_tensor_of_the_number_is_that_of_the_whole_batch() -> None:
+    """The loss is then computed over the whole batch, once."""
+    model = Scaled(torch.tensor, lambda x: x.shape[0])
+    eager.assert_as_eager(model, eager.batch(samples=8), meshes=["pp=1", "dp=2"], check=False, microbatches=2)
 
 
 def test_a_branch_that_no_microbatch_takes_and_the_batch_does() -> None:

@@ -364,7 +364,7 @@ FINITE = {
 # What they look up by which argument.
 INDICES = {
     "aten::embedding": 1, "aten::gather": 2, "aten::index": 1, "aten::index_add": 2, "aten::index_select": 2,
-    "aten::take_along_dim": 1,
+    "aten::one_hot": 0, "aten::take_along_dim": 1,
 }  # fmt: skip
 
 
