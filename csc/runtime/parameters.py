@@ -263,7 +263,7 @@ class DataShards:
     def __init__(self, mesh: Mesh, rank: int, apart: bool = False, failures: int = 0) -> None:
         self.apart = apart
         self._shards = mesh.dp // (failures + 1) * mesh.cp if failures else len(mesh.group(Group.DATA, rank))
-        self.regroup(mesh, rank, range(mesh.dp) if failures else None)
+        self.regroup(mesh, rank, mesh.replicas if failures else None)
         self._held: dict[str, Stepped] = {}
         self.stale = False
         self.replaced = False  # programs that train the same parameters have no use for these shards

@@ -810,9 +810,9 @@ class Survival:
         dist.init_process_group("gloo", store=self._common, rank=place, world_size=len(plan.members), timeout=wait)
         mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
         self._meeting.rejoin(self._seconds, common)
-        lost = {self._before.coordinates(one).dp for one in gone}
+        lost = {replica for one in gone for replica in self._before.replicas_of(one)}
         for trainer in trainers:
-            trainer.regroup(mesh, place, [one for one in range(self._before.dp) if one not in lost])
+            trainer.regroup(mesh, place, [replica for replica in self._before.replicas if replica not in lost])
         self.members, self.mesh = plan.members, mesh
         self._known = (plan.rounds, plan.rows)
         flight = self._flight
