@@ -162,6 +162,17 @@ def _has_a_part(trainer: Trainer) -> bool:
 SETTLED = 2  # steps until memory is what it will be: the first one warms up
 
 
+@contextmanager
+def _noting(changes: Sequence[str]) -> Iterator[None]:
+    """Add to a step that ranks do not agree on what has changed on this one."""
+    try:
+        yield
+    except StepFailed as error:
+        for change in filter(None, changes):
+            error.add_note(f"on this rank the model has changed since it was compiled: {change}")
+        raise
+
+
 class Steps:
     """With the programs of a model, on the batches that it is given."""
 
@@ -395,12 +406,8 @@ class Steps:
 
         with meeting.turn(operation):
             compared: list[ComparedStep] = []
-            try:
+            with _noting(changes):
                 ready, found, votes = share.agree(operation, lambda: ready_from(batch), prepare)
-            except StepFailed as error:
-                for change in filter(None, changes):
-                    error.add_note(f"on this rank the model has changed since it was compiled: {change}")
-                raise
             served = share.served(votes) and found is not None and not programs.unmet(share.meets(votes))
             if (due := served and self._is_due) or not served:
                 meeting.began()  # what is made now has meetings of its own

@@ -133,19 +133,12 @@ def search(
     full = _full(data, samples, batch_size)
     frozen = _frozen(freeze, modality)
     _check_probe(chosen, data, probe)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed is {seed!r}", "csc.search", "give a whole number of at least 0")
-    if not math.isfinite(perfect):
-        raise InputError(f"perfect is {perfect!r}", "csc.search", "give the score of no error")
+    _check_numbers(seed, perfect)
     wanted = {"mesh": mesh, "microbatches": microbatches, "hardware": hardware, "memory": memory}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     planned_mesh = closed(changed(Options(), **wanted)).mesh  # what is wrong is said before anything is trained
-    candidates = Candidates(
-        encoders,
-        llms,
-        Parts(projector, placeholders, modality, feature_layer, keep_prefix),
-        Path(directory) / "features",
-    )
+    parts = Parts(projector, placeholders, modality, feature_layer, keep_prefix)
+    candidates = Candidates(encoders, llms, parts, Path(directory) / "features")
     allowed = _budget(budget, len(candidates.pairs) * full, full, chosen.name)
     head = {
         "encoders": list(encoders), "llms": list(llms), "samples": full, "batch_size": batch_size, "data": len(data),
@@ -160,6 +153,13 @@ def search(
     planned_for = None if mesh is None else str(planned_mesh)
     scope = _Scope(full, allowed, perfect, planned_for, wanted, batch_size * planned_mesh.dp)
     return _driven(chosen, candidates, Task(data, batch, score, probe), settings, scope, Path(directory), head, tell)
+
+
+def _check_numbers(seed: int, perfect: float) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed is {seed!r}", "csc.search", "give a whole number of at least 0")
+    if not math.isfinite(perfect):
+        raise InputError(f"perfect is {perfect!r}", "csc.search", "give the score of no error")
 
 
 @dataclass(frozen=True)
