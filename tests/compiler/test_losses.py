@@ -300,5 +300,4 @@ def test_what_is_repeated_for_each_sample_and_taken_once_is_the_same_for_all() -
         some = model.embed(torch.arange(3).unsqueeze(0).expand(len(labels), -1)[: len(labels) // 2])
         return each.mean() + some.sum()
 
-    with pytest.raises(InputError, match="cannot prove"):
-        check(Model(halved), batch, batch, microbatches=2, check=False)
+    check(Model(halved), batch, batch, microbatches=2, check=False)  # computed over the whole batch
