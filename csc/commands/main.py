@@ -169,12 +169,12 @@ def passes(json_output: JsonOption = False) -> None:
     """List the passes with what each requires and ensures."""
     from csc.passes.runner import contracts
 
-    found = contracts()
+    passes_found = contracts()
     if json_output:
-        print_json({"passes": [vars(contract) for contract in found]})
+        print_json({"passes": [vars(contract) for contract in passes_found]})
         return
     listed = table("pass", "does", Column("requires", 1), Column("ensures", 2), show_lines=True)
-    for contract in found:
+    for contract in passes_found:
         listed.add_row(
             *(escape(text) for text in (contract.name, contract.summary, contract.requires, contract.ensures))
         )

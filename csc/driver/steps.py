@@ -269,27 +269,27 @@ class Steps:
         if not is_under_way():
             return self._trained
         rank = int(os.environ["RANK"])
-        found = ask(rank, settings.timeout)
-        if found is None:
+        admission = ask(rank, settings.timeout)
+        if admission is None:
             return 0
-        found.enter(rank, self._options.mesh.size, settings.timeout)
-        self._state = exchange(found, self.programs.compiler.model, None)
-        self._trained, self._count = found.steps, found.calls
+        admission.enter(rank, self._options.mesh.size, settings.timeout)
+        self._state = exchange(admission, self.programs.compiler.model, None)
+        self._trained, self._count = admission.steps, admission.calls
         self.trainer(check=False)
-        return found.steps
+        return admission.steps
 
     def _take_up(self) -> None:
         """Those that were lost are there again: all build what ranks share anew."""
         survival = self.programs.set.survival
         assert survival is not None
         optimizer = None if self._optimizer is None else self._optimizer()
-        found = survival.admit(self._trained, self._count)
-        exchange(found, self.programs.compiler.model, None if optimizer is None else optimizer.state_dict())
+        admission = survival.admit(self._trained, self._count)
+        exchange(admission, self.programs.compiler.model, None if optimizer is None else optimizer.state_dict())
         self.programs.start_again()
         self._evaluating = None
         self.trainer(check=False)
-        if found.source == survival.me:
-            log.warning("all ranks train again, from step %d on", found.steps)
+        if admission.source == survival.me:
+            log.warning("all ranks train again, from step %d on", admission.steps)
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         """It steps what trains: after `rejoin` it gets the state of the others'."""
@@ -424,8 +424,8 @@ class Steps:
             if operation not in STEPS or compared:
                 meeting.began()
             trainer, dealt, encoding = found
-            said = StepVote.of_any(vote.step for vote in votes)
-            yield trainer, dealt, said, compared[-1] if compared else None, encoding
+            step_vote = StepVote.of_any(vote.step for vote in votes)
+            yield trainer, dealt, step_vote, compared[-1] if compared else None, encoding
 
     def _of_widths(self, ready: list[dict[str, Any]], batch: Any) -> list[dict[str, Any]]:
         """Microbatches padded to the widths that programs are for. A batch that was divided for all has its widths."""

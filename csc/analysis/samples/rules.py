@@ -548,7 +548,7 @@ def number_sum_rule(following: SamplePropagation, node: fx.Node) -> State:
     if any(isinstance(state, NewTensor) for state in states):
         return NewTensor()
     powers = {state.powers for state in states if isinstance(state, Whole)}
-    rows = [_rows_counted(following, one) for one in powers]
+    rows = [_rows_counted(following, count) for count in powers]
     alike = len(powers) == 1 or (g.op_name(node) == "add" and None not in rows and len(set(rows)) == 1)
     if not alike or not all(isinstance(s, Whole) for s in states):
         raise Lost("adds something to a number of samples")
@@ -560,7 +560,9 @@ def _rows_counted(following: SamplePropagation, powers: Powers) -> int | None:
     if len(powers) != 1:
         return None
     ((count, power),) = powers
-    entries = [one for one in following.entries.values() if isinstance(one, SampleRows) and one.entry == count.name]
+    entries = [
+        entry for entry in following.entries.values() if isinstance(entry, SampleRows) and entry.entry == count.name
+    ]
     return entries[0].count if entries and count.kind == "rows" and count.plain and power == 1 else None
 
 
