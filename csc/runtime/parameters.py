@@ -300,6 +300,11 @@ class DataShards:
         return self._held[name].shard
 
     @property
+    def shard_of(self) -> Sequence[int]:
+        """The shards that the ranks of the group step, in its order."""
+        return self._shard_of
+
+    @property
     def counts(self) -> bool:
         """Whether this rank is the first that steps its shards."""
         return self._shard_of.index(self._shard_of[self._index]) == self._index

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import csc
+from csc.checkpoints import files, restoring
 from csc.errors import InputError
 from csc.runtime.survival import Held, Regrouping, Report, Taking, dealt_to, planned, shares
 from tests import launching
@@ -138,7 +139,21 @@ def test_shards_and_sequences_are_not_lost(
 ) -> None:
     launching.ranks(survival_worker.main, 4, tmp_path, mesh, faults, csc.Survive(1, copies=1), True, zero, dying=1)
     check_undisturbed(tmp_path, mesh, left)
-    assert all(len(one["recoveries"]) == 1 for one in told(tmp_path, left))
+    reports = told(tmp_path, left)
+    assert all(len(report["recoveries"]) == 1 for report in reports)
+    check_checkpoint(tmp_path, reports)
+
+
+def check_checkpoint(directory: Path, reports: list[dict[str, Any]]) -> None:
+    """Those that are left have written all weights, as they have them, and all of the optimizer's state."""
+    index = files.read(files.find(directory / "saved_run"))
+    values = {name: weight for report in reports for name, weight in report["weights"].items()}
+    for name, stored in index.parameters.items():
+        assert torch.equal(restoring.whole(index, stored, name), torch.tensor(values[name])), name
+    momenta = {name for name, key, _ in index.of_optimizer() if key == "momentum_buffer"}
+    assert momenta == index.trained
+    for name, key, stored in index.of_optimizer():
+        assert restoring.whole(index, stored, f"{key} of {name}").isfinite().all()
 
 
 @pytest.mark.gloo
