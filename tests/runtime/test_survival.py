@@ -109,8 +109,9 @@ def test_one_rank_after_the_other_is_killed(tmp_path: Path) -> None:
     faults = [Fault(0, 1, "F 0 1"), Fault(2, 2, "the sum of gradients"), Fault(1, 3, "clip_grad_norm_")]
     launching.ranks(survival_worker.main, 4, tmp_path, "dp=4", faults, csc.Survive(3, copies=1), dying=3)
     check_undisturbed(tmp_path, "dp=4", [3])
-    recoveries = told(tmp_path, [3])[0]["recoveries"]
-    assert [(one["step"], one["again"]) for one in recoveries][1:] == [(3, []), (0, [])], recoveries
+    _, in_sums, between_steps = told(tmp_path, [3])[0]["recoveries"]
+    assert in_sums["step"] == 3 and len(in_sums["again"]) <= 1, "the last copy may have been on its way"
+    assert (between_steps["step"], between_steps["again"]) == (0, [])
 
 
 @pytest.mark.gloo
