@@ -12,6 +12,7 @@ import torch
 from csc.checkpoints.writing import boxes_written
 from csc.ir.groups import SHARD, WHOLE
 from csc.ir.mesh import Mesh
+from csc.runtime.parameters import DataShards
 from csc.runtime.specs import ParameterSpec, put, sizes
 
 SHAPES = [(8, 6), (3,), (1, 5), (), (0, 4), (40, 2), (7, 7)]
@@ -33,9 +34,11 @@ def specs(mesh: Mesh) -> list[ParameterSpec]:
     return found
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize(("zero", "failures"), [(0, 0), (1, 0), (3, 0), (1, 1)])
 @pytest.mark.parametrize("mesh", ["dp=4", "pp=2,tp=2", "dp=3,pp=2", "dp=2,cp=2,tp=2", "dp=2,pp=2,order=pp-dp"])
-def test_every_entry_once(mesh: str, zero: int) -> None:
+def test_every_entry_once(mesh: str, zero: int, failures: int) -> None:
+    if failures >= Mesh.of(mesh).dp:
+        pytest.skip("no replica would be left")
     made = Mesh.of(mesh)
     manifest = SimpleNamespace(mesh=made, parameters=specs(made), zero=zero)
     times = {spec.name: torch.zeros(spec.shape) for spec in manifest.parameters}
@@ -43,7 +46,9 @@ def test_every_entry_once(mesh: str, zero: int) -> None:
     load = [0] * made.size
     for rank in range(made.size):
         trainer: Any = SimpleNamespace(
-            program=SimpleNamespace(manifest=manifest), transport=SimpleNamespace(ranks=[rank])
+            program=SimpleNamespace(manifest=manifest),
+            transport=SimpleNamespace(ranks=[rank]),
+            own=SimpleNamespace(data=DataShards(made, rank, failures=failures) if zero else None),
         )
         for spec, box in boxes_written(trainer):
             assert made.coordinates(rank).pp == spec.owner
