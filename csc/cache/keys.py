@@ -10,7 +10,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path, PurePath
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -41,6 +41,7 @@ from csc.cache.describe import (
 from csc.capture.batch import device_of
 from csc.capture.trace.export import training, without_kv_cache
 from csc.ir.program import Options
+from csc.passes.pipeline import of_csc, traced_by_users
 from csc.torch_private.traces import modes_that_are_on
 
 # --- Torch's own switches that decide what code computes: precision of products, kernels, dtypes, modes --------------
@@ -416,7 +417,7 @@ FORMAT = 5
 OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk", "fuse", "sequence_parallel", "replicate")
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
-__all__ = ["Opaque", "mesh_key", "model_key", "own_sources", "program_key", "trace_key"]
+__all__ = ["Opaque", "mesh_key", "model_key", "own_sources", "passes_key", "program_key", "trace_key"]
 
 
 def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
@@ -446,13 +447,30 @@ def trace_key(model: str, batch: Any, options: Options) -> str:
             options.mesh.own_ranks,
             options.mesh.own_cp,
             repr(chosen),
+            *([passes_key(options)] if options.passes is not None else []),
         ]
     )
+
+
+def passes_key(options: Options) -> str:
+    """Of passes that are not csc's own: their code and options, and what else their code looks at; and of the order.
+
+    Passes of a user that trace may look at all options. Opaque, with the place, for what cannot be described.
+    """
+    if options.passes is None:
+        return ""
+    describer = Describer(Origins())
+    steps = [one.name if of_csc(one) else describer.tree(one, f"pass {one.name}") for one in options.passes]
+    described = [steps, patched(describer), reads(describer), describer.classes.tree(), describer.origins.tree()]
+    alone = replace(options, passes=None)
+    traced = {one.name: _option(one.name, getattr(alone, one.name)) for one in fields(Options)}
+    return _hash([described, traced if traced_by_users(options) else None])
 
 
 def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:
     """trace: the key of what it is made from; trainable: `requires_grad` of the parameters."""
     chosen = {one.name: _option(one.name, getattr(options, one.name)) for one in fields(Options)}
+    chosen["passes"] = passes_key(options)
     return _hash(["program", trace, chosen, sorted(trainable.items())])
 
 

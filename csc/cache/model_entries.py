@@ -19,7 +19,7 @@ from torch import nn
 from csc.analysis import batch_limits
 from csc.analysis.batch_limits import Places
 from csc.cache.inductor_folder import machine
-from csc.cache.keys import Opaque, mesh_key, model_key, program_key, trace_key
+from csc.cache.keys import Opaque, mesh_key, model_key, passes_key, program_key, trace_key
 from csc.cache.store import Store
 from csc.capture.batch import NOTHING_TOLD, split_batch
 from csc.capture.guards import Guards, Match
@@ -125,7 +125,7 @@ def _value(tree: Any, model: nn.Module) -> Any:
 #
 # Terms
 #   Packed     a finished program: the files of its directory but for the example, and what a batch is asked before it
-#   Traced     a Program after the passes that trace (csc.passes.runner.TRACING), from which planning starts
+#   Traced     a Program after the passes that trace (csc.passes.pipeline.tracing), from which planning starts
 #   Captured   a Program as it was traced, for all sizes that its trace allows; it can be lowered, not shown
 #   guards     all carry what the captures of the model assumed (csc.capture.guards)
 
@@ -337,7 +337,7 @@ class ModelEntries:
             self._store.write("checked", key, {CHECKED: "\n".join(sorted(pair)).encode()}, {"name": self._name})
 
     def _pair_key(self, pair: Set[str], microbatch: Mapping[str, Any], options: Options) -> str | None:
-        model = self._model_key(microbatch)
+        model = self._model_key(microbatch) if self._keyed(options) else None
         return None if model is None else self._as_it_runs(options)(" ".join((model, *sorted(pair))))
 
     def keep_trace(self, traced: TracedProgram, match: Match, options: Options) -> None:
@@ -383,7 +383,7 @@ class ModelEntries:
             self._store.write("mesh", key, {MESH: text.encode()}, about)
 
     def _mesh_key(self, batch: Mapping[str, Any], options: Options) -> str | None:
-        model = self._model_key(batch)
+        model = self._model_key(batch) if self._keyed(options) else None
         sizes = {name: (tuple(one.shape), str(one.dtype)) for name, one in sorted(split_batch(batch)[0].items())}
         return None if model is None else mesh_key(model, sizes, options, self._trainable())
 
@@ -403,7 +403,7 @@ class ModelEntries:
         read: Callable[[Files, nn.Module], Found],
         further: Callable[[str], str],
     ) -> Found | None:
-        model = self._model_key(match.given)
+        model = self._model_key(match.given) if self._keyed(options) else None
         if model is None or self._store is None:
             return None
         key = further(trace_key(model, match.key, options))
@@ -431,7 +431,7 @@ class ModelEntries:
         further: Callable[[str], str],
         about: Mapping[str, Any],
     ) -> None:
-        model = self._model_key(match.given)
+        model = self._model_key(match.given) if self._keyed(options) else None
         if model is None or self._store is None:
             return
         try:
@@ -492,6 +492,17 @@ class ModelEntries:
         except Exception as reason:  # attributes are the user's objects: they may raise whatever they like
             self._say(str(reason) if isinstance(reason, Opaque) else f"{type(reason).__name__}: {reason}")
             return None
+
+    def _keyed(self, options: Options) -> bool:
+        """Whether passes of a user can be described; the log has why not."""
+        if options.passes is None or self._store is None:
+            return True
+        try:
+            passes_key(options)
+        except Exception as reason:  # fields and globals are the user's objects
+            self._say(str(reason) if isinstance(reason, Opaque) else f"{type(reason).__name__}: {reason}")
+            return False
+        return True
 
     def _say(self, reason: str) -> None:
         if not self._said:

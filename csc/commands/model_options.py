@@ -96,6 +96,9 @@ def _options(
     replicate: Annotated[
         list[str] | None, typer.Option(help="operators without a rule, made whole on tp ranks")
     ] = None,
+    passes: Annotated[
+        str | None, typer.Option(help="the passes that run: a line (`csc passes`), or path.py:name of a pipeline")
+    ] = None,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="compare the program with eager PyTorch on the example first"),
@@ -147,6 +150,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
         changes["replicate"] = listed(given["replicate"])
         changes["context"] = _context(given["context"])
+        changes["passes"] = given["passes"]
         compiled = overridden(compiled, {**changes, "check": given["check"]})
         compiled.inspected.progress = tell
         yield compiled
