@@ -156,12 +156,13 @@ def made(kind: type[Pass], options: Mapping[str, Value], where: str) -> Pass:
 
 def _as(hint: Any, value: Value) -> Value:
     """A number without a point is one with a point where that is asked for."""
-    if type(value) is int and not _fits(value, hint) and _fits(float(value), hint):
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if type(value) is int and float in kinds and int not in kinds:
         return float(value)
     if isinstance(value, tuple) and get_origin(hint) is tuple:
         inner = get_args(hint)
-        kinds = [inner[0]] * len(value) if inner[1:] == (...,) else [*inner, *[Any] * len(value)]
-        return tuple(_as(kind, one) for kind, one in zip(kinds, value))
+        each = [inner[0]] * len(value) if inner[1:] == (...,) else [*inner, *[Any] * len(value)]
+        return tuple(_as(kind, one) for kind, one in zip(each, value))
     return value
 
 
@@ -263,7 +264,7 @@ def check_fields(step: Pass, where: str) -> None:
             )  # fmt: skip
         if not _fits(value, hints.get(one.name, Any)):
             raise InputError(
-                f"the option {one.name} of pass {step.name} is {_text(value)}", where, f"its type is {one.type}"
+                f"the option {one.name} of pass {step.name} is {_text(value)}", where, f"its type is {type_text(one)}"
             )
 
 
@@ -271,6 +272,11 @@ def _holds(value: Value) -> bool:
     return value is None or type(value) in (bool, int, float, str) or (
         type(value) is tuple and all(_holds(one) for one in value)
     )  # fmt: skip
+
+
+def type_text(one: Field[Any]) -> str:
+    """The type of an option, as its class writes it."""
+    return one.type.__name__ if isinstance(one.type, type) else str(one.type)
 
 
 def _hints(kind: type[Pass]) -> Mapping[str, Any]:

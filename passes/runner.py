@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from csc.passes.line import type_text
 from csc.passes.pipeline import FACTS, Pipeline, facts_behind, named_alike, of_csc, unmet
 from torch import fx
 
@@ -54,7 +55,7 @@ def _contract(step: Pass) -> Contract:
         part = re.search(rf"^{field}\s+(.*?)(?=^\w+\s\s|\Z)", text, flags=re.DOTALL | re.MULTILINE)
         told[field.lower()] = re.sub(r"\s+", " ", part[1]).strip() if part else ""
     summary = re.split(r"\n\s*\n|\nEnsures", text)[0]
-    options = tuple(f"{one.name}: {one.type}" for one in fields(step))
+    options = tuple(f"{one.name}: {type_text(one)}" for one in fields(step))
     return Contract(
         step.name, re.sub(r"\s+", " ", summary).strip(), step.requires, step.establishes, step.breaks, options, **told
     )

@@ -10,7 +10,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from pathlib import Path, PurePath
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -434,8 +434,8 @@ def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
     return _hash([FORMAT, described, describer.origins.tree(), _environment(model)])
 
 
-def trace_key(model: str, batch: Any, options: Options) -> str:
-    """model: its key; batch: the key of a match (csc.capture.guards)."""
+def trace_key(model: str, batch: Any, options: Options, passes: str = "") -> str:
+    """model: its key; batch: the key of a match (csc.capture.guards); passes: that of the options' passes."""
     chosen = [getattr(options, name) for name in OF_TRACES]
     return _hash(
         [
@@ -447,7 +447,7 @@ def trace_key(model: str, batch: Any, options: Options) -> str:
             options.mesh.own_ranks,
             options.mesh.own_cp,
             repr(chosen),
-            *([passes_key(options)] if options.passes is not None else []),
+            passes,
         ]
     )
 
@@ -462,21 +462,24 @@ def passes_key(options: Options) -> str:
     describer = Describer(Origins())
     steps = [one.name if of_csc(one) else describer.tree(one, f"pass {one.name}") for one in options.passes]
     described = [steps, patched(describer), reads(describer), describer.classes.tree(), describer.origins.tree()]
-    alone = replace(options, passes=None)
-    traced = {one.name: _option(one.name, getattr(alone, one.name)) for one in fields(Options)}
-    return _hash([described, traced if traced_by_users(options) else None])
+    return _hash([described, _chosen(options) if traced_by_users(options) else None])
 
 
 def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:
-    """trace: the key of what it is made from; trainable: `requires_grad` of the parameters."""
-    chosen = {one.name: _option(one.name, getattr(options, one.name)) for one in fields(Options)}
-    chosen["passes"] = passes_key(options)
+    """trace: the key of what it is made from, the passes in it; trainable: `requires_grad` of the parameters."""
+    chosen = _chosen(options)
     return _hash(["program", trace, chosen, sorted(trainable.items())])
 
 
 def mesh_key(model: str, sizes: Any, options: Options, trainable: Mapping[str, bool]) -> str:
     """model: its key; sizes: of the tensors of the example; options: with the open mesh."""
     return _hash(["mesh", program_key(model, options, trainable), repr(sizes)])
+
+
+def _chosen(options: Options) -> dict[str, str]:
+    """Of all options but the passes, which have a key of their own."""
+    names = [one.name for one in fields(Options) if one.name != "passes"]
+    return {name: _option(name, getattr(options, name)) for name in names}
 
 
 def _option(name: str, value: Any) -> str:
