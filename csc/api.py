@@ -152,13 +152,11 @@ def compile(
     if several_processes():
         speak_in_short()
     options = changed(
-        Options(),
-        mesh=mesh if mesh is not None else Mesh(),
-        freeze=freeze, cuts=cuts, stages=stages, placement=placement, schedule=schedule, chunks=chunks,
-        hardware=hardware, memory=memory, microbatches=microbatches, loss_weight=loss_weight, precision=precision,
-        keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute, context=context, fuse=fuse,
-        cuda_graphs=cuda_graphs, zero=zero, sequence_parallel=sequence_parallel, replicate=replicate,
-        passes=passes, **misspelt,
+        Options(), mesh=Mesh() if mesh is None else mesh, freeze=freeze, cuts=cuts, stages=stages, placement=placement,
+        schedule=schedule, chunks=chunks, hardware=hardware, memory=memory, microbatches=microbatches,
+        loss_weight=loss_weight, precision=precision, keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute,
+        context=context, fuse=fuse, cuda_graphs=cuda_graphs, zero=zero, sequence_parallel=sequence_parallel,
+        replicate=replicate, passes=passes, **misspelt,
     )  # fmt: skip
 
     features = made_features(cache_features, encode_ahead)

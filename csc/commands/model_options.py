@@ -93,12 +93,8 @@ def _options(
         typer.Option(help="what dp ranks divide: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters"),
     ] = None,
     sequence_parallel: Annotated[bool | None, typer.Option(help="tp ranks share out tokens in norms and sums")] = None,
-    replicate: Annotated[
-        list[str] | None, typer.Option(help="operators without a rule, made whole on tp ranks")
-    ] = None,
-    passes: Annotated[
-        str | None, typer.Option(help="the passes that run: a line (`csc passes`), or path.py:name of a pipeline")
-    ] = None,
+    replicate: Annotated[list[str] | None, typer.Option(help="operators without a rule, whole on tp ranks")] = None,
+    passes: Annotated[str | None, typer.Option(help="a line as `csc passes` shows, or path.py:name of passes")] = None,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="compare the program with eager PyTorch on the example first"),
