@@ -184,7 +184,7 @@ def operators(functions: Sequence[str]) -> list[str]:
     """The modules of csc.kernels that define the operators which these functions call."""
     called = {name for text in functions for name in re.findall(r"torch\.ops\.csc\.(\w+)", text)}
     seeded = dict.fromkeys((name.removeprefix("csc::") for name in g.SEEDED), "dropout")
-    others = (
+    by_name = (
         seeded
         | dict.fromkeys(BATCH_LOSS, "batch_loss")
         | dict.fromkeys(COLLECTIVES, "collectives")
@@ -194,7 +194,7 @@ def operators(functions: Sequence[str]) -> list[str]:
     families = ("opaque", "context", "linear_cross_entropy", "quantised")
     return sorted({
         "collectives" if name.startswith(BEGUN)
-        else next((family for family in families if name.startswith(family)), others.get(name, "attention"))
+        else next((family for family in families if name.startswith(family)), by_name.get(name, "attention"))
         for name in called
     })  # fmt: skip
 
@@ -583,8 +583,8 @@ def _function(
         _, _, parameters = _tables_start(graph, function.results, callable_functions)
         lines += _taken(function, ["batch", "constants", *parameters])
     lines += body(part, names)
-    found = [names[node] for node in g.outputs(part)]
-    return "\n".join([*lines, *([f"    return {found[0]}"] if one else _returned(found))]) + "\n"
+    names_out = [names[node] for node in g.outputs(part)]
+    return "\n".join([*lines, *([f"    return {names_out[0]}"] if one else _returned(names_out))]) + "\n"
 
 
 def _taken(function: _Common | KeptTables, arguments: Sequence[str]) -> list[str]:
@@ -603,20 +603,20 @@ def _returned(names: Sequence[str]) -> list[str]:
 def batch_loss_source(found: BatchLoss) -> str:
     """The text of the file. Its sizes are those of the whole batch, whatever they are."""
     names: dict[fx.Node, str] = {}
-    given: dict[str, list[str]] = {"value": [], "size": []}
+    arguments: dict[str, list[str]] = {"value": [], "size": []}
     lines, kinds = list[str](), {"value": "values", "size": "sizes"}
     for node in g.placeholders(found.graph):
         kind, label = node.meta["role"]
         names[node] = f"weights[{quoted(label)}]" if kind == "parameter" else source(node.meta["role"])
         if kind in kinds:
             names[node] = node.name
-            given[kind].append(node.name)
-    for kind, listed in given.items():
+            arguments[kind].append(node.name)
+    for kind, listed in arguments.items():
         if listed:
             lines += wrapped("(", listed, f"{',' if len(listed) == 1 else ''}) = {kinds[kind]}")
     lines += body(found.graph, names)
     (result,) = g.outputs(found.graph)
-    rows = [f"{comment(one.name)}: {_joined(one)}" for one in found.values]
+    rows = [f"{comment(value.name)}: {_joined(value)}" for value in found.values]
     opening = [
         f'"""The loss over the whole batch: samples meet in {comment(found.meets)}.',
         "",

@@ -251,22 +251,22 @@ def _loss_count(program: Program) -> dict[str, Any]:
     return {**_divided(program), **summed, **_over_batch(program.batch_loss)}
 
 
-def _over_batch(found: BatchLoss | None) -> dict[str, Any]:
+def _over_batch(loss: BatchLoss | None) -> dict[str, Any]:
     """What of the loss is computed once a step."""
-    if found is None:
+    if loss is None:
         return {}
     return {
         "over_batch": {
             "values": [
                 {
-                    "name": one.name, "dims": len(one.shape), "dtype": _dtype(one.dtype), "kind": one.kind,
-                    **({"dim": one.dim, "groups": one.groups} if one.kind == "rows" else {}),
-                    **({"samples": one.samples} if one.samples else {}),
+                    "name": value.name, "dims": len(value.shape), "dtype": _dtype(value.dtype), "kind": value.kind,
+                    **({"dim": value.dim, "groups": value.groups} if value.kind == "rows" else {}),
+                    **({"samples": value.samples} if value.samples else {}),
                 }
-                for one in found.values
+                for value in loss.values
             ],
-            "sizes": [{"size": one.size, "adds": one.adds} for one in found.sizes],
-            "parameters": list(found.parameters), "constants": list(found.constants), "factor": found.factor,
+            "sizes": [{"size": size.size, "adds": size.adds} for size in loss.sizes],
+            "parameters": list(loss.parameters), "constants": list(loss.constants), "factor": loss.factor,
         }
     }  # fmt: skip
 

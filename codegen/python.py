@@ -137,9 +137,13 @@ def call(node: fx.Node, names: Mapping[fx.Node, str]) -> tuple[str, list[str], s
         return f"{literal(node.args[0], names)}[{literal(node.args[1], names)}]", [], ""
     target = node.target
     if not isinstance(target, OpOverload) and getattr(operator, g.op_name(node), None) is target:
-        return f"operator.{g.op_name(node)}(", [literal(one, names) for one in node.args], ")"  # of whole numbers
+        return (
+            f"operator.{g.op_name(node)}(",
+            [literal(argument, names) for argument in node.args],
+            ")",
+        )  # of whole numbers
     if not isinstance(target, OpOverload) and getattr(torch, g.op_name(node), None) is target:
-        return f"torch.{g.op_name(node)}(", [literal(one, names) for one in node.args], ")"
+        return f"torch.{g.op_name(node)}(", [literal(argument, names) for argument in node.args], ")"
     if not isinstance(target, OpOverload):
         raise CscError(f"{target} is no ATen operator", node.meta.get("source") or "emission", "use tensor operations")
     write = written_over if node.meta.get("in_place") else as_users_write

@@ -14,41 +14,23 @@ gives the reference no backward. `CompiledTrainer` in place of DPOTrainer trains
 from __future__ import annotations
 
 import argparse
-import os
-from contextlib import suppress
 from typing import Any
 
 import torch
 from datasets import Dataset
-from sums import sums, tokenizer
+from sums import base_checkpoint, sums, tokenizer
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from csc.integrations.hf import CompiledTrainer, compile_for
 
-BASE = "build/dpo_base"
 BETA = 0.1
 
 
-def write_base() -> None:
-    """A checkpoint on disk with random weights, in place of a pretrained one."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    own = f"{BASE}.{os.getpid()}"  # under torchrun every process makes one, and the first is kept
-    LlamaForCausalLM(config).save_pretrained(own)
-    with suppress(OSError):
-        os.rename(own, BASE)
-
-
 def pretrained() -> nn.Module:
-    if not os.path.exists(BASE):
-        write_base()
-    return AutoModelForCausalLM.from_pretrained(BASE)
+    return AutoModelForCausalLM.from_pretrained(base_checkpoint())
 
 
 class Preferences(nn.Module):

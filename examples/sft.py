@@ -14,31 +14,13 @@ runs the stages, too: no process has the whole model.
 from __future__ import annotations
 
 import argparse
-import os
-from contextlib import suppress
 
 import torch
 from datasets import Dataset
-from sums import sums, tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from sums import base_checkpoint, sums, tokenizer
 from trl import SFTConfig, SFTTrainer
 
 from csc.integrations.hf import compiled_trainer
-
-BASE = "build/sft_base"
-
-
-def write_base() -> None:
-    """A checkpoint on disk with random weights, in place of a pretrained one."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    own = f"{BASE}.{os.getpid()}"  # under torchrun every process makes one, and the first is kept
-    LlamaForCausalLM(config).save_pretrained(own)
-    with suppress(OSError):
-        os.rename(own, BASE)
 
 
 def main() -> None:
@@ -46,8 +28,6 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="TRL's own trainer, without csc")
     parser.add_argument("--output", default="build/sft", help="where checkpoints go (default: build/sft)")
     given = parser.parse_args()
-    if not os.path.exists(BASE):
-        write_base()
     rows = Dataset.from_list(sums()).train_test_split(16, seed=0)
     arguments = SFTConfig(
         given.output, per_device_train_batch_size=8, per_device_eval_batch_size=8, max_steps=6, learning_rate=1e-2,
@@ -55,7 +35,11 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(), bf16=False,
     )  # fmt: skip
     trainer = SFTTrainer(
-        BASE, args=arguments, train_dataset=rows["train"], eval_dataset=rows["test"], processing_class=tokenizer()
+        base_checkpoint(),
+        args=arguments,
+        train_dataset=rows["train"],
+        eval_dataset=rows["test"],
+        processing_class=tokenizer(),
     )
     if not given.eager:
         trainer = compiled_trainer(trainer, distributed_evaluation=True, mesh="pp=2", microbatches=2)

@@ -3,9 +3,9 @@
     csc::to_batch_loss(value, index, dtype, place) -> 0-d, 0           F: hands a value of its microbatch over
     csc::from_batch_loss(d, value, index, place) -> like value         B: that value's gradient, times d
 
-place: the number of a `Meeting`, one for each microbatch of a step, as an int64 scalar on the CPU. index: which of the
-values that the loss takes. F of all microbatches hands values over before B of any asks for a gradient: between the two
-the runtime computes the loss. What F adds to its microbatch's loss is 0: the loss is known once all are there.
+place: the number of a `HandedOver`, one for each microbatch of a step, as an int64 scalar on the CPU. index: which of
+the values that the loss takes. F of all microbatches hands values over before B of any asks for a gradient. Between the
+two the runtime computes the loss. What F adds to its microbatch's loss is 0: the loss is known once all are there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from csc.kernels.operators import Numbered, light_operator
 
 
 @dataclass(eq=False)
-class Meeting:
+class HandedOver:
     """Of one microbatch. values: by index. gradients: of these, once the loss is computed; None for one without.
 
     timed: it stands for those of a step where a region runs alone, to be timed or looked at: gradients are zeros.
@@ -31,17 +31,19 @@ class Meeting:
 
     def gradient(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """RuntimeError if the loss has not been computed."""
-        found = None
+        gradient = None
         if not self.timed:
             if self.gradients is None:
                 raise RuntimeError("B comes before the loss over the whole batch: F of all microbatches comes first")
-            found = self.gradients[index]
-        return torch.zeros_like(value) if found is None else found.to(value.dtype)
+            gradient = self.gradients[index]
+        return torch.zeros_like(value) if gradient is None else gradient.to(value.dtype)
 
 
-_MEETINGS: Numbered[Meeting] = Numbered("a loss over the whole batch is computed in steps of a compiled program only")
-numbered = _MEETINGS.number
-STANDING_IN = Meeting(timed=True)
+_HANDED_OVER: Numbered[HandedOver] = Numbered(
+    "a loss over the whole batch is computed in steps of a compiled program only"
+)
+numbered = _HANDED_OVER.number
+STANDING_IN = HandedOver(timed=True)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -57,16 +59,16 @@ def _gradient(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
 @light_operator("to_batch_loss", _gradient, _remember)
 def to_batch_loss(value: torch.Tensor, index: int, dtype: torch.dtype, place: torch.Tensor) -> torch.Tensor:
     """See the head of the file."""
-    meeting = _MEETINGS.find(place)
-    if not meeting.timed:
-        meeting.values[index] = value.clone()  # its memory may be written over before the loss is computed
+    handed_over = _HANDED_OVER.find(place)
+    if not handed_over.timed:
+        handed_over.values[index] = value.clone()  # its memory may be written over before the loss is computed
     return value.new_zeros((), dtype=dtype)
 
 
 @light_operator("from_batch_loss")
 def from_batch_loss(d: torch.Tensor, value: torch.Tensor, index: int, place: torch.Tensor) -> torch.Tensor:
     """See the head of the file."""
-    return _MEETINGS.find(place).gradient(index, value) * d.to(value.dtype)
+    return _HANDED_OVER.find(place).gradient(index, value) * d.to(value.dtype)
 
 
 @torch.library.register_fake("csc::to_batch_loss")

@@ -141,5 +141,5 @@ def unpack_once(packed: torch.Tensor, form: Form) -> tuple[Mask, Tiles]:
     if kept is None or kept[0] != (form, packed._version):
         kept = ((form, packed._version), unpack(packed.detach().clone(), form))
         setattr(packed, UNPACKED, kept)
-    found: tuple[Mask, Tiles] = kept[1]
-    return found
+    value: tuple[Mask, Tiles] = kept[1]
+    return value

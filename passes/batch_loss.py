@@ -61,14 +61,14 @@ def over_batch(program: Program, found: Combination) -> tuple[Program, Combinati
     """
     assert program.symbolic is not None
     try:
-        made = _Division(program, found).made()
-        left, _ = proven(made, made.symbolic)  # type: ignore[arg-type]
+        divided = _Division(program, found).made()
+        left, _ = proven(divided, divided.symbolic)  # type: ignore[arg-type]
         if left.problem or left.weight not in ("sum", "terms"):
             raise _Impossible(f"the rest of the loss is no sum over samples either: {left.problem or left.weight}")
     except _Impossible as reason:
         text = f"{found.problem}; nor can csc compute it once over the whole batch: {reason}"
         return program, replace(found, problem=text)
-    return made, left
+    return divided, left
 
 
 @dataclass
@@ -90,7 +90,7 @@ class _Division:
         self.named = {node.name: node for node in program.graph.nodes}
         try:
             at_size = followed(program, self.symbolic)
-            own = sized(self.symbolic, {one.name: one.shape for one in program.inputs})
+            graph_of_batch = sized(self.symbolic, {entry.name: entry.shape for entry in program.inputs})
         except Exception as error:
             raise _Impossible(f"its graph runs in no other sizes ({type(error).__name__})") from None
         if at_size is None:
@@ -98,7 +98,7 @@ class _Division:
         self.graph, states = at_size
         self.states: dict[str, State] = {node.name: state for node, state in states.items()}
         self.at_size = {node.name: node for node in self.graph.nodes}
-        self.own = {node.name: node.meta.get("val") for node in own.nodes}
+        self.own = {node.name: node.meta.get("val") for node in graph_of_batch.nodes}
         self.found = found
 
     def made(self) -> Program:
@@ -121,7 +121,7 @@ class _Division:
             meets=f"{g.op_name(self._first(head))} at {g.line(self._first(head))}",
         )
         handed = [*head.values, *(node for node in parameters if g.is_inexact(node))]
-        graphs = [self._rewritten(one, meets, handed, dtype) for one in (self.program.graph, self.symbolic)]
+        graphs = [self._rewritten(graph, meets, handed, dtype) for graph in (self.program.graph, self.symbolic)]
         return replace(self.program, graph=graphs[0], symbolic=graphs[1], batch_loss=spec)
 
     def _first(self, head: _Head) -> fx.Node:
@@ -149,10 +149,10 @@ class _Division:
                     below = first if isinstance(first, fx.Node) else second
                     factor = factor * number if name == "aten::mul" else factor / number
             elif name == "aten::add" and len(node.args) == 2 and not node.kwargs:
-                terms = [one for one in node.args if isinstance(one, fx.Node)]
-                mixed = [one for one in terms if isinstance(self._state(one), Mixed)]
-                rest = [self._state(one) for one in terms if one not in mixed]
-                if len(mixed) == 1 and all(isinstance(one, Whole | PartsOfSum | Terms) for one in rest):
+                terms = [term for term in node.args if isinstance(term, fx.Node)]
+                mixed = [term for term in terms if isinstance(self._state(term), Mixed)]
+                rest = [self._state(term) for term in terms if term not in mixed]
+                if len(mixed) == 1 and all(isinstance(state, Whole | PartsOfSum | Terms) for state in rest):
                     below = mixed[0]
             elif name in CASTS | COPIES or is_view(node):
                 below = node.args[0]
@@ -198,7 +198,7 @@ class _Division:
         """A value in the program's own graph, which leaves out what changes nothing; None: passes before made another
         of it.
         """
-        return next((self.named[one.name] for one in _sources(node) if one.name in self.named), None)
+        return next((self.named[source.name] for source in _sources(node) if source.name in self.named), None)
 
     def _is_value(self, node: fx.Node) -> bool:
         """Whether a value can be put together with those of other microbatches: rows of samples, or a sum over these
@@ -214,7 +214,9 @@ class _Division:
     def _adds(self, node: fx.Node, state: PartsOfSum) -> bool:
         if g.tensor_value(node) is None or node.op == "placeholder":
             return False
-        sizes = [self.own[one.name].numel() for one in node.all_input_nodes if g.tensor_value(one) is not None]
+        sizes = [
+            self.own[operand.name].numel() for operand in node.all_input_nodes if g.tensor_value(operand) is not None
+        ]
         return self._samples(state) is not None and self.own[node.name].numel() <= sum(sizes)
 
     def _samples(self, state: PartsOfSum) -> int | None:
@@ -224,7 +226,7 @@ class _Division:
         ((count, power), *more) = state.powers
         if more or power != -1 or count.kind != "rows" or not count.plain:
             return None
-        entry = next((one for one in self.program.inputs if one.name == count.name), None)
+        entry = next((entry for entry in self.program.inputs if entry.name == count.name), None)
         return entry.shape[entry.samples] if entry is not None else None
 
     def _is_size(self, node: fx.Node) -> bool:
@@ -270,11 +272,14 @@ class _Division:
                 raise _Impossible(f"{name} at {where} draws random numbers behind the place where samples meet")
             if name.startswith(OWN_CODE):
                 raise _Impossible(f"code with a backward or hooks of its own runs where samples meet ({where})")
-            own = any(one.op == "placeholder" and one.meta["role"][0] == "parameter" for one in node.all_input_nodes)
+            reads_parameter = any(
+                operand.op == "placeholder" and operand.meta["role"][0] == "parameter"
+                for operand in node.all_input_nodes
+            )
             _, role = label(node.meta.get("module", ""), self.program.modules)
-            if name in CONVOLUTIONS or name == SDPA or (own and role == "layer"):
+            if name in CONVOLUTIONS or name == SDPA or (reads_parameter and role == "layer"):
                 raise _Impossible(f"samples meet in the middle of the model, and {name} at {where} comes after that")
-        sizes = {one.name: one.numel for one in self.program.parameters}
+        sizes = {parameter.name: parameter.numel for parameter in self.program.parameters}
         read = sum(sizes[node.meta["role"][1]] for node in head.placed if node.meta["role"][0] == "parameter")
         if 2 * read > sum(sizes.values()):
             raise _Impossible("samples meet in the middle of the model, and most of its parameters come after that")
@@ -298,22 +303,22 @@ class _Division:
         """The graph with what it hands over in the head's place."""
         graph, _ = g.copy_graph(graph)
         named = {node.name: node for node in graph.nodes}
-        given, result = [self._there(node, named) for node in handed], self._there(meets, named)
+        values, result = [self._there(node, named) for node in handed], self._there(meets, named)
         with self.program.fake_mode, graph.inserting_before(next(iter(graph.nodes))):
             number = torch.empty((), dtype=torch.int64)
             place = g.add_placeholder(graph, "batch_loss", number, BATCH_LOSS)
         writer = _Adding(graph, self.program)
         with graph.inserting_before(result):
-            total = writer.sum_of(result, [(value, index) for index, value in enumerate(given)], dtype, place)
+            total = writer.sum_of(result, [(value, index) for index, value in enumerate(values)], dtype, place)
         result.replace_all_uses_with(total)
         g.erase_dead(graph)
         return graph
 
     def _there(self, node: fx.Node, named: Mapping[str, fx.Node]) -> fx.Node:
         """The same in another graph, which leaves out what changes nothing."""
-        for one in _sources(node):
-            if one.name in named:
-                return named[one.name]
+        for source in _sources(node):
+            if source.name in named:
+                return named[source.name]
         raise _Impossible(f"a pass before has changed {g.op_name(node)} at {g.line(node)}")
 
 
@@ -331,35 +336,39 @@ def held(found: BatchLoss, microbatches: int, parts: int) -> int:
     """Bytes on a rank of the loss' stage: values of its own microbatches, those of the whole batch with their
     gradients, and all that the head makes of them. parts: microbatches of all replicas.
     """
-    own = microbatches * sum(math.prod(one.shape) * one.dtype.itemsize for one in found.values)
+    handed_over = microbatches * sum(math.prod(value.shape) * value.dtype.itemsize for value in found.values)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[fx.Node, Any] = {}
+    results: dict[fx.Node, Any] = {}
     total = 0
     with mode, without_messages():
         for node in found.graph.nodes:
             if node.op == "placeholder":
-                made[node] = _of_batch(found, node, parts)
+                results[node] = _of_batch(found, node, parts)
                 if node.meta["role"][0] == "value":
-                    total += 2 * made[node].nbytes
+                    total += 2 * results[node].nbytes
             elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-                made[node] = node.target(*args, **kwargs)
-                listed = made[node] if isinstance(made[node], (list, tuple)) else [made[node]]
-                total += sum(one.nbytes for one in listed if isinstance(one, torch.Tensor) and not is_view(node))
-    return own + total
+                args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
+                results[node] = node.target(*args, **kwargs)
+                listed = results[node] if isinstance(results[node], (list, tuple)) else [results[node]]
+                total += sum(
+                    result.nbytes for result in listed if isinstance(result, torch.Tensor) and not is_view(node)
+                )
+    return handed_over + total
 
 
-def _of_batch(found: BatchLoss, node: fx.Node, parts: int) -> Any:
+def _of_batch(loss: BatchLoss, node: fx.Node, parts: int) -> Any:
     """A placeholder's value, where microbatches are as large as this one."""
     kind, place = node.meta["role"]
     if kind == "size":
-        size = found.sizes[int(place)]
+        size = loss.sizes[int(place)]
         return size.size * parts if size.adds else size.size
     val = node.meta["val"]
     shape = list(val.shape)
     if kind == "value":
-        one = found.values[int(place)]
-        shape = [size * parts if one.kind == "rows" and dim == one.dim else size for dim, size in enumerate(one.shape)]
+        value = loss.values[int(place)]
+        shape = [
+            size * parts if value.kind == "rows" and dim == value.dim else size for dim, size in enumerate(value.shape)
+        ]
     return torch.empty(shape, dtype=val.dtype, device=val.device)
 
 
@@ -378,6 +387,6 @@ class _Adding:
             for value, index in given
         ]
         total = parts[0]
-        for one in parts[1:]:
-            total = g.add_call(self.graph, torch.ops.aten.add.Tensor, (total, one), val=number, like=like)
+        for part in parts[1:]:
+            total = g.add_call(self.graph, torch.ops.aten.add.Tensor, (total, part), val=number, like=like)
         return total

@@ -91,7 +91,7 @@ class _Measured:
     def to_json(self) -> dict[str, Any]:
         return {
             "costs": sample_costs.to_json(self.costs), "packed": self.packed,
-            "counted": [vars(one) for one in self.counted],
+            "counted": [vars(counted_entry) for counted_entry in self.counted],
             "examples": [[list(size), list(group)] for size, group in self.examples.items()],
             "shapes": [list(shape) for shape in self.shapes],
         }  # fmt: skip

@@ -178,8 +178,8 @@ class Origins:
                 return
             content = Path(path).read_bytes()
             self._files[path] = hashlib.sha256(content).hexdigest()
-            for found, inside in self._imported(content, path, package):
-                self.file(found, inside)
+            for path_found, inside in self._imported(content, path, package):
+                self.file(path_found, inside)
 
     def _whole(self, folder: Path) -> None:
         """Take in a large package: all of its files, and what these import from elsewhere."""
@@ -210,8 +210,8 @@ class Origins:
         for name in _modules_named(content, package):
             if (name, beside) not in self._modules:
                 self._modules[name, beside] = file_of(name, beside)
-            if (found := self._modules[name, beside]) is not None:
-                yield found
+            if (found_module := self._modules[name, beside]) is not None:
+                yield found_module
 
     def _installed(self, name: str) -> None:
         if name not in self._distributions:
@@ -461,8 +461,8 @@ def _of_c(kind: type) -> bool:
     if type(kind) is not type and not isinstance(kind, (ABCMeta, EnumMeta)) and not has_source(type(kind)):
         return True
     for name, member in vars(kind).items():
-        own = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType)
-        if isinstance(member, own) and member.__objclass__ is kind and name not in ("__dict__", "__weakref__"):
+        descriptors = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType)
+        if isinstance(member, descriptors) and member.__objclass__ is kind and name not in ("__dict__", "__weakref__"):
             return True
         if isinstance(member, BuiltinFunctionType) and member.__self__ is kind:
             return True
@@ -472,8 +472,8 @@ def _of_c(kind: type) -> bool:
 
 def slots(kind: type) -> tuple[str, ...]:
     """Names of a class's own slots, as its objects have them."""
-    found = vars(kind).get("__slots__", ())
-    names = (found,) if isinstance(found, str) else tuple(found)
+    declared = vars(kind).get("__slots__", ())
+    names = (declared,) if isinstance(declared, str) else tuple(declared)
     return tuple(_mangled(kind, name) for name in names if name not in ("__weakref__", "__dict__"))
 
 
@@ -490,11 +490,11 @@ def functions_of(member: Any) -> Iterator[FunctionType]:
         members = [member.func]
     else:
         members = [getattr(member, "__func__", member)]
-    for one in members:
-        while isinstance(one, FunctionType) or type(one) is CACHED:
-            if isinstance(one, FunctionType):
-                yield one
-            one = getattr(one, "__wrapped__", None)
+    for function in members:
+        while isinstance(function, FunctionType) or type(function) is CACHED:
+            if isinstance(function, FunctionType):
+                yield function
+            function = getattr(function, "__wrapped__", None)
 
 
 @functools.cache
@@ -561,20 +561,20 @@ class Classes:
 
     def _described(self, kind: type, where: str) -> Any:
         path = path_of(kind)
-        own = path is not None and is_own(path)
-        name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
+        is_users = path is not None and is_own(path)
+        name = kind.__qualname__ if is_users else f"{kind.__module__}.{kind.__qualname__}"
         if path is None:
             if kind.__module__ == "__main__" or kind.__module__ not in sys.modules:
                 raise Opaque(f"{where}: {kind.__qualname__} is in no file")
             return [name]
         module = sys.modules[kind.__module__]
         self._describer.origins.file(path, module.__package__ or "")
-        bases = [self.number(one, where) for one in kind.__mro__[1:-1]]
+        bases = [self.number(base, where) for base in kind.__mro__[1:-1]]
         meta = self.number(type(kind), where) if is_own_class(type(kind)) else type(kind).__qualname__
         members = [fact for n, member in list(vars(kind).items()) for fact in self._member(n, member, kind, path)]
         if not path.startswith(torch_folder()):
             self._replaced(module, path)
-        return [PurePath(path).name if own else "", name, bases, meta, members]
+        return [PurePath(path).name if is_users else "", name, bases, meta, members]
 
     def _member(self, name: str, member: Any, kind: type, path: str) -> Iterator[Any]:
         """What a class holds under a name: that code may have been put there after the class was made."""
@@ -620,19 +620,21 @@ class Classes:
             if name.startswith(OF_DYNAMO):
                 continue
             registered = isinstance(value, Mapping) and not isinstance(value, dict)
-            for key, one in list(value.items()) if registered else [("", value)]:
+            for key, member in list(value.items()) if registered else [("", value)]:
                 where = f"{module.__name__}.{name}"
-                for function in functions_of(one):
+                for function in functions_of(member):
                     described.append([name, str(key), _signature(function)])
                     if is_own_function(function):
                         described.append([name, str(key), self._describer.tree(function, where)])
-                if isinstance(one, type):
-                    known = self.number(one, where) if is_own_class(one) else [one.__module__, one.__qualname__]
+                if isinstance(member, type):
+                    known = (
+                        self.number(member, where) if is_own_class(member) else [member.__module__, member.__qualname__]
+                    )
                     described.append([name, str(key), known])
-                elif is_put_there(one):
-                    described.append([name, str(key), self._describer.tree(one, where)])
-                elif type(one) in (bool, int, float) and not name.startswith("__"):
-                    described.append([name, str(key), repr(one)])
+                elif is_put_there(member):
+                    described.append([name, str(key), self._describer.tree(member, where)])
+                elif type(member) in (bool, int, float) and not name.startswith("__"):
+                    described.append([name, str(key), repr(member)])
 
 
 def _signature(function: FunctionType) -> Any:
@@ -705,8 +707,8 @@ class Describer:
 
     def _said_of(self, tensor: torch.Tensor, where: str) -> Any:
         """Attributes that a tensor was given."""
-        given = {name: value for name, value in vars(tensor).items() if name not in INERT}
-        return [[name, self.tree(value, f"{where}.{name}")] for name, value in sorted(given.items())]
+        attributes = {name: value for name, value in vars(tensor).items() if name not in INERT}
+        return [[name, self.tree(value, f"{where}.{name}")] for name, value in sorted(attributes.items())]
 
     def _apart(self, module: nn.Module, where: str) -> Any:
         """Of a module that is not a part of the model: its weights are constants."""
@@ -717,14 +719,14 @@ class Describer:
         where = path or "model"
         hooks = [self._hooks(module, kind, where) for kind in HOOKS]
         left_out = OF_MODULES | (PLACES | INERT if of_transformers(type(module)) else set())
-        own = {name: value for name, value in vars(module).items() if name not in left_out}
-        state = [[name, self.tree(value, f"{where}.{name}")] for name, value in sorted(own.items())]
+        attributes = {name: value for name, value in vars(module).items() if name not in left_out}
+        state = [[name, self.tree(value, f"{where}.{name}")] for name, value in sorted(attributes.items())]
         return [self.classes.number(type(module), where), module.training, state, hooks]
 
     def _hooks(self, module: nn.Module, kind: str, where: str) -> Any:
         with_kwargs = vars(module).get(f"{kind}_with_kwargs", {})
-        found = {k: h for k, h in getattr(module, kind).items() if not batch.is_recorder(h)}
-        return [[self.tree(hook, f"{where}.{kind}"), key in with_kwargs] for key, hook in found.items()]
+        hooks = {k: h for k, h in getattr(module, kind).items() if not batch.is_recorder(h)}
+        return [[self.tree(hook, f"{where}.{kind}"), key in with_kwargs] for key, hook in hooks.items()]
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
@@ -787,7 +789,7 @@ class Describer:
         if isinstance(value, MethodType):
             return ["method", self.tree(value.__func__, where), self.tree(value.__self__, where)]
         if isinstance(value, functools.partial):
-            return ["partial", *(self.tree(one, where) for one in (value.func, value.args, value.keywords))]
+            return ["partial", *(self.tree(item, where) for item in (value.func, value.args, value.keywords))]
         if isinstance(value, BUILT_IN):
             holder = getattr(value, "__self__", None)
             held = None if isinstance(holder, (ModuleType, type)) else self.tree(holder, where)
@@ -795,9 +797,9 @@ class Describer:
         if isinstance(value, weakref.ref):
             return ["weak", self.tree(value(), where)]
         if type(value) in (list, tuple, deque, torch.Size):
-            return [type(value).__name__, *(self.tree(one, where) for one in value)]
+            return [type(value).__name__, *(self.tree(item, where) for item in value)]
         if isinstance(value, (set, frozenset)) and type(value) in (set, frozenset):
-            return ["set", *sorted((self.tree(one, where) for one in value), key=json.dumps)]
+            return ["set", *sorted((self.tree(item, where) for item in value), key=json.dumps)]
         if type(value) in MAPPINGS:
             default = self.tree(getattr(value, "default_factory", None), where)
             return [type(value).__name__, default, *self._items(value, where)]
@@ -852,7 +854,7 @@ class Describer:
             raise Opaque(f"{where} is the function {function.__qualname__}, which is in no file")
         self.origins.file(code.co_filename, _package(function))
         cells = [_content(cell) for cell in function.__closure__ or ()]
-        closure = [self.tree(one, f"{where}: {name}") for name, one in zip(code.co_freevars, cells)]
+        closure = [self.tree(cell, f"{where}: {name}") for name, cell in zip(code.co_freevars, cells)]
         defaults = [self.tree(function.__defaults__, where), self.tree(function.__kwdefaults__, where)]
         attributes = self.tree(vars(function), where) if vars(function) else None
         return [function.__qualname__, facts(code).digest, closure, defaults, attributes]

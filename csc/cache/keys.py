@@ -152,7 +152,7 @@ SPACES: tuple[Any, ...] = (
 def patched(describer: Describer) -> Any:
     """Names in torch's own modules with what they stand for; elsewhere, own functions among installed ones."""
     names: list[str] = []
-    own: list[Any] = []
+    trees: list[Any] = []
     for space in SPACES:
         for name, value in list(vars(space).items()):
             if isinstance(value, ModuleType) or (name.startswith("__") and name.endswith("__") and not callable(value)):
@@ -160,15 +160,19 @@ def patched(describer: Describer) -> Any:
             stands_for = getattr(value, "__qualname__", None)
             if isinstance(stands_for, str):
                 names.append(f"{name} {stands_for}")
-            found = [one for one in functions_of(value) if not one.__code__.co_filename.startswith(torch_folder())]
-            for one in (*found, *([value] if is_put_there(value) else [])):
-                own.append([name, describer.tree(one, f"{space.__name__}.{name}")])
+            replaced = [
+                function
+                for function in functions_of(value)
+                if not function.__code__.co_filename.startswith(torch_folder())
+            ]
+            for member in (*replaced, *([value] if is_put_there(value) else [])):
+                trees.append([name, describer.tree(member, f"{space.__name__}.{name}")])
     for mode in modes_that_are_on():
         if is_own_class(type(mode)):
-            own.append(["mode", describer.tree(mode, "a mode that is on")])
+            trees.append(["mode", describer.tree(mode, "a mode that is on")])
     for module, name, function in _put_into_others():
-        own.append([module, name, describer.tree(function, f"{module}.{name}")])
-    return [hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest(), own]
+        trees.append([module, name, describer.tree(function, f"{module}.{name}")])
+    return [hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest(), trees]
 
 
 def _put_into_others() -> Iterator[tuple[str, str, FunctionType]]:
@@ -249,10 +253,10 @@ class _Reads:
             elif name in BUILTINS and hasattr(builtins, name):
                 self._ask(function, line, f"calls `{name}`")
         for name, above, inner, line in known.imports:
-            whole = self._imported(function, name, above, line, known)
-            for one in inner:
-                if sys.modules.get(whole) is not None and one not in vars(sys.modules[whole]):
-                    self._imported(function, f"{whole}.{one}", 0, line, known)
+            full_name = self._imported(function, name, above, line, known)
+            for inner_name in inner:
+                if sys.modules.get(full_name) is not None and inner_name not in vars(sys.modules[full_name]):
+                    self._imported(function, f"{full_name}.{inner_name}", 0, line, known)
 
     def _imported(self, function: FunctionType, name: str, above: int, line: int, known: Facts) -> str:
         package = str(function.__globals__.get("__package__") or "").split(".")
@@ -277,12 +281,12 @@ class _Reads:
             return
         if isinstance(value, type):
             if issubclass(value, nn.Module):  # it may be made in forward
-                constructors = [f for one in value.__mro__ for f in functions_of(vars(one).get("__init__"))]
+                constructors = [f for cls in value.__mro__ for f in functions_of(vars(cls).get("__init__"))]
                 self._named[function] += filter(is_own_function, constructors)
         else:
             self._named[function] += filter(is_own_function, functions_of(value))
-        if what := asked(value):
-            self._ask(function, line, f"uses {what}")
+        if request := asked(value):
+            self._ask(function, line, f"uses {request}")
             return
         if (id(space), name) in self._known or _inert(value):
             return
@@ -307,8 +311,8 @@ class _Reads:
             return
         seen.add(id(module))
         space = vars(module)
-        if what := asked_of(module, known.names):
-            self._ask(function, line, f"uses {what}")
+        if request := asked_of(module, known.names):
+            self._ask(function, line, f"uses {request}")
             return
         path = getattr(module, "__file__", None) or ""
         if is_source(path) and is_own(path):
@@ -396,7 +400,7 @@ def _called_by_others(kind: type, name: str) -> bool:
         return False
     if name.startswith("__") and name.endswith("__"):
         return not (name == "__init__" and issubclass(kind, nn.Module))
-    return any(name in vars(one) for one in kind.__mro__ if not is_own_class(one))
+    return any(name in vars(cls) for cls in kind.__mro__ if not is_own_class(cls))
 
 
 def _inert(value: Any) -> bool:

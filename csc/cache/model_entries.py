@@ -90,9 +90,9 @@ def _argument(value: Any, model: nn.Module) -> Any:
     if type(value) in PLAIN:
         return ["value", value]
     if type(value) in (list, tuple):
-        return [type(value).__name__, *(_argument(one, model) for one in value)]
+        return [type(value).__name__, *(_argument(item, model) for item in value)]
     if type(value) is dict and all(isinstance(key, str) for key in value):
-        return ["dict", *([key, _argument(one, model)] for key, one in value.items())]
+        return ["dict", *([key, _argument(item, model)] for key, item in value.items())]
     for path, module in model.named_modules():
         if module is value:
             return ["module", path]
@@ -110,15 +110,15 @@ def _value(tree: Any, model: nn.Module) -> Any:
     if kind == "value":
         return rest[0]
     if kind in ("list", "tuple"):
-        values = [_value(one, model) for one in rest]
+        values = [_value(item, model) for item in rest]
         return values if kind == "list" else tuple(values)
     if kind == "dict":
-        return {key: _value(one, model) for key, one in rest}
+        return {key: _value(item, model) for key, item in rest}
     path, *names = rest
-    found: Any = model.get_submodule(path)
+    value: Any = model.get_submodule(path)
     for name in names:
-        found = vars(found)[name]
-    return found
+        value = vars(value)[name]
+    return value
 
 
 # --- What is kept, as named bytes: for the disk, and for other ranks -------------------------------------------------

@@ -309,12 +309,12 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     seen: set[int] = set()
     opaque = hidden(model)
     for path, module in model.named_modules():
-        own = vars(module)
+        attributes = vars(module)
         if id(module) in opaque:
-            yield f"{path}._parameters", own["_parameters"]
+            yield f"{path}._parameters", attributes["_parameters"]
             continue
-        yield path, own
-        for name, value in own.items():
+        yield path, attributes
+        for name, value in attributes.items():
             if _is_holder(name, value):
                 yield f"{path}.{name}", value
             elif id(value) not in seen:

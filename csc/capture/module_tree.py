@@ -97,15 +97,30 @@ def describe(model: nn.Module) -> dict[str, ModuleInfo]:
 
 def _join_output_embedding(model: nn.Module, infos: dict[str, ModuleInfo]) -> None:
     """The output embedding joins the component of the input embedding (HF keeps lm_head outside language_model)."""
-    find = (getattr(model, "get_output_embeddings", None), getattr(model, "get_input_embeddings", None))
-    if not all(map(callable, find)):
-        return
-    try:
-        head, embedding = (get() for get in find)  # type: ignore[misc]
-    except (NotImplementedError, AttributeError):  # Hugging Face's own of a model that has none
-        return
+    head, embedding = embedding_of(model, "output"), embedding_of(model, "input")
     paths = {id(module): path for path, module in model.named_modules()}
     if id(head) in paths and id(embedding) in paths:
         path, component = paths[id(head)], infos[paths[id(embedding)]].component
         info = infos[path]
         infos[path] = ModuleInfo(path, info.kind, component, info.first_argument, info.role)
+
+
+def embedding_of(model: nn.Module, side: str) -> nn.Module | None:
+    """The embedding that a model of Hugging Face names.
+
+    Args:
+        model: Any module.
+        side: "input" or "output".
+
+    Returns:
+        The module; None where the model names none: it says so by raising NotImplementedError, or by reading an
+        attribute that it has not.
+    """
+    find = getattr(model, f"get_{side}_embeddings", None)
+    if not callable(find):
+        return None
+    try:
+        embedding = find()
+    except (NotImplementedError, AttributeError):
+        return None
+    return embedding if isinstance(embedding, nn.Module) else None

@@ -188,8 +188,8 @@ def _standing_for(module: nn.Module, path: str, plain: dict[int, nn.Parameter]) 
     """plain: what stands for a tensor that several layers share."""
     weight = module._parameters["weight"]
     assert weight is not None
-    own = type(module).forward
-    if own.__module__.partition(".")[0] not in (*LIBRARIES, "torch") or "forward" in vars(module):
+    forward = type(module).forward
+    if forward.__module__.partition(".")[0] not in (*LIBRARIES, "torch") or "forward" in vars(module):
         raise InputError(
             f"its class {type(module).__name__} computes with a quantised weight by a forward of its own, which csc "
             "would not run", path, "wrap the quantised layer in a module of yours, and compute around its call",

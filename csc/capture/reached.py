@@ -137,7 +137,10 @@ class Reached:
             self._ignore(ignored)
         self._before = [PARTS(function) for _, function in self._functions], list(map(_of_cell, self._cells))
         self._values = TensorValues(self._tensors)
-        self._objects, self._dicts = [one for _, one, _ in self._attributes], [own for *_, own in self._attributes]
+        self._objects, self._dicts = (
+            [obj for _, obj, _ in self._attributes],
+            [attributes for *_, attributes in self._attributes],
+        )
         self._together, self._codes = Together(self._watches), Codes([function for _, function in self._functions])
 
     def _ignore(self, ignored: Set[str]) -> None:
@@ -165,27 +168,27 @@ class Reached:
 
     def changed(self) -> list[str]:
         """In words of the model."""
-        found = []
+        changes = []
         for path, names, read, before in self._watches:
             now = read()
             if is_of_members(read) and names_of(*read.args) != names:
-                found += self._members_changed(path, dict(zip(names, before)), *read.args)
+                changes += self._members_changed(path, dict(zip(names, before)), *read.args)
                 continue
             if len(now) != len(before):
-                found.append(_contents_of(path))
+                changes.append(_contents_of(path))
             for place, (old, new) in enumerate(zip(before, now)):
                 if not _alike(old, new):
-                    found.append(f"{path}.{names[place]}" if place < len(names) else _contents_of(path))
+                    changes.append(f"{path}.{names[place]}" if place < len(names) else _contents_of(path))
         for (path, function), was in zip(self._functions, self._before[0]):
             if not all(map(_alike, was, PARTS(function))):
-                found.append(_code_of(path))
+                changes.append(_code_of(path))
         for (path, cell), was in zip(self._cells, self._before[1]):
             if not _alike(was, _of_cell((path, cell))):
-                found.append(path)
-        found += self._values.changed()
-        found += [_contents_of(path) for path, one, own in self._attributes if vars(one) is not own]
-        found += [path for path, read, before in self._arrays if read() != before]
-        return list(dict.fromkeys(found))
+                changes.append(path)
+        changes += self._values.changed()
+        changes += [_contents_of(path) for path, obj, attributes in self._attributes if vars(obj) is not attributes]
+        changes += [path for path, read, before in self._arrays if read() != before]
+        return list(dict.fromkeys(changes))
 
     def _members_changed(
         self, path: str, before: Mapping[str, Any], members: Mapping[Any, Any], left_out: Set[str] = frozenset()
@@ -327,14 +330,14 @@ class Reached:
         """Attributes and methods of a class and those above it; of torch's only whether they were replaced."""
         if _is_own(_module_of(type(kind))):
             self._walk_classes(type(kind), depth)
-        for one in kind.__mro__:
-            own = _is_own(_module_of(one))
-            if one is object or not (own or issubclass(one, nn.Module)) or not self._is_new(id(one), one):
+        for cls in kind.__mro__:
+            is_user = _is_own(_module_of(cls))
+            if cls is object or not (is_user or issubclass(cls, nn.Module)) or not self._is_new(id(cls), cls):
                 continue
-            path, members = f"class {one.__name__}", vars(one)
-            self._kinds.append((one, dict(members)))
+            path, members = f"class {cls.__name__}", vars(cls)
+            self._kinds.append((cls, dict(members)))
             self._watches.append((path, tuple(members), functools.partial(values, members), list(members.values())))
-            for name, member in members.items() if own else ():
+            for name, member in members.items() if is_user else ():
                 self._once_read(path, name, member, depth)
 
     def _once_read(self, path: str, name: str, member: Any, depth: int) -> None:
@@ -361,9 +364,9 @@ class Reached:
                 self._cells.append((f"{path}.{name}", cell))
                 self._on(path, [(name, _of_cell(("", cell)))], depth)
         read = names_read(function.__code__)
-        asked = texts(function.__code__) if read & {"environ", "getenv"} else ()
-        if asked:
-            self._watch("environment variable", asked, functools.partial(environment, asked), depth)
+        variables = texts(function.__code__) if read & {"environ", "getenv"} else ()
+        if variables:
+            self._watch("environment variable", variables, functools.partial(environment, variables), depth)
         self._reach(read)
         loaded = read & globals_read(function.__code__)
         self._walk_names(f"global {function.__module__}", function.__globals__, loaded, read, depth)

@@ -410,8 +410,8 @@ def _holds_drawing(model: nn.Module) -> bool:
     """Whether a file that the model's classes stand in has drawing functions under names of its own."""
     drawing = set(map(id, DRAWING))
     homes = {kind.__module__ for kind in set(map(type, model.modules()))}
-    own = [vars(sys.modules[home]) for home in homes if home in sys.modules and home.partition(".")[0] != "torch"]
-    return any(not drawing.isdisjoint(map(id, space.values())) for space in own)
+    spaces = [vars(sys.modules[home]) for home in homes if home in sys.modules and home.partition(".")[0] != "torch"]
+    return any(not drawing.isdisjoint(map(id, space.values())) for space in spaces)
 
 
 def _drops(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any) -> bool:

@@ -133,7 +133,8 @@ def boxes_written(trainer: Trainer) -> Written:
     if len(ranks) == manifest.mesh.size:
         return [(spec, whole_box(spec.shape)) for spec in manifest.parameters]
     position = manifest.mesh.coordinates(ranks[0]).pp
-    holders = Holders(manifest.mesh, position)
+    data = trainer.own.data
+    holders = Holders(manifest.mesh, position, None if data is None else data.shard_of)
     load: Counter[int] = Counter()
     boxes = []
     for spec in manifest.parameters:
@@ -160,12 +161,18 @@ class HeldPiece(NamedTuple):
 
 
 class Holders:
-    """The ranks of a position, by what they step of a parameter, or hold."""
+    """The ranks of a position, by what they step of a parameter, or hold.
 
-    def __init__(self, mesh: Mesh, position: int) -> None:
+    shard_of: of the ranks of a data-parallel group, in its order; None: each its own.
+    """
+
+    def __init__(self, mesh: Mesh, position: int, shard_of: Sequence[int] | None = None) -> None:
         groups = [group for group in mesh.groups(Group.DATA) if mesh.coordinates(group[0]).pp == position]
-        self._mesh, self._data = mesh, len(groups[0])
-        self._ranks = sorted((rank, HeldPiece(mesh.shard(rank), i)) for group in groups for i, rank in enumerate(group))
+        shards = range(len(groups[0])) if shard_of is None else shard_of
+        self._mesh, self._data = mesh, max(shards) + 1
+        self._ranks = sorted(
+            (rank, HeldPiece(mesh.shard(rank), shard)) for group in groups for rank, shard in zip(group, shards)
+        )
         self._known: dict[tuple[bool, bool, Group], dict[HeldPiece, list[int]]] = {}
 
     def of(self, spec: ParameterSpec, divided: bool) -> Mapping[HeldPiece, list[int]]:

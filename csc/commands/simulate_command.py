@@ -107,26 +107,25 @@ def simulate(
     delays = None if jitter is None else level(jitter)
     with opening as compiled:
         compiled = over(pp, compiled)
-        found = forecast(compiled, None if baseline == "none" else baseline, delays)
+        prediction = forecast(compiled, None if baseline == "none" else baseline, delays)
         held = memory_forecast(compiled.program, compiled.options)
         rows, order = jittered(compiled, delays) if delays is not None else ((), None)
     if robust is not None:
         robust.write_text(str(order))
-    timelines = [found.plan, *([found.baseline] if found.baseline is not None else [])]
-    write_timelines(
-        timelines, f"{compiled.program.name}: {found.layout}", output, page, chrome, svg, found.bound, found.memory
-    )
+    timelines = [prediction.plan, *([prediction.baseline] if prediction.baseline is not None else [])]
+    title = f"{compiled.program.name}: {prediction.layout}"
+    write_timelines(timelines, title, output, page, chrome, svg, prediction.bound, prediction.memory)
     if json_output:
         orders = {} if jitter is None else {"jitter": {"level": jitter, "schedules": [vars(row) for row in rows]}}
-        print_json({**found.as_dict(), "memory": [row.as_dict() for row in held], **orders})
+        print_json({**prediction.as_dict(), "memory": [row.as_dict() for row in held], **orders})
         return
-    show_forecast(found)
-    console.print(memory_table(held, found.memory, found.devices))
-    show_limits(found.limits)
-    console.print(escape(step_text(found)), highlight=False)
-    console.print(bound_text(found), highlight=False)
-    if found.baseline is not None:
-        console.print(_baseline_text(found), highlight=False)
+    show_forecast(prediction)
+    console.print(memory_table(held, prediction.memory, prediction.devices))
+    show_limits(prediction.limits)
+    console.print(escape(step_text(prediction)), highlight=False)
+    console.print(bound_text(prediction), highlight=False)
+    if prediction.baseline is not None:
+        console.print(_baseline_text(prediction), highlight=False)
     if jitter is not None:
         _show_orders(rows, jitter)
 

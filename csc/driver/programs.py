@@ -651,7 +651,7 @@ class ProgramSet:
         of_variants = {served[match.key]: match for match in matches}
         if len(of_variants) > 1:
             differing = _differing(*list(of_variants.values())[:2])
-            first, second = (_parameters(self._trainers[one].program.manifest) for one in list(of_variants)[:2])
+            first, second = (_parameters(self._trainers[variant].program.manifest) for variant in list(of_variants)[:2])
             apart = sorted(first ^ second)
             more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
             parts = [f"only one of them uses the parameter {apart[0]!r}{more}"] if apart else []
@@ -875,7 +875,7 @@ def _regions(manifest: Manifest) -> set[str]:
 
 
 def _parameters(manifest: Manifest) -> set[str]:
-    return {one.name for one in manifest.parameters}
+    return {parameter.name for parameter in manifest.parameters}
 
 
 def _differing(first: Match, second: Match) -> list[str]:

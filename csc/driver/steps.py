@@ -162,6 +162,17 @@ def _has_a_part(trainer: Trainer) -> bool:
 SETTLED = 2  # steps until memory is what it will be: the first one warms up
 
 
+@contextmanager
+def _noting(changes: Sequence[str]) -> Iterator[None]:
+    """Add to a step that ranks do not agree on what has changed on this one."""
+    try:
+        yield
+    except StepFailed as error:
+        for change in filter(None, changes):
+            error.add_note(f"on this rank the model has changed since it was compiled: {change}")
+        raise
+
+
 class Steps:
     """With the programs of a model, on the batches that it is given."""
 
@@ -258,27 +269,27 @@ class Steps:
         if not is_under_way():
             return self._trained
         rank = int(os.environ["RANK"])
-        found = ask(rank, settings.timeout)
-        if found is None:
+        admission = ask(rank, settings.timeout)
+        if admission is None:
             return 0
-        found.enter(rank, self._options.mesh.size, settings.timeout)
-        self._state = exchange(found, self.programs.compiler.model, None)
-        self._trained, self._count = found.steps, found.calls
+        admission.enter(rank, self._options.mesh.size, settings.timeout)
+        self._state = exchange(admission, self.programs.compiler.model, None)
+        self._trained, self._count = admission.steps, admission.calls
         self.trainer(check=False)
-        return found.steps
+        return admission.steps
 
     def _take_up(self) -> None:
         """Those that were lost are there again: all build what ranks share anew."""
         survival = self.programs.set.survival
         assert survival is not None
         optimizer = None if self._optimizer is None else self._optimizer()
-        found = survival.admit(self._trained, self._count)
-        exchange(found, self.programs.compiler.model, None if optimizer is None else optimizer.state_dict())
+        admission = survival.admit(self._trained, self._count)
+        exchange(admission, self.programs.compiler.model, None if optimizer is None else optimizer.state_dict())
         self.programs.start_again()
         self._evaluating = None
         self.trainer(check=False)
-        if found.source == survival.me:
-            log.warning("all ranks train again, from step %d on", found.steps)
+        if admission.source == survival.me:
+            log.warning("all ranks train again, from step %d on", admission.steps)
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         """It steps what trains: after `rejoin` it gets the state of the others'."""
@@ -395,12 +406,8 @@ class Steps:
 
         with meeting.turn(operation):
             compared: list[ComparedStep] = []
-            try:
+            with _noting(changes):
                 ready, found, votes = share.agree(operation, lambda: ready_from(batch), prepare)
-            except StepFailed as error:
-                for change in filter(None, changes):
-                    error.add_note(f"on this rank the model has changed since it was compiled: {change}")
-                raise
             served = share.served(votes) and found is not None and not programs.unmet(share.meets(votes))
             if (due := served and self._is_due) or not served:
                 meeting.began()  # what is made now has meetings of its own
@@ -417,8 +424,8 @@ class Steps:
             if operation not in STEPS or compared:
                 meeting.began()
             trainer, dealt, encoding = found
-            said = StepVote.of_any(vote.step for vote in votes)
-            yield trainer, dealt, said, compared[-1] if compared else None, encoding
+            step_vote = StepVote.of_any(vote.step for vote in votes)
+            yield trainer, dealt, step_vote, compared[-1] if compared else None, encoding
 
     def _of_widths(self, ready: list[dict[str, Any]], batch: Any) -> list[dict[str, Any]]:
         """Microbatches padded to the widths that programs are for. A batch that was divided for all has its widths."""

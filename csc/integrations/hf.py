@@ -607,10 +607,12 @@ class CompiledTrainer(Trainer):
                 "choose per_device_eval_batch_size so that the last batch has a sample for each replica, or set "
                 "dataloader_drop_last=True",
             )
-        each = options.microbatches if samples is None else min(options.microbatches, samples // options.mesh.dp)
+        microbatches = (
+            options.microbatches if samples is None else min(options.microbatches, samples // options.mesh.dp)
+        )
         items = self._get_num_items_in_batch([batch], self.args.device) if self._example_items is not None else None
         whole = self._with_items(Waiting(batch, 1.0, None if items is None else torch.as_tensor(items)))
-        return self.compiled.eval_step(whole, each).to(self.args.device), None, None
+        return self.compiled.eval_step(whole, microbatches).to(self.args.device), None, None
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's. A batch's loss is divided by its own labels, not by those of the batches that other processes
@@ -808,26 +810,26 @@ def compiled_trainer(
     _check_own_loss(trainer, example)
     model: Any = trainer.model
     compiled = compile_for(model, trainer.args, example=example, **options)
-    made = CompiledTrainer(
+    compiled_one = CompiledTrainer(
         compiled, trainer.args, balance, distributed_evaluation, train_dataset=trainer.train_dataset,
         eval_dataset=trainer.eval_dataset, data_collator=trainer.data_collator,
         processing_class=trainer.processing_class, compute_metrics=trainer.compute_metrics,
         preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
         optimizers=(trainer.optimizer, trainer.lr_scheduler), optimizer_cls_and_kwargs=trainer.optimizer_cls_and_kwargs,
     )  # fmt: skip
-    known = {type(callback) for callback in made.callback_handler.callbacks}
+    known = {type(callback) for callback in compiled_one.callback_handler.callbacks}
     for callback in trainer.callback_handler.callbacks:
         if type(callback) not in known:
-            made.add_callback(callback)
+            compiled_one.add_callback(callback)
     if trainer.args.gradient_accumulation_steps > 1 and (
-        made.model_accepts_loss_kwargs != trainer.model_accepts_loss_kwargs
+        compiled_one.model_accepts_loss_kwargs != trainer.model_accepts_loss_kwargs
     ):
         raise InputError(
             f"{type(trainer).__name__} weighs the batches of gradient_accumulation_steps otherwise than the Trainer "
             f"does for {type(trainer.model).__name__}", "compiled_trainer",
             "leave it out; compile with as many microbatches, and take a larger batch",
         )  # fmt: skip
-    return made
+    return compiled_one
 
 
 def _refuse_own_methods(trainer: Trainer) -> None:

@@ -27,6 +27,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from csc.capture.module_tree import embedding_of
 from csc.errors import InputError
 from csc.ir.program import Options
 
@@ -322,12 +323,8 @@ def _noise(args: TrainingArguments) -> float | None:
 
 def _embedding(model: nn.Module) -> Any:
     """None: the model does not say."""
-    base = model.base_model.model if hasattr(model, "peft_config") else model  # type: ignore[union-attr]
-    find: Any = getattr(base, "get_input_embeddings", None)
-    try:
-        return find() if callable(find) else None
-    except NotImplementedError:  # transformers' models without one
-        return None
+    base: Any = model.base_model.model if hasattr(model, "peft_config") else model  # type: ignore[union-attr]
+    return embedding_of(base, "input")
 
 
 def _noisy(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:

@@ -193,14 +193,19 @@ class Mesh:
             refuse(f"the mesh has components={self.components!r}", remedy)
         axes = {name: Axes.of(name, sizes) for name, sizes in self.components.items()}
         check_sizes(self, axes)
-        axes = {name: replace(own, cp=None if own.cp == self.cp else own.cp) for name, own in axes.items()}
+        axes = {
+            name: replace(axes_of_component, cp=None if axes_of_component.cp == self.cp else axes_of_component.cp)
+            for name, axes_of_component in axes.items()
+        }
         check_components(self, axes)
-        extents = {name: extent_of(self, own) for name, own in axes.items()}
+        extents = {name: extent_of(self, axes_of_component) for name, axes_of_component in axes.items()}
         front = [name for name, extent in extents.items() if extent != (self.dp, self.tp)]
         if len({extents[name] for name in front}) == 1:
             front.sort()
         others = {name: replace(axes[name], dp=None) for name in sorted(axes) if name not in front}
-        axes = {name: axes[name] for name in front} | {name: own for name, own in others.items() if own != WHOLE}
+        axes = {name: axes[name] for name in front} | {
+            name: axes_of_component for name, axes_of_component in others.items() if axes_of_component != WHOLE
+        }
         object.__setattr__(self, "components", Components(axes))
         object.__setattr__(self, "order", plain_order(self))
         check_in_front(self)
@@ -235,7 +240,9 @@ class Mesh:
         """This mesh, with these sizes of components along these axes, and of no others along them."""
         names = dict.fromkeys([*self.components, *(name for along in sizes.values() for name in along)])
         axes = {
-            name: replace(self.components.get(name, WHOLE), **{axis: own.get(name) for axis, own in sizes.items()})
+            name: replace(
+                self.components.get(name, WHOLE), **{axis: sizes_here.get(name) for axis, sizes_here in sizes.items()}
+            )
             for name in names
         }
         return replace(self, components=axes)
@@ -289,13 +296,16 @@ class Mesh:
 
     def one_replica(self) -> Mesh:
         """One replica of this mesh, whose components have as many ranks as those that work for it here."""
-        axes = {name: replace(own, dp=own.dp and max(1, own.dp // self.dp)) for name, own in self.components.items()}
+        axes = {
+            name: replace(axes_here, dp=axes_here.dp and max(1, axes_here.dp // self.dp))
+            for name, axes_here in self.components.items()
+        }
         return replace(self, dp=1, components=axes)
 
     def fewest_stages(self) -> Mesh:
         """This mesh with a stage for each component in front, and one for all others."""
         stages = dict.fromkeys(self.in_front, 1)
-        axes = {name: replace(own, pp=stages.get(name)) for name, own in self.components.items()}
+        axes = {name: replace(axes_here, pp=stages.get(name)) for name, axes_here in self.components.items()}
         return replace(self, pp=1 + len(stages), components=axes)
 
     # Positions and ranks
@@ -360,11 +370,11 @@ class Mesh:
         Raises:
             IndexError: They lie outside the mesh.
         """
-        at, sizes = Coordinates(dp, pp, cp, tp), {**self._sizes_at(self.extent(pp)), "pp": self.pp}
+        coordinates, sizes = Coordinates(dp, pp, cp, tp), {**self._sizes_at(self.extent(pp)), "pp": self.pp}
         for axis in self.AXES:
-            if not 0 <= getattr(at, axis) < sizes[axis]:
-                raise IndexError(f"{axis} index {getattr(at, axis)} is outside 0..{sizes[axis] - 1} of {self}")
-        return self._stretch(pp).rank(*at)
+            if not 0 <= getattr(coordinates, axis) < sizes[axis]:
+                raise IndexError(f"{axis} index {getattr(coordinates, axis)} is outside 0..{sizes[axis] - 1} of {self}")
+        return self._stretch(pp).rank(*coordinates)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Inverse of `rank_of`.
@@ -378,14 +388,14 @@ class Mesh:
             refuse(f"the axes of {self} are not chosen yet", remedy)
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is outside 0..{self.size - 1} of {self}")
-        there = rank % self._ranks_of_one_index  # at index 0 of the slower axes
-        stretch = self._stretches[bisect(self._stretches, there, key=_start) - 1]
-        position, inside = divmod(there - stretch.start, stretch.strides.pp)
-        at = {
+        offset = rank % self._ranks_of_one_index  # at index 0 of the slower axes
+        stretch = self._stretches[bisect(self._stretches, offset, key=_start) - 1]
+        position, inside = divmod(offset - stretch.start, stretch.strides.pp)
+        indices = {
             axis: (rank if axis in self._slower else inside) // getattr(stretch.strides, axis) % size
             for axis, size in self._sizes_at(stretch.extent).items()
         }
-        return Coordinates(pp=stretch.first + position, **at)
+        return Coordinates(pp=stretch.first + position, **indices)
 
     def shard(self, rank: int) -> int:
         """Which of the tensor-parallel parts of its layers a rank has.
@@ -535,8 +545,8 @@ class Mesh:
 
     def _own_sizes(self) -> dict[str, int]:
         """The sizes of components as texts name them, {"vision.tp": 1, ...}; dp in the order of their positions."""
-        own = {f"{name}.{axis}": size for axis in ("tp", "pp", "cp") for name, size in self.own(axis).items()}
-        return own | {f"{name}.dp": axes.dp for name, axes in self.components.items() if axes.dp is not None}
+        own_sizes = {f"{name}.{axis}": size for axis in ("tp", "pp", "cp") for name, size in self.own(axis).items()}
+        return own_sizes | {f"{name}.dp": axes.dp for name, axes in self.components.items() if axes.dp is not None}
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -570,16 +580,16 @@ class Mesh:
     @classmethod
     def _named(cls, sizes: Mapping[str, Any]) -> Mesh:
         """From sizes by axis and, as text, the order of some or all axes: the others stand as by default."""
-        own: dict[str, dict[str, Any]] = {}
+        sizes_of: dict[str, dict[str, Any]] = {}
         for axis in ("dp", "pp", "cp", "tp"):  # dp first, whose order is that of the positions
             for name in [name for name in sizes if str(name).endswith(f".{axis}")]:
-                own.setdefault(name.removesuffix(f".{axis}"), {})[axis] = sizes[name]
+                sizes_of.setdefault(name.removesuffix(f".{axis}"), {})[axis] = sizes[name]
         sizes = {name: size for name, size in sizes.items() if not str(name).endswith(OWN)}
         unknown = [name for name in sizes if name not in (*cls.AXES, "order", "ranks")]
         if unknown:
             refuse(f"there is no axis {unknown[0]!r}", f"The axes are {', '.join(cls.AXES)}")
         axes = {name: size for name, size in sizes.items() if name != "order"}
-        mesh = cls(**axes, components=own)  # type: ignore[arg-type]
+        mesh = cls(**axes, components=sizes_of)  # type: ignore[arg-type]
         if "order" not in sizes:
             return mesh
         larger = [axis for axis in cls.AXES if getattr(mesh, axis) > 1]
@@ -600,8 +610,8 @@ class Mesh:
             refuse(f"{name} has pp={staged[name]} in a mesh where {largest} has no pp", remedy)
         whole = named[largest]
         axes = {
-            name: Axes(own.dp or 1, own.pp if len(staged) > 1 else None, own.cp, own.tp or 1)
-            for name, own in named.items()
+            name: Axes(axes_here.dp or 1, axes_here.pp if len(staged) > 1 else None, axes_here.cp, axes_here.tp or 1)
+            for name, axes_here in named.items()
         }
         return cls(whole.dp or 1, sum(staged.values()) or 1, whole.cp or 1, whole.tp or 1, components=axes)
 
@@ -650,8 +660,8 @@ def check_sizes(mesh: Mesh, components: Mapping[str, Axes]) -> None:
         check_size("ranks", mesh.ranks)
         if components or any(getattr(mesh, axis) > 1 for axis in AXES):
             sizes = replace(mesh, ranks=None)
-            what = f"the mesh has ranks={mesh.ranks}, for csc to choose the axes, and {sizes} too"
-            refuse(what, "Give either: csc.Mesh(ranks=...) alone, or the sizes of the axes")
+            fault = f"the mesh has ranks={mesh.ranks}, for csc to choose the axes, and {sizes} too"
+            refuse(fault, "Give either: csc.Mesh(ranks=...) alone, or the sizes of the axes")
     if sorted(mesh.order) != sorted(AXES) or [a for a in mesh.order if a != "pp"] != ["dp", "cp", "tp"]:
         remedy = "Name dp, cp and tp in this order, and pp where it should be: pp-dp-cp-tp"
         refuse(f"the order of ranks is {'-'.join(map(str, mesh.order))}", remedy)
@@ -684,8 +694,8 @@ def check_components(mesh: Mesh, components: Mapping[str, Axes]) -> None:
     have as many of each.
     """
     stages = {component: axes.pp for component, axes in components.items() if axes.pp is not None}
-    told = sum(stages.values())
-    if told > mesh.pp or (told == mesh.pp and len(stages) == 1):
+    stages_named = sum(stages.values())
+    if stages_named > mesh.pp or (stages_named == mesh.pp and len(stages) == 1):
         named = ", ".join(f"{component}.pp={pp}" for component, pp in stages.items())
         remedy = "pp counts all stages: name each component that has some, or leave at least one for the others"
         refuse(f"{named} leaves none of pp={mesh.pp} for the other components", remedy)
@@ -695,12 +705,12 @@ def check_components(mesh: Mesh, components: Mapping[str, Axes]) -> None:
         tp, shares = axes.tp or mesh.tp, _shares(mesh, axes)
         if _fewer_replicas(mesh, axes) and mesh.dp % axes.dp:
             nearest = _divisors(mesh.dp, near=axes.dp)[0]
-            what = f"{component} has dp={axes.dp} in a mesh of {mesh.dp} replicas, which do not share {axes.dp} ranks "
-            refuse(f"{what}evenly", f"The nearest that fits is {component} with dp={nearest}")
+            fault = f"{component} has dp={axes.dp} in a mesh of {mesh.dp} replicas, which do not share {axes.dp} ranks "
+            refuse(f"{fault}evenly", f"The nearest that fits is {component} with dp={nearest}")
         if not _fewer_replicas(mesh, axes) and axes.dp * tp % shares:
             fitting = _fitting(component, axes.dp * tp, tp, shares, mesh.tp)
-            what = f"{component} has dp * tp = {axes.dp * tp} ranks in a mesh of {shares} replicas"
-            refuse(what, f"Each replica has as many: {fitting}")
+            fault = f"{component} has dp * tp = {axes.dp * tp} ranks in a mesh of {shares} replicas"
+            refuse(fault, f"Each replica has as many: {fitting}")
 
 
 def check_in_front(mesh: Mesh) -> None:
@@ -743,11 +753,11 @@ def check_in_front(mesh: Mesh) -> None:
             )
 
 
-def _fitting(component: str, asked: int, own: int, replicas: int, tp: int) -> str:
+def _fitting(component: str, ranks_asked: int, own: int, replicas: int, tp: int) -> str:
     """The nearest number of ranks that a component can be on, in words."""
     known = [(n, own if own in (1, n) else n) for n in sorted(_divisors(tp, tp)) if own in (1, n) or n == tp]
-    known += [(n, own) for times in (0, 1) if (n := (asked // (replicas * tp) + times) * tp) > tp]
-    near, with_tp = min(known, key=lambda ranks: abs(ranks[0] * replicas - asked))
+    known += [(n, own) for times in (0, 1) if (n := (ranks_asked // (replicas * tp) + times) * tp) > tp]
+    near, with_tp = min(known, key=lambda ranks: abs(ranks[0] * replicas - ranks_asked))
     return f"the nearest that fits is {component} with tp={with_tp} and dp={near * replicas // with_tp}"
 
 
@@ -806,8 +816,8 @@ def sizes_of_device_mesh(mesh: Any) -> dict[str, Any]:
     """
     names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
     if shape is None:
-        what = f"{type(mesh).__name__} is not a mesh"
-        refuse(what, "Give a Mesh, a dict, text like pp=3,dp=2 or a torch DeviceMesh")
+        fault = f"{type(mesh).__name__} is not a mesh"
+        refuse(fault, "Give a Mesh, a dict, text like pp=3,dp=2 or a torch DeviceMesh")
     if not names:
         refuse("the DeviceMesh has no axis names", f"Pass mesh_dim_names out of {', '.join(AXES)}")
     sizes: dict[str, Any] = dict(zip(names, (int(n) for n in shape), strict=True))

@@ -191,9 +191,9 @@ class Candidates:
         return candidate.model.modalities[self.parts.modality]
 
     def _check(self, encoders: Any, llms: Any) -> None:
-        for what, given in (("encoders", encoders), ("llms", llms)):
-            if not isinstance(given, Mapping) or not given or not all(isinstance(name, str) for name in given):
-                raise InputError(f"{what} is {given!r:.80}", "csc.search", f'give {what} by name: {{"small": ...}}')
+        for part, value in (("encoders", encoders), ("llms", llms)):
+            if not isinstance(value, Mapping) or not value or not all(isinstance(name, str) for name in value):
+                raise InputError(f"{part} is {value!r:.80}", "csc.search", f'give {part} by name: {{"small": ...}}')
         if isinstance(self.parts.projector, nn.Module):
             raise InputError(
                 "projector is a module", "csc.search",

@@ -65,8 +65,8 @@ class RememberedEncoder(nn.Module):
             with alone(self._home / LOCK):
                 self._look()
                 self._encode({key: item for key, item in zip(keys, items) if self._find(key) is None})
-        found = [self._find(key) for key in keys]
-        return torch.stack([states for states in found if states is not None]).to(items.device)
+        states = [self._find(key) for key in keys]
+        return torch.stack([states for states in states if states is not None]).to(items.device)
 
     @property
     def passes(self) -> float:
@@ -97,13 +97,13 @@ class RememberedEncoder(nn.Module):
     def _write(self, states: Mapping[str, torch.Tensor]) -> None:
         name = PACK + hashlib.sha256("".join(states).encode()).hexdigest() + ".safetensors"
         building = self._home / f".{name}.{os.getpid()}"
-        save_file({key: one.clone() for key, one in states.items()}, building)
+        save_file({key: state.clone() for key, state in states.items()}, building)
         os.replace(building, self._home / name)
         self._known.add(name)
         self._rows += len(states)
         self._packs.update(dict.fromkeys(states, self._home / name))
-        for key, one in states.items():
-            self._remember(key, one.clone())
+        for key, state in states.items():
+            self._remember(key, state.clone())
 
     def _find(self, key: str) -> torch.Tensor | None:
         known = self._memory.get(key)

@@ -87,7 +87,7 @@ def problem_of(compiled: CompiledModel, options: Mapping[str, Any]) -> Problem:
 def joined(front: Problem, rear: Problem, size: float) -> Problem:
     """The front without its scale, and the rear behind what it makes last."""
     kept = [number for number, unit in enumerate(front.units) if not unit.has_w]
-    place = {number: at for at, number in enumerate(kept)}
+    place = {number: index for index, number in enumerate(kept)}
     shift = len(kept)
     values = [
         Value(place[value.maker], tuple(place[r] for r in readers), (False,) * len(readers), value.size, 0.0)
@@ -107,24 +107,29 @@ def joined(front: Problem, rear: Problem, size: float) -> Problem:
 
 def planned(problem: Problem, power: StepPower | None = None, schedule: str = "auto") -> PairPlan:
     """InputError if nothing fits the memory."""
-    found = plan(problem, schedule=schedule, effort=EFFORT, limit=LIMIT)
+    planned_pair = plan(problem, schedule=schedule, effort=EFFORT, limit=LIMIT)
     joules = None
     if power is not None:
-        joules = of_profiles(found.pipeline, found.schedule, power.clocks, power.devices).usual.joules
-    return PairPlan(found.makespan, max(found.peak_memory), found.layout, joules)
+        joules = of_profiles(planned_pair.pipeline, planned_pair.schedule, power.clocks, power.devices).usual.joules
+    return PairPlan(planned_pair.makespan, max(planned_pair.peak_memory), planned_pair.layout, joules)
 
 
 def power_of(options: Mapping[str, Any]) -> StepPower | None:
     """None where no hardware is named, or one of its profiles has no measured clocks: nothing is guessed."""
-    own = changed(Options(), **options)
-    if own.hardware is None:
+    plan_options = changed(Options(), **options)
+    if plan_options.hardware is None:
         return None
-    names = own.hardware if isinstance(own.hardware, tuple) else (own.hardware,) * own.mesh.pp
+    names = (
+        plan_options.hardware
+        if isinstance(plan_options.hardware, tuple)
+        else (plan_options.hardware,) * plan_options.mesh.pp
+    )
     known = {name: hardware(name).clocks for name in names}
     clocks = [known[name] for name in names]
-    if any(each is None for each in clocks):
+    if any(clock is None for clock in clocks):
         return None
-    count = Counter(own.mesh.coordinates(rank).pp for rank in range(own.mesh.size))
+    count = Counter(plan_options.mesh.coordinates(rank).pp for rank in range(plan_options.mesh.size))
     return StepPower(
-        tuple(each for each in clocks if each is not None), tuple(count[rank] for rank in range(own.mesh.pp))
+        tuple(clock for clock in clocks if clock is not None),
+        tuple(count[rank] for rank in range(plan_options.mesh.pp)),
     )

@@ -127,8 +127,8 @@ def pareto(rows: Iterable[PairRow]) -> frozenset[Pair]:
     scored = [row for row in scored if row.planned_seconds is not None] or scored
     figures = {row.pair: (-(row.score or 0.0), row.planned_seconds or 0.0, row.planned_bytes or 0.0) for row in scored}
     return frozenset(
-        pair for pair, own in figures.items()
-        if not any(_beats(other, own) for name, other in figures.items() if name != pair)
+        pair for pair, figures_here in figures.items()
+        if not any(_beats(other, figures_here) for name, other in figures.items() if name != pair)
     )  # fmt: skip
 
 

@@ -133,19 +133,12 @@ def search(
     full = _full(data, samples, batch_size)
     frozen = _frozen(freeze, modality)
     _check_probe(chosen, data, probe)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed is {seed!r}", "csc.search", "give a whole number of at least 0")
-    if not math.isfinite(perfect):
-        raise InputError(f"perfect is {perfect!r}", "csc.search", "give the score of no error")
+    _check_numbers(seed, perfect)
     wanted = {"mesh": mesh, "microbatches": microbatches, "hardware": hardware, "memory": memory}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     planned_mesh = closed(changed(Options(), **wanted)).mesh  # what is wrong is said before anything is trained
-    candidates = Candidates(
-        encoders,
-        llms,
-        Parts(projector, placeholders, modality, feature_layer, keep_prefix),
-        Path(directory) / "features",
-    )
+    parts = Parts(projector, placeholders, modality, feature_layer, keep_prefix)
+    candidates = Candidates(encoders, llms, parts, Path(directory) / "features")
     allowed = _budget(budget, len(candidates.pairs) * full, full, chosen.name)
     head = {
         "encoders": list(encoders), "llms": list(llms), "samples": full, "batch_size": batch_size, "data": len(data),
@@ -160,6 +153,13 @@ def search(
     planned_for = None if mesh is None else str(planned_mesh)
     scope = _Scope(full, allowed, perfect, planned_for, wanted, batch_size * planned_mesh.dp)
     return _driven(chosen, candidates, Task(data, batch, score, probe), settings, scope, Path(directory), head, tell)
+
+
+def _check_numbers(seed: int, perfect: float) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed is {seed!r}", "csc.search", "give a whole number of at least 0")
+    if not math.isfinite(perfect):
+        raise InputError(f"perfect is {perfect!r}", "csc.search", "give the score of no error")
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ def _rung(
     say(f"{rung.why}: {len(rung.pairs)} {'pair' if len(rung.pairs) == 1 else 'pairs'}, {rung.samples:,} samples each")
     order = sorted(rung.pairs, key=lambda pair: pair[1])
     share = math.ceil(len(order) / team.teams)
-    own = order[team.number * share : (team.number + 1) * share]
-    for pair in own:
+    pairs_here = order[team.number * share : (team.number + 1) * share]
+    for pair in pairs_here:
         score = trials.train(pair, rung.samples)
         text = "failed" if score is None else f"score {score:.4g}"
         say(f"  {' x '.join(pair)}: {text}")
@@ -277,11 +277,11 @@ def stepping(
     settings, and a hash of the rates that its scheduler gives it in so many steps, at most SCHEDULED. What cannot be
     made of one parameter is known by its name alone.
     """
-    found = {"optimizer": _told(optimizer), "scheduler": _told(scheduler)}
+    settings = {"optimizer": _told(optimizer), "scheduler": _told(scheduler)}
     try:
         tried = optimizer([torch.nn.Parameter(torch.zeros(2, 2))])
         groups = [{name: value for name, value in group.items() if name != "params"} for group in tried.param_groups]
-        found["optimizer"] = f"{type(tried).__name__} {_told(groups)}"
+        settings["optimizer"] = f"{type(tried).__name__} {_told(groups)}"
         if scheduler is not None:
             schedule = scheduler(tried)
             rates = []
@@ -290,10 +290,10 @@ def stepping(
                 for _ in range(min(steps, SCHEDULED)):
                     rates.append([float(group["lr"]) for group in tried.param_groups])
                     schedule.step()
-            found["scheduler"] = f"{type(schedule).__name__} {hashlib.sha256(repr(rates).encode()).hexdigest()[:16]}"
+            settings["scheduler"] = f"{type(schedule).__name__} {hashlib.sha256(repr(rates).encode()).hexdigest()[:16]}"
     except Exception:  # whatever a user's function raises for parameters that are not those of a trial
-        return found
-    return found
+        return settings
+    return settings
 
 
 def _told(value: Any) -> str:
@@ -327,18 +327,18 @@ def _plans(
     """Of every pair that fits; each encoder and each language model is captured once."""
     fronts: dict[str, tuple[Problem, float]] = {}
     rears: dict[str, Problem] = {}
-    asked = repr(sorted((name, str(value)) for name, value in options.items()))
+    options_text = repr(sorted((name, str(value)) for name, value in options.items()))
     power = power_of(options)
     known = {
         (record["encoder"], record["llm"]): PairPlan(**record["plan"])
         for record in trials.ledger.records(PLAN)
-        if record["options"] == asked
+        if record["options"] == options_text
     }
-    found = {}
+    plans = {}
     for pair in candidates.pairs:
         encoder, llm = pair
         if pair in known:
-            found[pair] = known[pair]
+            plans[pair] = known[pair]
             continue
         try:
             if encoder not in fronts:
@@ -346,13 +346,13 @@ def _plans(
             if llm not in rears:
                 rears[llm] = problem_of(trials.reader(llm).compiled, options)
             ahead, size = fronts[encoder]
-            found[pair] = planned(joined(ahead, rears[llm], size), power)
+            plans[pair] = planned(joined(ahead, rears[llm], size), power)
             trials.ledger.add(
-                {"kind": PLAN, "encoder": encoder, "llm": llm, "options": asked, "plan": asdict(found[pair])}
+                {"kind": PLAN, "encoder": encoder, "llm": llm, "options": options_text, "plan": asdict(plans[pair])}
             )
         except CscError as error:
             say(f"no step is planned for {' x '.join(pair)}: {sentence(error)}")
-    return found
+    return plans
 
 
 def _rows(
@@ -368,14 +368,14 @@ def _rows(
     why = {**choice.dropped, **gone, **candidates.impossible}
     rows = []
     for pair in pairs:
-        own = [record for record in records.get(pair, []) if record["samples"] <= seen.reached(pair)]
-        last = own[-1] if own else {}
+        records_here = [record for record in records.get(pair, []) if record["samples"] <= seen.reached(pair)]
+        last = records_here[-1] if records_here else {}
         plan = plans.get(pair)
         joules = plan.joules if plan is not None else None
         rows.append(
             PairRow(
                 *pair, last.get("score"), last.get("spread"), seen.reached(pair),
-                sum(record["seconds"] for record in own), seen.curves.get(pair, ()), why.get(pair, ""),
+                sum(record["seconds"] for record in records_here), seen.curves.get(pair, ()), why.get(pair, ""),
                 plan.seconds if plan is not None else None, plan.memory if plan is not None else None,
                 joules, None if joules is None else joules * seen.reached(pair) / together,
             )

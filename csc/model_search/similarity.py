@@ -62,13 +62,13 @@ def clusters(apart: Floats, count: int) -> Clusters:
     """At most `count` clusters of average linkage, in the order of their first members."""
     size = len(apart)
     if size == 1 or count >= size:
-        own = tuple((number,) for number in range(size))
-        return Clusters(own, tuple(range(size)))
+        singles = tuple((number,) for number in range(size))
+        return Clusters(singles, tuple(range(size)))
     labels = fcluster(linkage(squareform(apart, checks=False), "average"), max(1, count), "maxclust")
     members = tuple(
         tuple(int(number) for number in np.flatnonzero(labels == label)) for label in dict.fromkeys(labels.tolist())
     )
-    return Clusters(members, tuple(_medoid(apart, own) for own in members))
+    return Clusters(members, tuple(_medoid(apart, member) for member in members))
 
 
 def _medoid(apart: Floats, members: Sequence[int]) -> int:

@@ -334,7 +334,7 @@ class Mordal:
         return dict.fromkeys(members, f"{' x '.join(head)}, which stands for its cluster, {behind}")
 
 
-STRATEGIES: Mapping[str, Strategy] = {one.name: one for one in (Halving(), Mordal(), Random(), Grid())}
+STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in (Halving(), Mordal(), Random(), Grid())}
 
 
 # --- what they share --------------------------------------------------------------------------------------------------
@@ -366,13 +366,13 @@ def extrapolated(
     steepest = min((fit.slope for fit in fits.values() if fit.points > 1), default=-1.0)
     bounds = {}
     for pair, fit in fits.items():
-        at = math.log(samples)
+        log_samples = math.log(samples)
         if fit.points == 1:
-            low = fit.mean + min(0.0, steepest) * (at - fit.centre) - width * spread
+            low = fit.mean + min(0.0, steepest) * (log_samples - fit.centre) - width * spread
             high = fit.mean + width * spread
         else:
-            middle = fit.mean + min(0.0, fit.slope) * (at - fit.centre)
-            deviation = spread * math.sqrt(1 / fit.points + (at - fit.centre) ** 2 / fit.range)
+            middle = fit.mean + min(0.0, fit.slope) * (log_samples - fit.centre)
+            deviation = spread * math.sqrt(1 / fit.points + (log_samples - fit.centre) ** 2 / fit.range)
             low, high = middle - width * deviation, middle + width * deviation
             high = min(high, fit.last + width * spread)
         bounds[pair] = (math.exp(low), math.exp(high))
@@ -451,15 +451,15 @@ def _decided_late(ladder: list[tuple[int, int]], space: Space) -> list[tuple[int
     """The ladder with what it leaves of the budget: the last two pairs go on side by side for as long as there is room,
     as what is decided late is decided by curves that are nearly at their ends.
     """
-    found = ladder
+    chosen = ladder
     for number in range(1, len(ladder)):
         samples, count = ladder[number]
         if count == 1:
-            later = [*found[:number], (samples, 2), *found[number + 1 :]]
+            later = [*chosen[:number], (samples, 2), *chosen[number + 1 :]]
             if _ladder_cost(later) > space.budget:
                 break
-            found = later
-    return found
+            chosen = later
+    return chosen
 
 
 def two_sided(scores: Mapping[Pair, float], perfect: float) -> dict[Pair, float]:
@@ -471,14 +471,14 @@ def two_sided(scores: Mapping[Pair, float], perfect: float) -> dict[Pair, float]
     """
     pairs = list(scores)
     errors = {pair: perfect - score for pair, score in scores.items()}
-    told = min(errors.values(), default=0.0) >= 0
-    own = np.array([-math.log(max(LEAST, errors[pair])) if told else scores[pair] for pair in pairs])
+    has_errors = min(errors.values(), default=0.0) >= 0
+    values = np.array([-math.log(max(LEAST, errors[pair])) if has_errors else scores[pair] for pair in pairs])
     sides = [sorted({pair[side] for pair in pairs}) for side in (0, 1)]
     parts = np.array([[name == pair[side] for side in (0, 1) for name in sides[side]] for pair in pairs], np.float64)
     if not pairs:
         return {}
-    fitted = parts @ np.linalg.lstsq(parts, own, rcond=None)[0]
-    return {pair: float(figure) for pair, figure in zip(pairs, (own + fitted) / 2)}
+    fitted = parts @ np.linalg.lstsq(parts, values, rcond=None)[0]
+    return {pair: float(figure) for pair, figure in zip(pairs, (values + fitted) / 2)}
 
 
 def _choice(
@@ -511,15 +511,15 @@ def _choice(
 
 def _guess(pair: Pair, place: Mapping[Pair, int]) -> float:
     """The mean place of trained pairs with its encoder and of those with its language model."""
-    sides = [[at for other, at in place.items() if other[side] == pair[side]] for side in (0, 1)]
-    means = [sum(own) / len(own) for own in sides if own]
+    sides = [[index for other, index in place.items() if other[side] == pair[side]] for side in (0, 1)]
+    means = [sum(side) / len(side) for side in sides if side]
     return sum(means) / len(means) if means else float(len(place))
 
 
-def _fits(space: Space, cost: int, name: str, what: str) -> None:
+def _fits(space: Space, cost: int, name: str, subject: str) -> None:
     if cost > space.budget * (1 + ROUNDING):
         raise InputError(
-            f"the budget is {space.budget:,} samples, and {what} takes {cost:,} with the strategy {name!r} for "
+            f"the budget is {space.budget:,} samples, and {subject} takes {cost:,} with the strategy {name!r} for "
             f"{len(space.pairs)} pairs of up to {space.full:,} samples each",
             "csc.search",
             "raise budget, lower samples, or leave candidates out",

@@ -144,29 +144,29 @@ class PairTrials:
             for record in self.ledger.records(kind)
             if (record["encoder"], record["llm"]) == pair
         ]
-        return next((one for one in of_pair if one["kind"] == FAILED or one["samples"] == samples), None)
+        return next((record for record in of_pair if record["kind"] == FAILED or record["samples"] == samples), None)
 
     def encoder_distances(self) -> Floats:
         """By what they make of the probe, the mean over tokens."""
-        found = []
+        features = []
         for encoder in self.candidates.encoders:
             pair = next((pair for pair in self.candidates.pairs if pair[0] == encoder), None)
             if pair is None:
-                found.append(np.zeros((len(self._probe()), 1)))
+                features.append(np.zeros((len(self._probe()), 1)))
                 continue
             candidate = self.candidates.candidate(pair)
             states = self.candidates.states(candidate, self._batch(candidate, self._probe()))
-            found.append(states.double().mean(1).numpy())
-        return distances(found)
+            features.append(states.double().mean(1).numpy())
+        return distances(features)
 
     def llm_distances(self, encoder: str) -> Floats:
         """By what they made of the probe when a rung with the encoder first ended; see `_represent`."""
-        found = []
+        known_states = []
         for llm in self.candidates.llms:
             file = self._representation((encoder, llm))
             known = load_file(file)["states"].double().numpy() if file.is_file() else np.zeros((len(self._probe()), 1))
-            found.append(known)
-        return distances(found)
+            known_states.append(known)
+        return distances(known_states)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -237,15 +237,15 @@ class PairTrials:
         modality = self.candidates.parts.modality
         torch.manual_seed(_number(self.settings.seed, *candidate.pair))
         fresh = self.candidates.composed(candidate.pair, candidate.model.language_model)
-        own = widened(fresh.get_submodule(f"{modality}_projector").state_dict(), reader.width)
-        return {**reader.began, **{f"{modality}_projector.{name}": weight for name, weight in own.items()}}
+        weights = widened(fresh.get_submodule(f"{modality}_projector").state_dict(), reader.width)
+        return {**reader.began, **{f"{modality}_projector.{name}": weight for name, weight in weights.items()}}
 
     def _into(self, candidate: SearchedPair, reader: Reader) -> None:
         """What was trained into the pair's model, whose language model is the program's own."""
         trained: Any = reader.compiled.gather()
         projector = candidate.model.get_submodule(f"{self.candidates.parts.modality}_projector")
-        own = projector.state_dict()
-        width = own[first_matrix(own)].shape[1]
+        weights = projector.state_dict()
+        width = weights[first_matrix(weights)].shape[1]
         projector.load_state_dict(narrowed(trained.projector.state_dict(), width))
 
     def _reader(self, candidate: SearchedPair) -> Reader:
@@ -259,20 +259,20 @@ class PairTrials:
         freeze = [name for name in self.settings.freeze if not name.startswith(f"{parts.modality}_encoder")]
         began = time.perf_counter()
         model = trial_model(candidate, parts.modality, self.candidates.spec, width)
-        given = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
         # Of several processes one captures, and the others find that in the cache.
         with alone(self._directory / f"{LOCK}-{quote(candidate.llm, safe='')}") if self._speaks else nullcontext():
             compiled = compile(model, example=example, freeze=freeze, **self.settings.options)
             compiled.compile_for(example)
-        own = {name: given[name] for name, _ in compiled.named_parameters()}
-        self._readers[candidate.llm] = Reader(compiled, tokens, width, own)
+        trained = {name: weights[name] for name, _ in compiled.named_parameters()}
+        self._readers[candidate.llm] = Reader(compiled, tokens, width, trained)
         self._tell_compiled(candidate.llm, compiled, time.perf_counter() - began)
         return self._readers[candidate.llm]
 
-    def _tell_compiled(self, what: str, compiled: CompiledModel, seconds: float) -> None:
+    def _tell_compiled(self, part: str, compiled: CompiledModel, seconds: float) -> None:
         if self._speaks:
             captures = len(compiled.compiler.captures)
-            self.ledger.add({"kind": COMPILED, "of": what, "captures": captures, "seconds": seconds})
+            self.ledger.add({"kind": COMPILED, "of": part, "captures": captures, "seconds": seconds})
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
         """Tokens and width of each encoder's features, from its first batch."""
@@ -307,11 +307,11 @@ class PairTrials:
     @torch.no_grad()
     def _scored(self, candidate: SearchedPair) -> tuple[float, float | None]:
         with evaluating(candidate):
-            found = self.task.score(candidate)
-        numbers = torch.as_tensor(found, dtype=torch.float64).flatten()
+            scored = self.task.score(candidate)
+        numbers = torch.as_tensor(scored, dtype=torch.float64).flatten()
         if not len(numbers) or not bool(torch.isfinite(numbers).all()):
             raise InputError(
-                f"score() gave {found!r:.80}", " x ".join(candidate.pair),
+                f"score() gave {scored!r:.80}", " x ".join(candidate.pair),
                 "return a finite number, or one for each sample that is scored",
             )  # fmt: skip
         spread = float(numbers.std() / math.sqrt(len(numbers))) if len(numbers) > 1 else None
@@ -325,15 +325,17 @@ class PairTrials:
         batch = self._batch(candidate, self._probe())
         language_model: Any = candidate.model.language_model
         read: list[torch.Tensor] = []
-        hook = language_model.get_output_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0]))
+        hook = language_model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, inputs: read.append(inputs[0])
+        )
         try:
             with evaluating(candidate):
                 candidate.model(**batch)
         finally:
             hook.remove()
         labels = batch.get("labels")
-        at = (labels != -100) if labels is not None else torch.ones(read[0].shape[:2], dtype=torch.bool)
-        weights = at.to(read[0].device, torch.float64).unsqueeze(-1)
+        counted = (labels != -100) if labels is not None else torch.ones(read[0].shape[:2], dtype=torch.bool)
+        weights = counted.to(read[0].device, torch.float64).unsqueeze(-1)
         states = (read[0].double() * weights).sum(1) / weights.sum(1).clamp(min=1)
         file = self._representation(candidate.pair)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -373,12 +375,12 @@ class PairTrials:
         reader = self._reader(candidate)
         self._taken_up(candidate, reader)
         self._into(candidate, reader)
-        made = self.candidates.composed(pair, copy.deepcopy(candidate.model.language_model))
+        composed = self.candidates.composed(pair, copy.deepcopy(candidate.model.language_model))
         modality = self.candidates.parts.modality
-        own = candidate.model.get_submodule(f"{modality}_projector").state_dict()
-        made.get_submodule(f"{modality}_projector").load_state_dict(own)
+        weights = candidate.model.get_submodule(f"{modality}_projector").state_dict()
+        composed.get_submodule(f"{modality}_projector").load_state_dict(weights)
         self.restore()
-        return made
+        return composed
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -96,9 +96,11 @@ class Copies:
         self.wait()
         if self._holder is None:
             return
-        listed = [[name, str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in tensors.items()]
+        listed = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
+        ]
         text = json.dumps({"key": key, "about": about, "tensors": listed}).encode()
-        parts = [_bytes(one) for one in tensors.values()]
+        parts = [_bytes(tensor) for tensor in tensors.values()]
         payload = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         self.sent += payload.numel()
         self._idle.clear()
@@ -131,51 +133,55 @@ class Copies:
     def _accept(self) -> None:
         while True:
             try:
-                there, _ = self._listener.accept()
-                there.settimeout(self._seconds)
-                rank, _ = HEAD.unpack(_read(there, HEAD.size))
-                there.settimeout(None)
+                connection, _ = self._listener.accept()
+                connection.settimeout(self._seconds)
+                rank, _ = HEAD.unpack(_read(connection, HEAD.size))
+                connection.settimeout(None)
             except (OSError, struct.error, EOFError):
                 if self._listener.fileno() < 0:
                     return
                 continue
             sender = self._senders[rank] = _Sender()
-            self._sockets.append(there)
-            threading.Thread(target=self._receive, args=(there, sender), name="csc-copies", daemon=True).start()
+            self._sockets.append(connection)
+            threading.Thread(target=self._receive, args=(connection, sender), name="csc-copies", daemon=True).start()
 
-    def _receive(self, there: socket.socket, sender: _Sender) -> None:
-        with contextlib.suppress(OSError, EOFError, ValueError), there:
+    def _receive(self, connection: socket.socket, sender: _Sender) -> None:
+        with contextlib.suppress(OSError, EOFError, ValueError), connection:
             while True:
-                size, payload = HEAD.unpack(_read(there, HEAD.size))
-                told = json.loads(_read(there, size))
-                data, found, at = torch.frombuffer(_read(there, payload) or bytearray(1), dtype=torch.uint8), {}, 0
-                for name, dtype, shape in told["tensors"]:
-                    whole = torch.empty(shape, dtype=getattr(torch, dtype))
-                    count = whole.numel() * whole.element_size()
-                    _bytes(whole).copy_(data[at : at + count])
-                    found[name], at = whole, at + count
-                sender.copies[told["key"]] = Copy(told["about"], found)
+                size, payload = HEAD.unpack(_read(connection, HEAD.size))
+                header = json.loads(_read(connection, size))
+                data, tensors, offset = (
+                    torch.frombuffer(_read(connection, payload) or bytearray(1), dtype=torch.uint8),
+                    {},
+                    0,
+                )
+                for name, dtype, shape in header["tensors"]:
+                    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                    count = tensor.numel() * tensor.element_size()
+                    _bytes(tensor).copy_(data[offset : offset + count])
+                    tensors[name], offset = tensor, offset + count
+                sender.copies[header["key"]] = Copy(header["about"], tensors)
         sender.done.set()
 
     def _forked(self) -> None:
         """In a process that this one forks: its copies of the connections would outlive this one."""
         self._holder = None
-        for one in self._sockets:
+        for connection in self._sockets:
             with contextlib.suppress(OSError):
-                os.close(one.detach())
+                os.close(connection.detach())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
 
 
-def _read(there: socket.socket, size: int) -> bytearray:
+def _read(connection: socket.socket, size: int) -> bytearray:
     """EOFError if the other one is gone before."""
     buffer = bytearray(size)
-    view, at = memoryview(buffer), 0
-    while at < size:
-        count = there.recv_into(view[at:])
+    view, filled = memoryview(buffer), 0
+    while filled < size:
+        count = connection.recv_into(view[filled:])
         if not count:
             raise EOFError
-        at += count
+        filled += count
     return buffer

@@ -15,7 +15,7 @@ import torch
 from csc.errors import CscError
 from csc.ir.groups import PLACE, RANDOM, Group
 from csc.ir.schedule import WHOLE, Action, Kind, Message, doable
-from csc.kernels.batch_loss import Meeting, numbered
+from csc.kernels.batch_loss import HandedOver, numbered
 from csc.kernels.dropout import mixed
 from csc.runtime import context, loss, whole_batch
 from csc.runtime.gradients import Added, Gathered, GradientSums, Pair, Scattered, of_any, reduce, wait_sum
@@ -149,10 +149,10 @@ class RankEncoding:
         for place, message in coming:
             endpoint.post(message, manifest.microbatches + place[1])
         for place, message in coming:
-            while (found := endpoint.receive(message, manifest.microbatches + place[1])) is None:
+            while (received := endpoint.receive(message, manifest.microbatches + place[1])) is None:
                 yield f"features of microbatch {place[1]} of the next step"
-            key = bytes(found.pop(KEY.name).cpu().numpy().tobytes())
-            self.whole.arrived[place] = Made(key, found)
+            key = bytes(received.pop(KEY.name).cpu().numpy().tobytes())
+            self.whole.arrived[place] = Made(key, received)
 
     def _message(self, place: Place, maker: int, reader: int) -> MessageSpec:
         """Between a stage of either. Its microbatches are numbered behind those of the step."""
@@ -278,9 +278,11 @@ class _Step:
         self.losses: dict[int, torch.Tensor] = {}
         self.loss_weights: dict[int, float] = {}
         here = manifest.loss.over_batch is not None and manifest.loss_rank == rank.position
-        self.meetings = [Meeting() for _ in microbatches] if here else []
+        self.handed_over = [HandedOver() for _ in microbatches] if here else []
         if here:
-            self.batches = [{**one, PLACE: numbered(own)} for one, own in zip(microbatches, self.meetings)]
+            self.batches = [
+                {**microbatch, PLACE: numbered(handed)} for microbatch, handed in zip(microbatches, self.handed_over)
+            ]
         held = [p for p in manifest.parameters if rank.position in p.ranks]
         self.gathered = Gathered(rank, held, weights)
         if alone is not None:  # what replicas divide is divided when they meet
@@ -336,13 +338,15 @@ class _Step:
     def is_last_forward(self, action: Action) -> bool:
         """Whether the losses of all microbatches are there now."""
         here = action.kind == "F" and action.stage == self.rank.program.manifest.loss.stage
-        return here and len(self.losses) == len(self.meetings)
+        return here and len(self.losses) == len(self.handed_over)
 
     def over_batch(self) -> Generator[str, None, None]:
         """What of the loss is computed once a step; it counts as one of the first microbatch."""
         stage = self.rank.program.manifest.loss.stage
-        trains = any(one.backward_input for one in self.stages[stage])
-        added = yield from whole_batch.computed(self.rank, self.ranks, self.meetings, self.gathered.of(stage), trains)
+        trains = any(stage_functions.backward_input for stage_functions in self.stages[stage])
+        added = yield from whole_batch.computed(
+            self.rank, self.ranks, self.handed_over, self.gathered.of(stage), trains
+        )
         if added is not None:
             self.losses[0] = self.losses[0] + added
 
@@ -548,7 +552,7 @@ def _act(state: _Step, action: Action, uneven: bool, ahead: Ahead | None) -> Gen
         if ahead is not None:
             ahead(action._replace(microbatch=rank.served(action.microbatch)[1]))
         state.compute(action)
-        if state.meetings and state.is_last_forward(action):
+        if state.handed_over and state.is_last_forward(action):
             yield from state.over_batch()
         if state.gradients.scattered is not None:
             yield from state.gradients.scattered.finish()

@@ -118,35 +118,39 @@ def ask(rank: int, seconds: float) -> Admission | None:
 def exchange(admission: Admission, model: nn.Module, optimizer: dict[str, Any] | None) -> dict[str, Any] | None:
     """Give those that join what the source has. optimizer: its state, on the source."""
     is_source = dist.get_rank() == admission.source
-    given: list[torch.Tensor] = []
-    told = json.dumps(_apart(optimizer, given)) if is_source else ""
-    text = torch.frombuffer(bytearray(told.encode()), dtype=torch.uint8) if told else torch.empty(0, dtype=torch.uint8)
+    tensors: list[torch.Tensor] = []
+    state_text = json.dumps(_apart(optimizer, tensors)) if is_source else ""
+    text = (
+        torch.frombuffer(bytearray(state_text.encode()), dtype=torch.uint8)
+        if state_text
+        else torch.empty(0, dtype=torch.uint8)
+    )
     size = torch.tensor([text.numel()])
     dist.broadcast(size, admission.source)
     text = text if is_source else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(text, admission.source)
     listed = json.loads(bytes(text.tolist()).decode())
     if not is_source:
-        given = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in _tensors(listed)]
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in _tensors(listed)]
     drawn = torch.get_rng_state()
-    given = [_from_source(tensor, admission.source) for tensor in given]
+    tensors = [_from_source(tensor, admission.source) for tensor in tensors]
     for tensor in chain(model.parameters(), model.buffers()):
-        found = _from_source(tensor, admission.source)
+        value = _from_source(tensor, admission.source)
         if admission.joins:
-            tensor.copy_(found)
+            tensor.copy_(value)
     drawn = _from_source(drawn, admission.source)
     if admission.joins:
         torch.set_rng_state(drawn)
-    state: dict[str, Any] | None = _together(listed, given)
+    state: dict[str, Any] | None = _together(listed, tensors)
     return state
 
 
 def _from_source(tensor: torch.Tensor, source: int) -> torch.Tensor:
     """The source's values, in memory of their own."""
-    found = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    if found.numel():
-        dist.broadcast(found.view(-1).view(torch.uint8), source)
-    return found
+    sent = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if sent.numel():
+        dist.broadcast(sent.view(-1).view(torch.uint8), source)
+    return sent
 
 
 # --- A state as texts and tensors: nothing is unpickled ----------------------------------------------------------
@@ -157,9 +161,9 @@ def _apart(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)], "at": len(tensors) - 1}
     if isinstance(value, dict):
-        return {"dict": [[key, _apart(one, tensors)] for key, one in value.items()]}
+        return {"dict": [[key, _apart(item, tensors)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_apart(one, tensors) for one in value]}
+        return {type(value).__name__: [_apart(item, tensors) for item in value]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise InputError(
@@ -173,8 +177,8 @@ def _tensors(listed: Any) -> Iterator[tuple[str, list[int]]]:
     if isinstance(listed, dict) and "tensor" in listed:
         yield tuple(listed["tensor"])
     elif isinstance(listed, dict):
-        for one in next(iter(listed.values())):
-            yield from _tensors(one[1] if "dict" in listed else one)
+        for item in next(iter(listed.values())):
+            yield from _tensors(item[1] if "dict" in listed else item)
 
 
 def _together(listed: Any, tensors: list[torch.Tensor]) -> Any:
@@ -183,6 +187,6 @@ def _together(listed: Any, tensors: list[torch.Tensor]) -> Any:
     if "tensor" in listed:
         return tensors[listed["at"]]
     if "dict" in listed:
-        return {key: _together(one, tensors) for key, one in listed["dict"]}
+        return {key: _together(item, tensors) for key, item in listed["dict"]}
     kind, values = next(iter(listed.items()))
-    return {"list": list, "tuple": tuple}[kind](_together(one, tensors) for one in values)
+    return {"list": list, "tuple": tuple}[kind](_together(item, tensors) for item in values)

@@ -203,7 +203,7 @@ class Shards:
         holders = self._mesh.groups(spec.equal, spec.ranks)
         if not spec.boxes and not self.in_shards(spec):
             return self._from(holders[0][0], own, spec.shape, spec.dtype)
-        found = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        full = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         for group in holders:
             whole_of_group = spec.boxes[self._mesh.shard(group[0])] if spec.boxes else whole_box(spec.shape)
             sources = self._mesh.group(Group.DATA, group[0])
@@ -211,17 +211,17 @@ class Shards:
                 if 0 in sizes(box):
                     continue
                 mine = own if own is not None and box == self.box(spec) else None
-                put(found, box, self._from(source, mine, sizes(box), spec.dtype))
-        return found
+                put(full, box, self._from(source, mine, sizes(box), spec.dtype))
+        return full
 
     def _from(
-        self, source: int, own: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+        self, source: int, part: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:  # fmt: skip
         """A tensor of one rank, on all of them."""
-        if own is None:
+        if part is None:
             value = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         else:
-            value = own.detach().to(self._device).contiguous()
+            value = part.detach().to(self._device).contiguous()
         dist.broadcast(value.view(-1).view(torch.uint8), src=source)  # gloo does not take every dtype
         return value
 
@@ -263,7 +263,7 @@ class DataShards:
     def __init__(self, mesh: Mesh, rank: int, apart: bool = False, failures: int = 0) -> None:
         self.apart = apart
         self._shards = mesh.dp // (failures + 1) * mesh.cp if failures else len(mesh.group(Group.DATA, rank))
-        self.regroup(mesh, rank, range(mesh.dp) if failures else None)
+        self.regroup(mesh, rank, mesh.replicas if failures else None)
         self._held: dict[str, Stepped] = {}
         self.stale = False
         self.replaced = False  # programs that train the same parameters have no use for these shards
@@ -276,19 +276,19 @@ class DataShards:
         self._index = self.ranks.index(rank)
         places = list(range(len(self.ranks)))
         if replicas is not None:
-            each = len(places) // len(replicas)
-            places = [replicas[place // each] * each + place % each for place in places]
+            places_each = len(places) // len(replicas)
+            places = [replicas[place // places_each] * places_each + place % places_each for place in places]
         self._shard_of = [place % self._shards for place in places]
 
     def add(self, specs: Iterable[ParameterSpec], weights: Mapping[str, nn.Parameter]) -> None:
         """Divide what trains. A parameter whose memory is that of a shard keeps it: an optimizer knows it."""
         for spec in specs:
-            whole, before = weights[spec.name], self._held.get(spec.name)
-            if not spec.trainable or not spec.shape or (before is not None and before.whole is whole):
+            weight, before = weights[spec.name], self._held.get(spec.name)
+            if not spec.trainable or not spec.shape or (before is not None and before.whole is weight):
                 continue
             shard = self._entries(spec.local, self._index)
-            parameter = whole if self.apart else nn.Parameter(seen(whole.data, shard))
-            self._held[spec.name] = Stepped(spec.local, whole, shard, parameter, parameter._version)
+            parameter = weight if self.apart else nn.Parameter(seen(weight.data, shard))
+            self._held[spec.name] = Stepped(spec.local, weight, shard, parameter, parameter._version)
 
     def of(self, name: str) -> nn.Parameter | None:
         """What this process steps of a parameter; None if it is none of these."""
@@ -298,6 +298,11 @@ class DataShards:
     def shard(self, name: str) -> Shard:
         """What this rank holds of a parameter."""
         return self._held[name].shard
+
+    @property
+    def shard_of(self) -> Sequence[int]:
+        """The shards that the ranks of the group step, in its order."""
+        return self._shard_of
 
     @property
     def counts(self) -> bool:
@@ -449,9 +454,9 @@ class OwnParameters:
         fits = before is not None and (before.ranks, before.apart) == (group, apart)
         survival = self._transport.meeting.survival
         failures = 0 if survival is None else survival.failures
-        found = before if before is not None and fits else DataShards(manifest.mesh, rank, apart, failures)
-        found.add(self.specs, self.values)
-        return found
+        shards = before if before is not None and fits else DataShards(manifest.mesh, rank, apart, failures)
+        shards.add(self.specs, self.values)
+        return shards
 
     def _compare(self, wholes: Mapping[str, torch.Tensor]) -> None:
         """InputError unless all ranks that hold a parameter, frozen or not, hold the same values, or parts of the same.
@@ -700,12 +705,12 @@ class OwnParameters:
             into[spec.name].copy_(self._whole(spec, self.values.get(spec.name), "collect"))
             self.parts.put_back(spec)
 
-    def _whole(self, spec: ParameterSpec, own: torch.Tensor | None, operation: str) -> torch.Tensor:
+    def _whole(self, spec: ParameterSpec, part: torch.Tensor | None, operation: str) -> torch.Tensor:
         """See Shards.whole."""
         meeting = self._transport.meeting
         if meeting.survival is None:
-            return self.parts.whole(spec, own)
-        call = partial(self.parts.whole, spec, own)
+            return self.parts.whole(spec, part)
+        call = partial(self.parts.whole, spec, part)
         return cast(torch.Tensor, meeting.surviving(partial(meeting.guarded, call, operation), operation))
 
     def save(self, directory: str | Path, format: weights.WeightLayout = weights.OWN) -> None:
@@ -739,8 +744,8 @@ class OwnParameters:
         state = self._held_now
         for spec in manifest.parameters:  # all ranks have their part in each that is divided
             if self.parts.in_parts(spec):
-                whole = self._whole(spec, state.get(spec.name), "save")
-                state |= {spec.name: whole.cpu()} if spec.owner in positions else {}
+                tensor = self._whole(spec, state.get(spec.name), "save")
+                state |= {spec.name: tensor.cpu()} if spec.owner in positions else {}
         save = f"{int(meeting.total('save', name)):08x}"
         try:
             meeting.hold("the shards of what is saved", shards)

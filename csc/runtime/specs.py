@@ -215,7 +215,7 @@ class LossSpec:
         """Without what is another number in microbatches of other sizes."""
         if self.over_batch is None:
             return self
-        values = tuple(replace(one, samples=min(one.samples, 1)) for one in self.over_batch.values)
+        values = tuple(replace(value, samples=min(value.samples, 1)) for value in self.over_batch.values)
         return replace(self, over_batch=replace(self.over_batch, values=values, sizes=()))
 
 
@@ -360,7 +360,7 @@ def read(value: Any, shape: Sequence[int], ranks: int, divisions: Sequence[int])
     apart = next((boxes[:size] for size in divisions if boxes[:size] * (ranks // size) == boxes), boxes)
     for dim, size in enumerate(shape):
         held = [box[dim] for box in apart]
-        stretches = sorted(stretch for one in held for stretch in one) if len(set(held)) > 1 else held[0]
+        stretches = sorted(stretch for box in held for stretch in box) if len(set(held)) > 1 else held[0]
         if [0, *(stop for _, stop in stretches)] != [*(start for start, _ in stretches), size]:
             raise ValueError(f"has boxes that are not together all of dimension {dim}")
     if sum(len({box[dim] for box in apart}) > 1 for dim in range(len(shape))) != 1:
@@ -602,8 +602,8 @@ def manifest(table: Any, where: str) -> Manifest:
 
 
 def _input(row: Fields) -> InputSpec:
-    whole, table, classes = row.get("whole", bool, False), row.limit("table"), row.classes("classes")
-    return InputSpec(row.get("name", str), row.sizes("shape"), row.dtype(), whole, table, classes)
+    entry, table, classes = row.get("whole", bool, False), row.limit("table"), row.classes("classes")
+    return InputSpec(row.get("name", str), row.sizes("shape"), row.dtype(), entry, table, classes)
 
 
 def _draw(row: Fields) -> DrawSpec:
@@ -645,7 +645,7 @@ def _loss(top: Fields, stages: int, inputs: Sequence[InputSpec]) -> LossSpec:
     if (weight == "terms") != bool(divisors):
         raise ProgramError(f"its loss is weighted by {weight} and has {len(divisors)} divisors", top.where, REMEDY)
     rows, along = loss.get("rows", str, ""), loss.get("along", int, 0)
-    if along not in range(next((len(one.shape) for one in inputs if one.name == rows and one.shape), 1)):
+    if along not in range(next((len(entry.shape) for entry in inputs if entry.name == rows and entry.shape), 1)):
         raise ProgramError(f"its loss counts rows along dimension {along} of {rows!r}", top.where, REMEDY)
     return LossSpec(
         stage,

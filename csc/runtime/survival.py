@@ -230,10 +230,11 @@ class Flight:
         ) -> None:
             if count % copying.every and count < len(chunk.now):
                 return
-            found = {**self.losses, **chunk.losses(losses, stage, count)} if stage == loss_stage else {}
+            losses_now = {**self.losses, **chunk.losses(losses, stage, count)} if stage == loss_stage else {}
             about = {
                 "step": self.step, "counted": [*self.counted[stage], *chunk.counted(stage, count)],
-                "losses": list(found.items()), "dtype": [loss_terms.DTYPES.index(one.dtype) for one in losses.values()],
+                "losses": list(losses_now.items()),
+                "dtype": [loss_terms.DTYPES.index(loss.dtype) for loss in losses.values()],
             }  # fmt: skip
             copying.copies.send(str(stage), about, added(self.sums.get(stage, {}), sums))
 
@@ -311,10 +312,10 @@ class Copying:
 
 def added(sums: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Both, by name; what is given stays as it is."""
-    found = dict(sums)
+    summed = dict(sums)
     for name, gradient in more.items():
-        found[name] = found[name] + gradient if name in found else gradient
-    return found
+        summed[name] = summed[name] + gradient if name in summed else gradient
+    return summed
 
 
 def _counting(rank: Rank) -> list[int]:
@@ -376,9 +377,9 @@ class Report:
     @classmethod
     def read(cls, text: bytes) -> Report:
         """What JSON has of it."""
-        told = json.loads(text)
-        told["counted"] = _by_stage(told["counted"])
-        return cls(**{**told, "held": [Held(*one) for one in told["held"]]})
+        fields_read = json.loads(text)
+        fields_read["counted"] = _by_stage(fields_read["counted"])
+        return cls(**{**fields_read, "held": [Held(*item) for item in fields_read["held"]]})
 
 
 @dataclass(frozen=True)
@@ -402,9 +403,9 @@ class Regrouping:
     @classmethod
     def read(cls, text: bytes) -> Regrouping:
         """What JSON has of it."""
-        told = json.loads(text)
-        told["takes"] = [Taking(*one) for one in told["takes"]]
-        return cls(**{**told, "counted": [_by_stage(one) for one in told["counted"]]})
+        fields_read = json.loads(text)
+        fields_read["takes"] = [Taking(*item) for item in fields_read["takes"]]
+        return cls(**{**fields_read, "counted": [_by_stage(item) for item in fields_read["counted"]]})
 
 
 def _by_stage(told: Mapping[str, list[int]]) -> dict[int, list[int]]:
@@ -445,16 +446,16 @@ def planned(reports: Mapping[int, Report], replicas: Sequence[Sequence[int]]) ->
     total, known = max(report.total for report in reports.values()), list[dict[int, list[int]]]()
     takes, missing = list[Taking](), set[int]()
     for place in zip(*replicas, strict=True):
-        own, more = _known([(one, reports[one]) for one in place], step)
+        counted_here, more = _known([(member, reports[member]) for member in place], step)
         takes += more
-        known.append(own)
-        begun = [one for one in place if reports[one].step == step]
-        missing |= {m for m in range(total) if not begun or any(m not in numbers for numbers in own.values())}
+        known.append(counted_here)
+        begun = [member for member in place if reports[member].step == step]
+        missing |= {m for m in range(total) if not begun or any(m not in numbers for numbers in counted_here.values())}
     load = [
         max((len(n) for rank in replica for n in reports[rank].counted.values()), default=0) for replica in replicas
     ]
     todo = dealt_to(len(replicas), sorted(missing), load)
-    stale = [any(reports[one].stale for one in place) for place in zip(*replicas, strict=True)]
+    stale = [any(reports[member].stale for member in place) for place in zip(*replicas, strict=True)]
     return replace(plan, step=step, drawn=drawn, todo=todo, counted=known, takes=takes, stale=stale)
 
 
@@ -469,10 +470,10 @@ def _known(ranks: Sequence[tuple[int, Report]], step: int) -> tuple[dict[int, li
             for stage, numbers in report.counted.items():
                 known.setdefault(stage, []).extend(numbers)
     for holder, report in ranks:
-        for one in sorted(report.held, key=lambda one: -len(one.counted)):
-            if one.step == step and one.counted and not set(one.counted).intersection(known.get(one.stage, ())):
-                known.setdefault(one.stage, []).extend(one.counted)
-                takes.append(Taking(holder, one.member, one.stage))
+        for held in sorted(report.held, key=lambda held: -len(held.counted)):
+            if held.step == step and held.counted and not set(held.counted).intersection(known.get(held.stage, ())):
+                known.setdefault(held.stage, []).extend(held.counted)
+                takes.append(Taking(holder, held.member, held.stage))
     return known, takes
 
 
@@ -590,7 +591,7 @@ class Survival:
         flight.stale = vote.stale
         while True:
             try:
-                found = flight.results(trainer, dealt, vote, drawn, self._copying)
+                results = flight.results(trainer, dealt, vote, drawn, self._copying)
             except RankLost as error:
                 let_go(error)
                 if not self.lost(NEWS):
@@ -599,7 +600,7 @@ class Survival:
                 self.recover(error)
             else:
                 self._ended, self._flight = (flight.step, flight.row), None
-                return found
+                return results
 
     def _begun(self, trainer: Trainer) -> Flight:
         step, manifest = self._meeting.step, trainer.program.manifest
@@ -616,10 +617,10 @@ class Survival:
         place = self.members.index(self.me)
         replica, within = divmod(place, len(self.members) // self.mesh.dp)
         flight.todo, flight.drawn, flight.reduced = list(plan.todo[replica]), plan.drawn, None
-        for one in plan.takes:
-            if one.holder == self.me and self._copies is not None:
-                flight.take(one.stage, self._copies.of(one.member)[str(one.stage)])
-                self._copies.drop(one.member, str(one.stage))
+        for taking in plan.takes:
+            if taking.holder == self.me and self._copies is not None:
+                flight.take(taking.stage, self._copies.of(taking.member)[str(taking.stage)])
+                self._copies.drop(taking.member, str(taking.stage))
         flight.others = plan.counted[within]
 
     # copies
@@ -640,7 +641,7 @@ class Survival:
         """Copies of those whose replica has lost a rank."""
         if self._copies is None:
             return []
-        lost = {other for one in gone for other in self._before.group(Group.REPLICA, one)}
+        lost = {other for member in gone for other in self._before.group(Group.REPLICA, member)}
         return [
             Held(member, copy.about["step"], int(stage), copy.about["counted"])
             for member in sorted(lost - {self.me}) for stage, copy in self._copies.of(member).items()
@@ -725,7 +726,7 @@ class Survival:
         """Whether all that were lost wait to be taken up. The first member knows."""
         if not self.has_lost or self.members[0] != self.me:
             return False
-        return self._store.check([f"{joining.ASKS}/{one}" for one in self._gone()])
+        return self._store.check([f"{joining.ASKS}/{member}" for member in self._gone()])
 
     def admit(self, steps: int, calls: int) -> joining.Admission:
         """Leave the groups of now for those with all that come back. All members call it, and use this object no more.
@@ -733,15 +734,15 @@ class Survival:
         """
         source = self.members[0]
         name = f"joined/{self._meeting.rounds}"
-        found = joining.Admission(self._store_of(source), name, source, steps, calls)
+        admission = joining.Admission(self._store_of(source), name, source, steps, calls)
         self._leave()
         self.deaths.close()
         if self._copies is not None:
             self._copies.to(None)
         if self.me == source:
-            self._store.set(joining.ADMITTED, found.told())
-        found.enter(self.me, self._before.size, self._seconds)
-        return found
+            self._store.set(joining.ADMITTED, admission.told())
+        admission.enter(self.me, self._before.size, self._seconds)
+        return admission
 
     def _leave(self) -> None:
         for trainer in (one for ref in self._trainers if (one := ref()) is not None):
@@ -810,9 +811,9 @@ class Survival:
         dist.init_process_group("gloo", store=self._common, rank=place, world_size=len(plan.members), timeout=wait)
         mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
         self._meeting.rejoin(self._seconds, common)
-        lost = {self._before.coordinates(one).dp for one in gone}
+        lost = {replica for member in gone for replica in self._before.replicas_of(member)}
         for trainer in trainers:
-            trainer.regroup(mesh, place, [one for one in range(self._before.dp) if one not in lost])
+            trainer.regroup(mesh, place, [replica for replica in self._before.replicas if replica not in lost])
         self.members, self.mesh = plan.members, mesh
         self._known = (plan.rounds, plan.rows)
         flight = self._flight

@@ -10,7 +10,7 @@ import torch
 
 from csc.errors import CscError
 from csc.ir.groups import Group
-from csc.kernels.batch_loss import Meeting
+from csc.kernels.batch_loss import HandedOver
 from csc.runtime.gradients import wait_sum
 from csc.runtime.loaded_program import batch_loss
 from csc.runtime.rank import Rank
@@ -32,11 +32,11 @@ WORD = 2**62
 def computed(
     rank: Rank,
     ranks: Sequence[Rank],
-    meetings: Sequence[Meeting],
+    handed_over: Sequence[HandedOver],
     weights: Mapping[str, torch.Tensor],
     trains: bool,
 ) -> Generator[str, None, torch.Tensor | None]:
-    """Give each microbatch's meeting its gradients.
+    """Give each microbatch its gradients.
 
     ranks: this rank in the program of each of its microbatches. weights: those of the loss' stage, whole.
     trains: False: no gradients are wanted.
@@ -49,18 +49,18 @@ def computed(
     """
     spec = rank.program.manifest.loss.over_batch
     assert spec is not None
-    places = [_place(rank, number) for number in range(len(meetings))]
-    own = [[meeting.values[index] for index in range(len(spec.values))] for meeting in meetings]
-    table = yield from _sizes(rank, ranks, own, places)
+    places = [_place(rank, number) for number in range(len(handed_over))]
+    handed = [[microbatch.values[index] for index in range(len(spec.values))] for microbatch in handed_over]
+    table = yield from _sizes(rank, ranks, handed, places)
     shapes, samples, sizes = _read(spec, table)
-    parts = yield from _gathered(rank, own, shapes)
-    shares = [_shares(one, [row[index] for row in samples]) for index, one in enumerate(spec.values)]
+    parts = yield from _gathered(rank, handed, shapes)
+    shares = [_shares(value, [row[index] for row in samples]) for index, value in enumerate(spec.values)]
     values = [
-        _joined(one, [part[i] for part in parts], share) for i, (one, share) in enumerate(zip(spec.values, shares))
+        _joined(value, [part[i] for part in parts], share) for i, (value, share) in enumerate(zip(spec.values, shares))
     ]
     loss, gradients = _differentiated(rank, spec, values, weights, _whole(spec, sizes), trains)
     if trains:
-        _hand_back(spec, shapes, shares, gradients, meetings, places)
+        _hand_back(spec, shapes, shares, gradients, handed_over, places)
     return loss * spec.factor if 0 in places else None
 
 
@@ -73,7 +73,7 @@ def _place(rank: Rank, number: int) -> int:
 
 
 def _sizes(
-    rank: Rank, ranks: Sequence[Rank], own: Sequence[Sequence[torch.Tensor]], places: Sequence[int]
+    rank: Rank, ranks: Sequence[Rank], handed: Sequence[Sequence[torch.Tensor]], places: Sequence[int]
 ) -> Generator[str, None, list[list[int]]]:
     """For each microbatch of all replicas what its loss is, the shapes of its values, how many samples a mean is over,
     the sizes that the loss asks for.
@@ -81,10 +81,10 @@ def _sizes(
     manifest = rank.program.manifest
     rows = [
         [
-            _word(one), *(size for value in values for size in value.shape),
-            *(value.samples for value in _spec(one).values), *(size for size, _ in _spec(one).sizes),
+            _word(member), *(size for value in values for size in value.shape),
+            *(value.samples for value in _spec(member).values), *(size for size, _ in _spec(member).sizes),
         ]
-        for one, values in zip(ranks, own, strict=True)
+        for member, values in zip(ranks, handed, strict=True)
     ]  # fmt: skip
     table = torch.zeros(manifest.mesh.dp * manifest.microbatches, len(rows[0]), dtype=torch.int64)
     for place, row in zip(places, rows):
@@ -93,17 +93,17 @@ def _sizes(
         table[place] = torch.tensor(row)
     table = table.to(rank.device)
     yield from wait_sum(rank.endpoint, table, rank.group(Group.SAMPLES), WHY)
-    found: list[list[int]] = table.tolist()
-    if len({row[0] for row in found}) > 1:
+    rows_of_all: list[list[int]] = table.tolist()
+    if len({row[0] for row in rows_of_all}) > 1:
         raise _other_losses()
-    return found
+    return rows_of_all
 
 
 def _spec(rank: Rank) -> BatchLossSpec:
-    found = rank.program.manifest.loss.over_batch
-    if found is None:
+    loss = rank.program.manifest.loss.over_batch
+    if loss is None:
         raise _other_losses()
-    return found
+    return loss
 
 
 def _word(rank: Rank) -> int:
@@ -125,17 +125,18 @@ def _read(
     together.
     """
     shapes: list[list[tuple[int, ...]]] = []
-    ends = list(accumulate((one.dims for one in spec.values), initial=0))
+    ends = list(accumulate((value.dims for value in spec.values), initial=0))
     for _, *row in table:
         shapes.append([tuple(row[start:end]) for start, end in pairwise(ends)])
-    for index, one in enumerate(spec.values):
+    for index, value in enumerate(spec.values):
         listed = [shape[index] for shape in shapes]
-        rest = {shape[: one.dim] + shape[one.dim + 1 :] if one.kind == "rows" else shape for shape in listed}
+        rest = {shape[: value.dim] + shape[value.dim + 1 :] if value.kind == "rows" else shape for shape in listed}
         if len(rest) > 1:
             sizes = " and ".join(str(list(shape)) for shape in dict.fromkeys(listed))
             raise CscError(
-                f"the loss is over the whole batch, and {one.name} has the sizes {sizes} in its microbatches, which do "
-                "not fit together", "step", "give all samples of a step the same width (pad them in the data loader)",
+                f"the loss is over the whole batch, and {value.name} has the sizes {sizes} in its microbatches, which "
+                "do not fit together",
+                "step", "give all samples of a step the same width (pad them in the data loader)",
             )  # fmt: skip
     start = 1 + ends[-1]
     middle = start + len(spec.values)
@@ -144,7 +145,7 @@ def _read(
 
 def _whole(spec: BatchLossSpec, sizes: Sequence[Sequence[int]]) -> list[int]:
     """The sizes of the whole batch. CscError if one is another in each microbatch, and does not add up."""
-    found = []
+    whole_sizes = []
     for index, (_, adds) in enumerate(spec.sizes):
         column = [row[index] for row in sizes]
         if not adds and len(set(column)) > 1:
@@ -152,40 +153,42 @@ def _whole(spec: BatchLossSpec, sizes: Sequence[Sequence[int]]) -> list[int]:
                 f"the loss is over the whole batch, and reads a size that is {' and '.join(map(str, set(column)))} in "
                 "its microbatches", "step", "give all samples of a step the same width (pad them in the data loader)",
             )  # fmt: skip
-        found.append(sum(column) if adds else column[0])
-    return found
+        whole_sizes.append(sum(column) if adds else column[0])
+    return whole_sizes
 
 
 def _gathered(
-    rank: Rank, own: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    rank: Rank, handed: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> Generator[str, None, list[list[torch.Tensor]]]:
     """The values of every microbatch, in order of places."""
     group, count = rank.group(Group.SAMPLES), rank.program.manifest.microbatches
     if len(group) == 1:
-        return [list(values) for _, values in sorted(zip((_place(rank, n) for n in range(len(own))), own))]
+        return [list(values) for _, values in sorted(zip((_place(rank, n) for n in range(len(handed))), handed))]
     mesh = rank.program.manifest.mesh
     placed = {
-        one: [r * count + m for r, m in (mesh.served(one, n) for n in range(len(mesh.replicas_of(one)) * count))]
-        for one in group
+        member: [
+            r * count + m for r, m in (mesh.served(member, n) for n in range(len(mesh.replicas_of(member)) * count))
+        ]
+        for member in group
     }
-    dtypes = [value.dtype for value in own[0]]
+    dtypes = [value.dtype for value in handed[0]]
     widths = [[prod(shape) * dtype.itemsize for shape, dtype in zip(row, dtypes)] for row in shapes]
     most = max(sum(sum(widths[place]) for place in places) for places in placed.values())
-    flat = torch.cat([value.contiguous().flatten().view(torch.uint8) for values in own for value in values])
+    flat = torch.cat([value.contiguous().flatten().view(torch.uint8) for values in handed for value in values])
     flat = torch.nn.functional.pad(flat, (0, most - flat.numel()))
     ticket = rank.endpoint.start_gather(flat, group, WHY)
     while (rows := rank.endpoint.finish_gather(ticket)) is None:
         yield WHY
-    found: dict[int, list[torch.Tensor]] = {}
-    for one, row in zip(group, rows):
+    values_of: dict[int, list[torch.Tensor]] = {}
+    for member, row in zip(group, rows):
         start = 0
-        for place in placed[one]:
-            found[place] = []
+        for place in placed[member]:
+            values_of[place] = []
             for shape, dtype, width in zip(shapes[place], dtypes, widths[place]):
                 piece = row[start : start + width].clone()  # aligned for its dtype
-                found[place].append(piece.view(dtype).reshape(shape))
+                values_of[place].append(piece.view(dtype).reshape(shape))
                 start += width
-    return [found[place] for place in sorted(found)]
+    return [values_of[place] for place in sorted(values_of)]
 
 
 # --- The loss and its gradients --------------------------------------------------------------------------------------
@@ -193,7 +196,7 @@ def _gathered(
 
 def _shares(spec: BatchValueSpec, samples: Sequence[int]) -> list[float]:
     """What microbatches weigh in a sum or mean of theirs."""
-    return [own / sum(samples) for own in samples] if spec.kind == "mean" else [1.0] * len(samples)
+    return [count / sum(samples) for count in samples] if spec.kind == "mean" else [1.0] * len(samples)
 
 
 def _joined(spec: BatchValueSpec, parts: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
@@ -218,23 +221,27 @@ def _differentiated(
     trains: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The loss, and the gradients of the values and of the parameters, None for what has none."""
-    trainable = {one.name for one in rank.program.manifest.parameters if one.trainable}
+    trainable = {parameter.name for parameter in rank.program.manifest.parameters if parameter.trainable}
     with torch.enable_grad() if trains else torch.no_grad():
-        own = [one.detach().requires_grad_(one.is_floating_point() and trains) for one in values]
+        inputs = [value.detach().requires_grad_(value.is_floating_point() and trains) for value in values]
         read = {
             name: weights[name].detach().to(_dtype(rank, name)).requires_grad_(trains and name in trainable)
             for name in spec.parameters
         }
-        loss = batch_loss(rank.program)(own, read, rank.constants, sizes)
-        asked = [one for one in (*own, *read.values()) if one.requires_grad]
-        made = torch.autograd.grad(loss, asked, allow_unused=True) if loss.requires_grad and asked else ()
-    gradients = dict(zip(map(id, asked), made))
-    return loss.detach(), [gradients.get(id(one)) for one in (*own, *read.values())]
+        loss = batch_loss(rank.program)(inputs, read, rank.constants, sizes)
+        differentiated = [tensor for tensor in (*inputs, *read.values()) if tensor.requires_grad]
+        found_gradients = (
+            torch.autograd.grad(loss, differentiated, allow_unused=True)
+            if loss.requires_grad and differentiated
+            else ()
+        )
+    gradients = dict(zip(map(id, differentiated), found_gradients))
+    return loss.detach(), [gradients.get(id(tensor)) for tensor in (*inputs, *read.values())]
 
 
 def _dtype(rank: Rank, name: str) -> torch.dtype:
     """In which the model has a parameter: the loss is computed as the model computes it."""
-    return next(one.dtype for one in rank.program.manifest.parameters if one.name == name)
+    return next(parameter.dtype for parameter in rank.program.manifest.parameters if parameter.name == name)
 
 
 def _hand_back(
@@ -242,26 +249,25 @@ def _hand_back(
     shapes: Sequence[Sequence[tuple[int, ...]]],
     shares: Sequence[Sequence[float]],
     gradients: Sequence[torch.Tensor | None],
-    meetings: Sequence[Meeting],
+    handed_over: Sequence[HandedOver],
     places: Sequence[int],
 ) -> None:
     """Each microbatch its part of the values' gradients; the first of all those of the parameters."""
-    own: list[list[torch.Tensor | None]] = [[] for _ in meetings]
-    for index, (one, gradient) in enumerate(zip(spec.values, gradients)):
-        listed = [shape[index] for shape in shapes]
-        for given, place in zip(own, places):
-            if gradient is None or one.kind != "rows":
-                given.append(None if gradient is None else gradient * shares[index][place])
+    gradients_of: list[list[torch.Tensor | None]] = [[] for _ in handed_over]
+    for index, (value, gradient) in enumerate(zip(spec.values, gradients)):
+        rows = value.kind == "rows"
+        parts = _split(value, gradient, [shape[index] for shape in shapes]) if rows and gradient is not None else ()
+        for of_microbatch, place in zip(gradients_of, places):
+            if gradient is None or not rows:
+                of_microbatch.append(None if gradient is None else gradient * shares[index][place])
             else:
-                given.append(_part(one, gradient, listed, place))
-    for given, place, meeting in zip(own, places, meetings):
-        given += [one if place == 0 else None for one in gradients[len(spec.values) :]]
-        meeting.gradients = given
-        meeting.values.clear()
+                of_microbatch.append(parts[place].reshape(shapes[place][index]))
+    for of_microbatch, place, microbatch in zip(gradients_of, places, handed_over):
+        of_microbatch += [gradient if place == 0 else None for gradient in gradients[len(spec.values) :]]
+        microbatch.gradients = of_microbatch
+        microbatch.values.clear()
 
 
-def _part(spec: BatchValueSpec, gradient: torch.Tensor, shapes: Sequence[tuple[int, ...]], place: int) -> torch.Tensor:
-    """A microbatch's rows of the gradient of all."""
-    rows = [shape[spec.dim] // spec.groups for shape in shapes]
-    own = _apart(spec, gradient).narrow(spec.dim + 1, sum(rows[:place]), rows[place])
-    return own.reshape(shapes[place])
+def _split(spec: BatchValueSpec, gradient: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
+    """The rows of each microbatch in the gradient of all."""
+    return _apart(spec, gradient).split([shape[spec.dim] // spec.groups for shape in shapes], spec.dim + 1)

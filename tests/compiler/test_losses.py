@@ -300,5 +300,23 @@ def test_what_is_repeated_for_each_sample_and_taken_once_is_the_same_for_all() -
         some = model.embed(torch.arange(3).unsqueeze(0).expand(len(labels), -1)[: len(labels) // 2])
         return each.mean() + some.sum()
 
-    with pytest.raises(InputError, match="cannot prove"):
-        check(Model(halved), batch, batch, microbatches=2, check=False)
+    check(Model(halved), batch, batch, microbatches=2, check=False)  # computed over the whole batch
+
+
+SQUARES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "ones": lambda rows: (rows.T @ torch.ones(len(rows), len(rows))).sum(),
+    "zeros of its dtype": lambda rows: (rows[:, :1] + rows.new_zeros(len(rows), len(rows))).sum(),
+    "a number": lambda rows: (torch.full((len(rows), len(rows)), 0.3) * rows.sum()).sum(),
+    "beside rows": lambda rows: torch.cat([rows, torch.ones(len(rows), len(rows))], 1).square().sum(),
+    "squared": lambda rows: (rows.T @ torch.ones(len(rows), len(rows))).square().sum(),
+}
+
+
+@pytest.mark.parametrize("square", SQUARES.values(), ids=SQUARES)
+def test_a_table_with_a_row_and_a_column_for_each_sample(square: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Its columns are as many as a microbatch has samples, and not as the batch has: computed over the whole batch."""
+
+    def loss(model: Model, hidden: torch.Tensor, each: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return each.mean() + square(hidden.mean(1))
+
+    check(Model(loss), tokens(), tokens(), microbatches=2, check=False)

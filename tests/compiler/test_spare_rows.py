@@ -156,22 +156,31 @@ class Marked(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "mark",
+    ("mark", "over_batch"),
     [
-        lambda rows, keep, every: rows * keep[:, None],
-        lambda rows, keep, every: (rows * keep[:, None])[every],
-        lambda rows, keep, every: (rows * keep[:, None])[first_if_none(every.clone())],
+        (lambda rows, keep, every: rows * keep[:, None], False),
+        (lambda rows, keep, every: (rows * keep[:, None])[every], True),
+        (lambda rows, keep, every: (rows * keep[:, None])[first_if_none(every.clone())], True),
     ],
     ids=["all rows", "rows that another mask selects", "that another one selects which has a spare row"],
 )
-def test_spare_rows_that_have_a_place_are_refused(
-    mark: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+def test_spare_rows_that_have_a_place(
+    mark: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], over_batch: bool
 ) -> None:
-    """The first slot of a microbatch without any is kept there, and not in the whole batch."""
+    """The first slot of a microbatch without any is kept there, and not in the whole batch: refused, or computed over
+    the whole batch.
+    """
     given = batch(2, 2, 2, 2)
     given["pixels"][:2, :, 0] = given["pixels"][:2, :, 0].abs()
     given["pixels"][2:, :, 0] = -given["pixels"][2:, :, 0].abs()
-    with pytest.raises(InputError, match="csc cannot prove"):
-        csc.compile(Marked(mark), example=given, microbatches=2, cache=False, check=False)
-    compiled = csc.compile(Marked(mark), example=given, cache=False)
-    assert float(compiled.train_step(given)) == pytest.approx(step(Marked(mark), given)[0], rel=1e-6)
+    loss, expected = step(Marked(mark), given)
+    for microbatches in (1, 2):
+        model = Marked(mark)
+        if microbatches == 2 and not over_batch:
+            with pytest.raises(InputError, match="csc cannot prove"):
+                csc.compile(model, example=given, microbatches=2, cache=False, check=False)
+            continue
+        compiled = csc.compile(model, example=given, microbatches=microbatches, cache=False, check=False)
+        assert float(compiled.train_step(given)) == pytest.approx(loss, rel=1e-6)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-7)

@@ -66,6 +66,8 @@ def trained(compiled: CompiledModel, mesh: csc.Mesh, losses: list[float], save: 
         losses.append(float(loss))
         if save is not None:
             compiled.save(save)
+    if save is not None:
+        csc.CheckpointManager(f"{save}_run", compiled, optimizer=optimizer).save(STEPS)
 
 
 def strike(compiled: CompiledModel, faults: list[Fault], losses: list[float], directory: Path) -> None:

@@ -38,7 +38,7 @@ NAMES = {
     "csc.capture.lower.masked_index": (
         "writes selections as masked calls; writes the calls of rows that a mask selects; writes sums over "
         "rows that a mask selects; which calls select, and which take what was selected in order; which calls"
-        " make numbers of numbers"
+        " make numbers of numbers; which look something up by numbers"
     ),
     "csc.capture.trace.export": "the one call that asks whether a size is 1",
     "csc.check.eager": "draws by itself: what judges shares no code with what it judges",
@@ -85,7 +85,16 @@ LISTS = {
     "csc.capture.lower.writes": {"SCATTERS", "_OTHER_OPERATIONS"},
     "csc.capture.lower.flatten": {"ASSERTIONS"},
     "csc.passes.batch_loss": {"CONVOLUTIONS", "TURNED"},
-    "csc.capture.lower.masked_index": {"ALONG_ROWS", "ARITHMETIC", "FINITE", "LOSSES", "REDUCED", "SIZED", "WRITES"},
+    "csc.capture.lower.masked_index": {
+        "ALONG_ROWS",
+        "ARITHMETIC",
+        "FINITE",
+        "INDICES",
+        "LOSSES",
+        "REDUCED",
+        "SIZED",
+        "WRITES",
+    },
     "csc.check.eager": {"_FILLED"},
     "csc.codegen.python": {"FUNCTIONS", "OF_SIZES"},
     "csc.passes.head": {"PRODUCTS", "STEPS"},

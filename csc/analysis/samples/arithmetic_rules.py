@@ -72,11 +72,11 @@ def bounds(value: Any) -> Bounds | None:
 
 
 def _sum(_: fx.Node, bound: Any, sign: int = 1) -> Bounds | None:
-    one, other = bounds(bound["self"]), bounds(bound["other"])
-    if one is None or other is None or bound.get("alpha", 1) != 1:
+    left, other = bounds(bound["self"]), bounds(bound["other"])
+    if left is None or other is None or bound.get("alpha", 1) != 1:
         return None
     least, most = other if sign > 0 else (-other[1], -other[0])
-    return one[0] + least, one[1] + most
+    return left[0] + least, left[1] + most
 
 
 def _product(_: fx.Node, bound: Any) -> Bounds | None:
@@ -453,8 +453,8 @@ def _of_gradient(value: State) -> State:
     return value
 
 
-def _agree(wanted: Any, found: Any) -> bool:
-    if isinstance(wanted, SampleRows) and isinstance(found, SampleRows):
-        same = wanted.axis[1] * wanted.count == found.axis[1] * found.count
-        return wanted.axis[0] == found.axis[0] and same and wanted.powers == found.powers
-    return bool(wanted == found)
+def _agree(wanted: Any, actual: Any) -> bool:
+    if isinstance(wanted, SampleRows) and isinstance(actual, SampleRows):
+        same = wanted.axis[1] * wanted.count == actual.axis[1] * actual.count
+        return wanted.axis[0] == actual.axis[0] and same and wanted.powers == actual.powers
+    return bool(wanted == actual)

@@ -125,7 +125,7 @@ def followed(program: Program, graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node,
         if not scaled or primary is None:
             return None
         entries = _entries(program, primary, shapes, ())
-        apart = {primary.name} if program.guards and program.guards.values else {one.name for one in program.inputs}
+        apart = {primary.name} if program.guards and program.guards.values else {entry.name for entry in program.inputs}
         return at_size, SamplePropagation(entries, RULES, OF_TERMS, _fixed(program, ()), apart).run(at_size)
     return None
 
@@ -171,7 +171,7 @@ def labels_read(program: Program) -> tuple[str, str] | None:
                 role = node.meta.get("role", ("", ""))
                 if role[0] == "input" and role[1] in program.reads:
                     return role[1], program.reads[role[1]]
-                nodes += [one for one in node.all_input_nodes if one not in seen]
+                nodes += [operand for operand in node.all_input_nodes if operand not in seen]
                 seen |= {*node.all_input_nodes}
     return None
 

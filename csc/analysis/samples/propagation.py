@@ -364,7 +364,7 @@ class SamplePropagation:
         """What a call gives, spare if rows are that it reads. Mixed rows are not: those of one order alone are taken
         up again (`_after`), and it asks for the spare mask.
         """
-        rows = [one for used in self.operands(node) if isinstance(one := self.states[used], SampleRows)]
+        rows = [row for used in self.operands(node) if isinstance(row := self.states[used], SampleRows)]
         spares = {state.spare for state in [*rows, state] if isinstance(state, SampleRows) and state.spare is not None}
         if g.op_name(node) in SIZES_READ or isinstance(state, Mixed) or not spares:
             return state

@@ -34,6 +34,7 @@ from csc.analysis.samples import arithmetic_rules as arithmetic
 from csc.analysis.samples import arithmetic_rules as functions
 from csc.analysis.samples.propagation import (
     ALONG_SAMPLES,
+    BY_NUMBER,
     EVERY_OTHER,
     FIXED,
     NONE,
@@ -547,7 +548,7 @@ def number_sum_rule(following: SamplePropagation, node: fx.Node) -> State:
     if any(isinstance(state, NewTensor) for state in states):
         return NewTensor()
     powers = {state.powers for state in states if isinstance(state, Whole)}
-    rows = [_rows_counted(following, one) for one in powers]
+    rows = [_rows_counted(following, count) for count in powers]
     alike = len(powers) == 1 or (g.op_name(node) == "add" and None not in rows and len(set(rows)) == 1)
     if not alike or not all(isinstance(s, Whole) for s in states):
         raise Lost("adds something to a number of samples")
@@ -559,7 +560,9 @@ def _rows_counted(following: SamplePropagation, powers: Powers) -> int | None:
     if len(powers) != 1:
         return None
     ((count, power),) = powers
-    entries = [one for one in following.entries.values() if isinstance(one, SampleRows) and one.entry == count.name]
+    entries = [
+        entry for entry in following.entries.values() if isinstance(entry, SampleRows) and entry.entry == count.name
+    ]
     return entries[0].count if entries and count.kind == "rows" and count.plain and power == 1 else None
 
 
@@ -568,22 +571,28 @@ def same_number_rule(following: SamplePropagation, node: fx.Node) -> State:
 
 
 def _axis_of_sizes(following: SamplePropagation, sizes: Any) -> tuple[int, int, int, str] | None:
-    """(dim, inner, count, entry) of the dimension that a number of samples gives a size."""
+    """(dim, inner, count, entry) of the dimension that a number of samples gives a size. Lost if there are two: rows of
+    samples have one such dimension.
+    """
+    axis = None
     for dim, size in enumerate(sizes if isinstance(sizes, (list, tuple)) else [sizes]):
         state = of(following, size)
         if isinstance(state, Mixed):
             raise Lost("has a size that csc cannot tell from the samples")
-        if isinstance(state, Whole) and state.powers:
-            ((count, power), *more) = state.powers
-            if more or power != 1 or count.kind != "rows":
-                raise Lost("has a size that csc cannot tell from the samples")
-            rows = next(
-                (s for s in following.entries.values() if isinstance(s, SampleRows) and s.entry == count.name), None
-            )
-            if rows is None or number_of(size) % rows.count:
-                raise Lost("has a size that csc cannot tell from the samples")
-            return dim, number_of(size) // rows.count, rows.count, rows.entry
-    return None
+        if not isinstance(state, Whole) or not state.powers:
+            continue
+        if axis is not None:
+            raise Lost(BY_NUMBER)
+        ((count, power), *more) = state.powers
+        if more or power != 1 or count.kind != "rows":
+            raise Lost("has a size that csc cannot tell from the samples")
+        rows = next(
+            (s for s in following.entries.values() if isinstance(s, SampleRows) and s.entry == count.name), None
+        )
+        if rows is None or number_of(size) % rows.count:
+            raise Lost("has a size that csc cannot tell from the samples")
+        axis = dim, number_of(size) // rows.count, rows.count, rows.entry
+    return axis
 
 
 def filled_rule(following: SamplePropagation, node: fx.Node) -> State:
@@ -594,9 +603,10 @@ def filled_rule(following: SamplePropagation, node: fx.Node) -> State:
     value = of(following, bound.get("s" if g.op_name(node) == "aten::scalar_tensor" else "fill_value"))
     if not isinstance(value, Whole):
         raise Lost(UNKNOWN)
+    if any(isinstance(of(following, size), NewTensor) for size in sizes or ()):
+        return NewTensor()
     if axis is None:
-        of_made = any(isinstance(of(following, size), NewTensor) for size in sizes or [])
-        return NewTensor() if of_made else Whole(value.powers)
+        return Whole(value.powers)
     dim, inner, count, entry = axis
     return SampleRows((dim, inner), count, entry, value.powers)
 
@@ -643,8 +653,10 @@ def expand_rule(following: SamplePropagation, node: fx.Node) -> State:
     state, sizes = of(following, bound["self"]), bound.get("size", bound.get("repeats"))
     if state == Whole():
         axis = _axis_of_sizes(following, sizes)
+        if any(isinstance(of(following, size), NewTensor) for size in sizes or ()):
+            return NewTensor()
         if axis is None:
-            return NewTensor() if any(isinstance(of(following, size), NewTensor) for size in sizes or ()) else Whole()
+            return Whole()
         dim, _, count, entry = axis
         place = dim - len(shape_of(node)) + len(shape_of(bound["self"]))
         if g.op_name(node) == "aten::expand" and place >= 0 and shape_of(bound["self"])[place] > 1:

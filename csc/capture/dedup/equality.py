@@ -573,17 +573,17 @@ def _is_filled(cell: Any) -> bool:
 def _of_object(value: Any, names: frozenset[str], deep: int) -> Any:
     """The attributes of these names: of an instance, of its classes, of a Python module."""
     classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
-    own = [getattr(value, "__dict__", {}), *(vars(one) for one in classes if not _is_torch_class(one))]
+    spaces = [getattr(value, "__dict__", {}), *(vars(base) for base in classes if not _is_torch_class(base))]
     if isinstance(value, nn.Module):
-        own.append(value.__dict__.get("_modules", {}))
-    found: dict[str, Any] = {}
-    for attributes in own:
+        spaces.append(value.__dict__.get("_modules", {}))
+    attributes_found: dict[str, Any] = {}
+    for attributes in spaces:
         for name in names.intersection(attributes):
             held = attributes[name]
             if type(held).__name__ == "member_descriptor" and not isinstance(value, type):
                 held = getattr(value, name, None)
-            found.setdefault(name, held)
-    return tuple((name, _look(found[name], names, deep - 1)) for name in sorted(found))
+            attributes_found.setdefault(name, held)
+    return tuple((name, _look(attributes_found[name], names, deep - 1)) for name in sorted(attributes_found))
 
 
 def _is_torch_class(cls: type) -> bool:

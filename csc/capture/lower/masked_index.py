@@ -370,8 +370,8 @@ INDICES = {
 
 def looks_up_by(call: fx.Node, value: fx.Node) -> bool:
     """Returns whether numbers are places at which a call looks something up."""
-    at: Any = call.args[INDICES[g.op_name(call)]] if g.op_name(call) in INDICES else None
-    return value is at or (isinstance(at, (list, tuple)) and any(one is value for one in at))
+    places: Any = call.args[INDICES[g.op_name(call)]] if g.op_name(call) in INDICES else None
+    return value is places or (isinstance(places, (list, tuple)) and any(place is value for place in places))
 
 
 def is_only_moved(selection: fx.Node) -> bool:
@@ -641,13 +641,16 @@ class _Rewriting:
         if not stays_finite(node):
             self.infinite.add(node)
 
-    def _as_they_are(self, node: fx.Node, given: list[fx.Node]) -> None:
+    def _as_they_are(self, node: fx.Node, rows_given: list[fx.Node]) -> None:
         """Broadcast operands of one shape."""
         operands: Any = node.args[0]
-        if len(given) == len(operands) and len({self.in_place[operand].meta["val"].dim() for operand in given}) > 1:
+        if (
+            len(rows_given) == len(operands)
+            and len({self.in_place[operand].meta["val"].dim() for operand in rows_given}) > 1
+        ):
             operands = [self.rows.flat(node, operand) for operand in operands]
         shapes = {tuple(map(str, operand.meta["val"].shape)) for operand in operands}
-        if len(given) < len(operands) or len(shapes) > 1:
+        if len(rows_given) < len(operands) or len(shapes) > 1:
             raise refused(node, "makes rows, of which a mask has selected some, larger")
         for item in list(node.users):
             place: Any = item.args[1]

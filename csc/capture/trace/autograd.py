@@ -76,7 +76,7 @@ class AutogradQueries(TorchFunctionMode):
         super().__init__()
         self.gradients = self.flags = self.transformed = ""
         self.autocasts: list[bool] = []  # of the blocks that are open: whether gradients were on where it began
-        self._replaced = {one for one in vars(torch.nn.functional).values() if _is_replaced(one)}
+        self._replaced = {function for function in vars(torch.nn.functional).values() if _is_replaced(function)}
         self._differentiable: dict[int, Any] = {}  # storages of values that need a gradient, and their addresses
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

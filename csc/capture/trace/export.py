@@ -79,7 +79,9 @@ def _globals_of(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Of the code of the model, each once."""
     seen: set[int] = set()
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    written = [inspect.unwrap(one) for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+    written = [
+        inspect.unwrap(member) for kind in kinds for member in vars(kind).values() if isinstance(member, FunctionType)
+    ]
     for function in filter(_is_own, written):
         for other in (function, *filter(_is_own, function.__globals__.values())):
             if id(other.__globals__) not in seen:
@@ -196,9 +198,9 @@ def _attention(
 
 def caching(modules: Iterable[nn.Module]) -> list[Any]:
     """The configurations of HF models that say whether a key/value cache is filled."""
-    have = (one for one in modules if "config" in vars(one) or hasattr(type(one), "config"))
-    found = {id(one.config): one.config for one in have if one.config is not None}
-    return [one for one in found.values() if hasattr(one, "use_cache")]
+    have = (module for module in modules if "config" in vars(module) or hasattr(type(module), "config"))
+    configs = {id(module.config): module.config for module in have if module.config is not None}
+    return [config for config in configs.values() if hasattr(config, "use_cache")]
 
 
 @contextmanager

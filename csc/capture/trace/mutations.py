@@ -237,16 +237,18 @@ def _equal(one: Any, other: Any) -> bool:
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Models remember things in attributes (Qwen-VL its position offsets); what a trace wrote must not stay behind."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    contents = [(one, copy(one)) for _, own in before for one in own.values() if type(one) in CONTAINERS]
+    contents = [
+        (value, copy(value)) for _, attributes in before for value in attributes.values() if type(value) in CONTAINERS
+    ]
     try:
         yield
     finally:
-        for attributes, own in before:
-            for name in [name for name, value in attributes.items() if own.get(name) is not value]:
+        for attributes, earlier in before:
+            for name in [name for name, value in attributes.items() if earlier.get(name) is not value]:
                 del attributes[name]
-            attributes.update(own)
+            attributes.update(earlier)
         for held, content in contents:
-            if len(held) != len(content) or any(one is not other for one, other in zip(held, content)):
+            if len(held) != len(content) or any(item is not other for item, other in zip(held, content)):
                 held.clear()
                 held.extend(content) if isinstance(held, list) else held.update(content)
             elif isinstance(held, dict):

@@ -47,9 +47,9 @@ class Held:
         for module in model.modules():
             for attribute, held in vars(module).items():
                 if not attribute.startswith("_parameters") and type(held) in (list, dict):
-                    for place, one in enumerate(held) if isinstance(held, list) else held.items():
-                        if isinstance(one, nn.Parameter) and id(one) in names:
-                            self._places.append((held, place, names[id(one)]))
+                    for place, parameter in enumerate(held) if isinstance(held, list) else held.items():
+                        if isinstance(parameter, nn.Parameter) and id(parameter) in names:
+                            self._places.append((held, place, names[id(parameter)]))
 
     def put(self, named: Mapping[str, torch.Tensor]) -> None:
         """Put what is called by a parameter's name wherever that parameter is held."""
