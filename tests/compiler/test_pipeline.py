@@ -29,6 +29,7 @@ from csc.ir import graph as g
 from csc.ir.graph import Writer
 from csc.ir.program import Options, Program, Template, Variant
 from csc.ir.verifier import VerificationError
+from tests import launching
 from tests.compiler import small
 from tests.compiler.conftest import Models
 
@@ -521,6 +522,27 @@ def test_evaluation_runs_passes_of_users_too(models: Models) -> None:
     compiled = ran(models, Does("seen"))
     compiled.eval_step(small.text_batch(2))
     assert seen and not seen[-1]
+
+
+def on_two_ranks(what: str) -> None:
+    """One rank: train two stages with passes of this file."""
+    DOES["nothing"] = lambda program: program
+    passes = csc.pipeline().after("simplify", HalfAndTwice()).after("split", Does(what))
+    compiled = csc.compile(small.text(2), example=small.text_batch(4), mesh="pp=2", microbatches=2, passes=passes)
+    try:
+        print(f"loss {float(compiled.train_step(small.text_batch(4))):.6f}")
+    except InputError as error:
+        print(error)
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("what", "said"), [("nothing", r"loss \d"), ("divides_by_zero", "pass does raised ZeroDivisionError")]
+)
+def test_ranks_train_or_fail_together(what: str, said: str) -> None:
+    heard = [text.splitlines()[-1] for text in launching.ranks(on_two_ranks, 2, what)]
+    assert len(set(heard)) == 1 and re.search(said, heard[0]), heard
 
 
 # --- The cache --------------------------------------------------------------------------------------------------------
