@@ -23,6 +23,8 @@ __all__ = [
     "InputError",
     "Mask",
     "Mesh",
+    "Pass",
+    "Program",
     "Survive",
     "attention",
     "balanced",
@@ -31,11 +33,12 @@ __all__ = [
     "energy",
     "meta_init",
     "opaque",
+    "pipeline",
     "search",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from csc.api import compile
+    from csc.api import compile, pipeline
     from csc.balance.balanced import balanced
     from csc.cache.feature_entries import FeatureCache
     from csc.capture.trace.meta_init import meta_init
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from csc.driver.compiled import CompiledModel
     from csc.errors import CscError, DifferenceError, InputError
     from csc.ir.mesh import Mesh
+    from csc.ir.program import Pass, Program
     from csc.kernels.attention import attention
     from csc.kernels.mask import Mask
     from csc.kernels.opaque import opaque
@@ -58,12 +62,15 @@ _HOMES = {
     "balanced": "csc.balance.balanced",
     "FeatureCache": "csc.cache.feature_entries",
     "compile": "csc.api",
+    "pipeline": "csc.api",
     "CheckpointManager": "csc.driver.checkpoint_manager",
     "CompiledModel": "csc.driver.compiled",
     "compose": "csc.composition",
     "energy": "csc.reports.energy_report",
     "Mesh": "csc.ir.mesh",
     "Survive": "csc.runtime.survival",
+    "Pass": "csc.ir.program",
+    "Program": "csc.ir.program",
     "attention": "csc.kernels.attention",
     "Mask": "csc.kernels.mask",
     "opaque": "csc.kernels.opaque",

@@ -12,7 +12,7 @@ The same code runs in one process (all ranks inside it) and under torchrun (one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,12 @@ from csc.driver.batches import Divide
 from csc.driver.compiled import CompiledModel
 from csc.driver.model_programs import Example, Factory
 from csc.driver.new_model import compiled_model, made_features
-from csc.driver.options import changed
+from csc.driver.options import READERS, changed
+from csc.driver.user_files import load_named
+from csc.errors import InputError
 from csc.ir.mesh import Mesh
-from csc.ir.program import Options
+from csc.ir.program import Options, Pass
+from csc.passes.pipeline import OWN, OWNERS, Pipeline, given, of_csc
 from csc.runtime.launch import several_processes, speak_in_short
 from csc.runtime.survival import Survive
 
@@ -55,6 +58,7 @@ def compile(
     zero: int | None = None,
     sequence_parallel: bool | None = None,
     replicate: Sequence[str] | None = None,
+    passes: str | Sequence[Pass] | None = None,
     directory: str | Path | None = None,
     cache: bool = True,
     check: bool | int | None = None,
@@ -112,6 +116,8 @@ def compile(
             see docs/tensor.md.
         replicate: With tp: operators (`"mine::route"`) that every one of its ranks makes of whole operands, with whole
             weights around them. One that csc has no rule for is an error else; see docs/tensor.md.
+        passes: The passes that run, your own among them: `csc.pipeline().after("split", Mine())`, or a line as
+            `csc passes` shows it. None: csc's own. See docs/writing-a-pass.md.
         directory: Where the program is written; None: a temporary directory, removed at exit.
         cache: Take programs from the cache on disk, and keep them there; see docs/cache.md.
         check: Compare a program with eager PyTorch before its first step, on that step's batch (see docs/check.md
@@ -147,12 +153,11 @@ def compile(
     if several_processes():
         speak_in_short()
     options = changed(
-        Options(),
-        mesh=mesh if mesh is not None else Mesh(),
-        freeze=freeze, cuts=cuts, stages=stages, placement=placement, schedule=schedule, chunks=chunks,
-        hardware=hardware, memory=memory, microbatches=microbatches, loss_weight=loss_weight, precision=precision,
-        keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute, context=context, fuse=fuse,
-        cuda_graphs=cuda_graphs, zero=zero, sequence_parallel=sequence_parallel, replicate=replicate, **misspelt,
+        Options(), mesh=Mesh() if mesh is None else mesh, freeze=freeze, cuts=cuts, stages=stages, placement=placement,
+        schedule=schedule, chunks=chunks, hardware=hardware, memory=memory, microbatches=microbatches,
+        loss_weight=loss_weight, precision=precision, keep_fp32=keep_fp32, loss_chunk=loss_chunk, recompute=recompute,
+        context=context, fuse=fuse, cuda_graphs=cuda_graphs, zero=zero, sequence_parallel=sequence_parallel,
+        replicate=replicate, passes=passes, **misspelt,
     )  # fmt: skip
 
     features = made_features(cache_features, encode_ahead)
@@ -171,3 +176,33 @@ def compile(
     if isinstance(model, nn.Module) and example is not None and not several_processes():
         compiled.prepare()
     return compiled
+
+
+def pipeline(line: str | None = None, **options: Any) -> Pipeline:
+    """The passes of a compilation, as a tuple to change and to hand to `csc.compile(..., passes=)`.
+
+    Args:
+        line: Passes as text, as `csc passes` and `str(pipeline)` show them; None: csc's own, in csc's order.
+        **options: Options of `csc.compile` that a pass decides: `freeze=["vision_tower"]` is a field of pass `freeze`.
+
+    Returns:
+        A tuple, with `before(name, *passes)`, `after(name, *passes)`, `replaced(name, *passes)` and `without(*names)`.
+
+    Raises:
+        InputError: The line cannot be read, with the column; or there is no pass with such an option.
+    """
+    steps = given(line, load_named) if line is not None else OWN
+    for name in options:
+        if name not in OWNERS:
+            raise InputError(
+                f"{name} is no option of a pass", "csc.pipeline",
+                "give it to csc.compile" if name in READERS else f"those of passes are {', '.join(OWNERS)}",
+            )  # fmt: skip
+    chosen = changed(Options(), **options)
+    said = {name: getattr(chosen, name) for name in options}
+    return Pipeline(_saying(step, said) if of_csc(step) else step for step in steps)
+
+
+def _saying(step: Pass, options: Mapping[str, Any]) -> Pass:
+    """A pass, with those of the options that are its own."""
+    return replace(step, **{one.name: options[one.name] for one in fields(step) if one.name in options})

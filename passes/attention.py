@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from csc.kernels import attention as kernels
@@ -17,7 +17,7 @@ from csc.analysis.operators.table import COPIES, RESHAPES, SDPA, STOPS
 from csc.analysis.visibility import OWN_PLACE, ZERO, Clause, KeyBound, Predicate, SameGroup, Unrecognised
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call
-from csc.ir.program import Options, Program, Variant
+from csc.ir.program import Options, Pass, Program, Variant
 
 # --- Attentions that a model writes out: two products with a softmax between them ------------------------------------
 #
@@ -110,34 +110,39 @@ def _cap(node: Any) -> tuple[Any, float]:
 aten = torch.ops.aten
 
 
-def attention(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class AttentionPass(Pass):
     """Replace SDPA by csc::attention, and what computes its mask by ranges of keys and kinds of tokens.
 
-    Requires  pass `shapes`.
     Ensures   each SDPA whose mask can be read off the graph is a csc::attention over its own key heads (repeated heads
               peeled off), with one packed mask for all layers that share it; dense masks are dead and gone. The others
               stay as they are, and `notes` says which and why.
     Before    %mask = and(le(%slot, %place), %padding); %o = scaled_dot_product_attention(%q, repeat(%k), .., %mask)
     After     %mask = csc.pack_mask(stack(0, %place + 1), 1, %padding, ..); %o, %lse = csc.attention(%q, %k, .., %mask)
     """
-    graph, _ = g.copy_graph(program.graph)
-    writer = Writer(graph, program.fake_mode)
-    masks: Masks = {}
-    notes = []
-    mesh = options.mesh
-    shared = {component for component, tp in mesh.own("tp").items() if tp < mesh.extent_of(component).width}
-    for node in g.calls(graph):
-        spread = mesh.cp > 1 or component_of(program, node) in shared
-        given = _given(node, writer, spread)
-        if given is None:
-            continue
-        try:
-            _rewrite(node, given, writer, masks, spread)
-        except Unrecognised as reason:
-            where = g.place(node)
-            notes.append(f"{where}: keeps PyTorch's attention, its mask holds {reason}")
-    g.erase_dead(graph)
-    return replace(program, graph=graph, notes=(*program.notes, *notes))
+
+    requires: ClassVar = ("captured", "sized")
+    establishes: ClassVar = ("attention",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        graph, _ = g.copy_graph(program.graph)
+        writer = Writer(graph, program.fake_mode)
+        masks: Masks = {}
+        notes = []
+        mesh = options.mesh
+        shared = {component for component, tp in mesh.own("tp").items() if tp < mesh.extent_of(component).width}
+        for node in g.calls(graph):
+            spread = mesh.cp > 1 or component_of(program, node) in shared
+            given = _given(node, writer, spread)
+            if given is None:
+                continue
+            try:
+                _rewrite(node, given, writer, masks, spread)
+            except Unrecognised as reason:
+                where = g.place(node)
+                notes.append(f"{where}: keeps PyTorch's attention, its mask holds {reason}")
+        g.erase_dead(graph)
+        return replace(program, graph=graph, notes=(*program.notes, *notes))
 
 
 @dataclass(frozen=True)
@@ -418,19 +423,24 @@ def _order(condition: Any) -> tuple[str, ...]:
 NAMES = frozenset({"csc::attention", "csc::attention_backward"})
 
 
-def attention_order(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class AttentionOrderPass(Pass):
     """Let the CPU's attention add in the order that takes least time, where bits may differ.
 
-    Requires  pass `split`.
     Ensures   without `fuse` nothing changes. Else attention on CPUs is `reordered` in F, B and W: causal queries go in
               blocks that leave out the keys that none of them sees, where eager PyTorch has one call of its kernel, and
               the kernel adds the gradients of query heads that share a key head, which eager PyTorch repeats.
     Before    %dq, %dk, %dv = csc.attention_backward(%d_out, %q[2, 8, 64, 32], %k[2, 2, 64, 32], ..)
     After     %dq, %dk, %dv = csc.attention_backward(%d_out, %q[2, 8, 64, 32], %k[2, 2, 64, 32], .., reordered=True)
     """
-    if not options.fuse:
-        return program
-    return replace(program, variants={name: _reordered(one) for name, one in program.variants.items()})
+
+    requires: ClassVar = ("split", "unordered")
+    establishes: ClassVar = ("attention_order",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        if not options.fuse:
+            return program
+        return replace(program, variants={name: _reordered(one) for name, one in program.variants.items()})
 
 
 def _reordered(variant: Variant) -> Variant:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
+from typing import ClassVar
 
 import torch
 from csc.passes.loss import labels_of
@@ -20,7 +21,7 @@ from csc.analysis.tokens import Axis, apart, axes, counting
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.groups import group_over
-from csc.ir.program import Options, Parameter, Program
+from csc.ir.program import Options, Parameter, Pass, Program
 
 # --- What pass `context` spreads of encoders, for those that the user names in `context` -----------------------------
 #
@@ -176,11 +177,11 @@ def _shape(node: fx.Node, argument: int | None = 0) -> tuple[int, ...]:
 # --- Pass `context`: the tokens of a sequence spread over context-parallel ranks -------------------------------------
 
 
-def context(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class ContextPass(Pass):
     """Let each cp rank compute the layers of the language model for its own tokens; those of encoders too, where
     options.context says over how many ranks.
 
-    Requires  pass `attention`.
     Ensures   with cp = 1 nothing changes. Else the layers whose attention runs along the labels' sequence, and all that
               follows them, work on a shard of the tokens; what enters them is computed for the whole sequence and
               dispatched: embeddings where encoders and text have merged, position tables, labels after their shift.
@@ -190,40 +191,48 @@ def context(program: Program, options: Options) -> Program:
     Before    %x : f32[2, 1000, 48];  %o = csc.attention(%q, %k, %v, %mask);  cross_entropy_loss(%logits, %labels)
     After     %mine = aten.index_select(%x, 1, %tokens) : f32[2, 512, 48];  %o = csc.context_attention(.., %plan, 0)
     """
-    if options.mesh.cp == 1:
-        named(program, options, ())
-        return program
-    (loss,) = g.outputs(program.graph)
-    averaged = labels_of(loss)
-    labels = _labels(program) if averaged is None else _labels_of([averaged])
-    sequence = labels[0][0] if labels else _token_ids(program)
-    if sequence is None:
-        raise InputError(
-            "with cp > 1 the batch must have token ids or labels: they say which tokens are spread",
-            loss.meta.get("source") or "model output",
-            "leave cp at 1",
+
+    requires: ClassVar = ("captured", "unweighed", "seeded", "attention")
+    establishes: ClassVar = ("context",)
+
+    context: tuple[tuple[str, int], ...] = ()
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        options = self.over(options)
+        if options.mesh.cp == 1:
+            named(program, options, ())
+            return program
+        (loss,) = g.outputs(program.graph)
+        averaged = labels_of(loss)
+        labels = _labels(program) if averaged is None else _labels_of([averaged])
+        sequence = labels[0][0] if labels else _token_ids(program)
+        if sequence is None:
+            raise InputError(
+                "with cp > 1 the batch must have token ids or labels: they say which tokens are spread",
+                loss.meta.get("source") or "model output",
+                "leave cp at 1",
+            )
+        dims = _Dims(program, sequence)
+        spread = dims.spread(program)
+        if not spread:
+            raise InputError(
+                f"csc found no attention along the labels' tokens, so it cannot tell what cp={options.mesh.cp} spreads",
+                "mesh",
+                "leave cp at 1" + "".join(f"; {note}" for note in program.notes),
+            )
+        own = [component_of(program, node) for node in spread]
+        encoders = named(program, options, own)
+        sizes = sizes_for(_tokens(spread[0]), options.mesh.cp, own[-1], "cp")
+        local = _local(program, spread)
+        edge = PartsEdge()
+        spreading = Spreading(
+            program, own[-1], dims, sizes, local, options.mesh.cp, edge, labels, last=True, sums=averaged is None
         )
-    dims = _Dims(program, sequence)
-    spread = dims.spread(program)
-    if not spread:
-        raise InputError(
-            f"csc found no attention along the labels' tokens, so it cannot tell what cp={options.mesh.cp} spreads",
-            "mesh",
-            "leave cp at 1" + "".join(f"; {note}" for note in program.notes),
-        )
-    own = [component_of(program, node) for node in spread]
-    encoders = named(program, options, own)
-    sizes = sizes_for(_tokens(spread[0]), options.mesh.cp, own[-1], "cp")
-    local = _local(program, spread)
-    edge = PartsEdge()
-    spreading = Spreading(
-        program, own[-1], dims, sizes, local, options.mesh.cp, edge, labels, last=True, sums=averaged is None
-    )
-    language = replace(program, graph=spreading.graph())
-    context = spreading.context(spread[0])
-    for component, ranks in encoders.items():
-        language = spread_encoder(language, component, ranks, "cp")
-    return replace(language, contexts=(*language.contexts, context))
+        language = replace(program, graph=spreading.graph())
+        context = spreading.context(spread[0])
+        for component, ranks in encoders.items():
+            language = spread_encoder(language, component, ranks, "cp")
+        return replace(language, contexts=(*language.contexts, context))
 
 
 def _labels(program: Program) -> list[tuple[fx.Node, int]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from csc.kernels.collectives import ALL_GATHER, GATHER_SHARED, OWN_PART, SHARE, slots
@@ -21,7 +21,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer, unique
 from csc.ir.groups import Group, group_over
-from csc.ir.program import Options, Program
+from csc.ir.program import Options, Pass, Program
 from csc.torch_private.traces import FakeTensorMode
 
 # --- The calls of one component on a rank's own samples, in the graph of a whole model -------------------------------
@@ -281,12 +281,12 @@ def _once(dim: Dim, axis: Dim) -> bool:
 # --- Pass `data_parallel`: components of which each tensor-parallel rank computes some of the samples, or tokens -----
 
 
-def data_parallel(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class DataParallelPass(Pass):
     """Let the ranks of a tp group share out the samples of components that the mesh gives a tp of 1, or groups within
     it those of components with a tp between, and the ranks of a cp group those of components with a cp of 1. Or their
     tokens: where samples meet in one row (packed patches), or have masks or random numbers of their own.
 
-    Requires  passes `attention` and `context`.
     Ensures   without such a component nothing changes. Else its calls work on a rank's own images or clips: what they
               read is cut, what others read of them is gathered by its first reader; nothing on shards mixes samples.
               Its parameters are whole on every rank, and their gradients parts of a sum over tp. Of tokens the same;
@@ -295,30 +295,35 @@ def data_parallel(program: Program, options: Options) -> Program:
     Before    %x = conv2d(%images, %w) : f32[4, 48, 7, 7];  %y = linear(%x, %up)
     After     %x = conv2d(csc.own_part(%images, 0, 2), %w) : f32[2, 48, 7, 7];  %y = linear(csc.all_gather(%x), %up)
     """
-    mesh, known = options.mesh, {info.component for info in program.modules.values()}
-    own, own_cp = mesh.own("tp"), mesh.own("cp")
-    for component in _readers_first(program, {*own, *own_cp, *mesh.in_front}):
-        if component not in known:
-            raise InputError(
-                f"the mesh names {component!r}, which is no component of the model", "mesh",
-                f"components: {', '.join(sorted(known))}",
-            )  # fmt: skip
-        if component in dict(options.context):
-            axis = "tp" if component in own or component not in own_cp else "cp"
-            raise InputError(
-                f"{component} has a {axis} of its own in the mesh, and a number of ranks in context", "mesh",
-                "spread either its samples or its tokens",
-            )  # fmt: skip
-        levels, cp = dict[str, int](), own_cp.get(component, 1)
-        if component in own_cp:
-            levels["cp" if cp == 1 else str(Group.sequences(cp))] = mesh.cp // cp
-        tp, ranks = mesh.dividing(component), mesh.extent_of(component).width
-        if tp < ranks:
-            shares = Group.copies(tp) if tp > 1 else Group.division(ranks)
-            levels["tp" if tp == 1 and ranks >= mesh.tp else str(shares)] = ranks // tp
-        if levels:
-            program = _spread(program, component, levels, cp, ranks > mesh.tp)
-    return program
+
+    requires: ClassVar = ("captured", "unweighed", "attention", "context")
+    establishes: ClassVar = ("data_parallel",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        mesh, known = options.mesh, {info.component for info in program.modules.values()}
+        own, own_cp = mesh.own("tp"), mesh.own("cp")
+        for component in _readers_first(program, {*own, *own_cp, *mesh.in_front}):
+            if component not in known:
+                raise InputError(
+                    f"the mesh names {component!r}, which is no component of the model", "mesh",
+                    f"components: {', '.join(sorted(known))}",
+                )  # fmt: skip
+            if component in dict(options.context):
+                axis = "tp" if component in own or component not in own_cp else "cp"
+                raise InputError(
+                    f"{component} has a {axis} of its own in the mesh, and a number of ranks in context", "mesh",
+                    "spread either its samples or its tokens",
+                )  # fmt: skip
+            levels, cp = dict[str, int](), own_cp.get(component, 1)
+            if component in own_cp:
+                levels["cp" if cp == 1 else str(Group.sequences(cp))] = mesh.cp // cp
+            tp, ranks = mesh.dividing(component), mesh.extent_of(component).width
+            if tp < ranks:
+                shares = Group.copies(tp) if tp > 1 else Group.division(ranks)
+                levels["tp" if tp == 1 and ranks >= mesh.tp else str(shares)] = ranks // tp
+            if levels:
+                program = _spread(program, component, levels, cp, ranks > mesh.tp)
+        return program
 
 
 def _readers_first(program: Program, components: Collection[str]) -> list[str]:

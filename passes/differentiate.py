@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from csc.kernels import own_gradient as _own_gradient  # noqa: F401  registers them
@@ -19,7 +19,7 @@ from csc.analysis import gradient_flow
 from csc.analysis.operators.execution import OWN_LAYOUT, is_view
 from csc.ir import graph as g
 from csc.ir.graph import Writer, identifier, unique
-from csc.ir.program import LOSS, Options, Program, Region, Template
+from csc.ir.program import LOSS, Options, Pass, Program, Region, Template
 from csc.ir.strides import overlaps
 from csc.torch_private.traces import fx_traceback, make_fx
 
@@ -176,52 +176,58 @@ Layout = tuple[int, ...]  # strides
 FOUND = ("joint", "activation_gradients", "parameter_gradients")  # by tracing, of a template
 
 
-def differentiate(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class DifferentiatePass(Pass):
     """Give every template its joint graph.
 
-    Requires  pass `regions`.
     Ensures   `joint` returns the outputs, then the gradient of every activation and parameter (None where none flows),
               functional and free of `detach`; it depends on no frozen set, so a change of `freeze` reuses it.
     Before    llama_decoder_layer(hidden_states, mask, w) -> out
     After     joint(hidden_states, mask, w, d_out) -> out, d_hidden_states, d_w
     """
-    layouts: dict[str, Layout] = {}  # of the gradient of each value, as the last region to touch it leaves it
-    joints = dict(program.joints.templates) if program.joints is not None else {}
-    templates: dict[str, Template] = {}
-    names: dict[Any, str] = {}
-    final: list[Region] = []
-    for region in reversed(program.regions):
-        template = program.templates[region.template]
-        # A later reader may turn out to give no gradient: `x.type_as(y)` reads of y what it is, and none of its values.
-        flags = tuple(i in template.threaded and value in layouts for i, value in enumerate(region.activations))
-        template = replace(
-            template,
-            threaded=tuple(i for i, threaded in enumerate(flags) if threaded),
-            differentiable=tuple(
-                i for i in template.differentiable if region.outputs[i] == LOSS or region.outputs[i] in layouts
-            ),
-        )
-        arriving = [region.outputs[i] for i in template.differentiable]
-        arriving += [region.activations[i] for i in template.threaded]
-        incoming = tuple(layouts.get(value) for value in arriving)
-        key = (template.name, template.threaded, template.differentiable, incoming)
-        if key not in names:
-            names[key] = unique(template.name, templates)
-            known = _decides(template, incoming)
-            if known not in joints:
-                joints[known] = joint_of(template, program.fake_mode, layouts=incoming)
-            found = {name: getattr(joints[known], name) for name in FOUND}
-            templates[names[key]] = replace(template, name=names[key], **found)
-        gradients = g.outputs(templates[names[key]].joint)[len(region.outputs) :]  # type: ignore[arg-type]
-        for value, gradient in zip(region.activations, gradients):
-            if gradient is not None:
-                layouts[value] = tuple(gradient.meta["val"].stride())
-        final.append(replace(region, template=names[key], threaded=flags))
-    order = dict.fromkeys(region.template for region in final[::-1])
-    return replace(
-        program, regions=tuple(final[::-1]), templates={name: templates[name] for name in order},
-        joints=replace(program.joints, templates=joints) if program.joints is not None else None,
-    )  # fmt: skip
+
+    requires: ClassVar = ("regions", "forward")
+    establishes: ClassVar = ("differentiated",)
+    breaks: ClassVar = ("forward",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        layouts: dict[str, Layout] = {}  # of the gradient of each value, as the last region to touch it leaves it
+        joints = dict(program.joints.templates) if program.joints is not None else {}
+        templates: dict[str, Template] = {}
+        names: dict[Any, str] = {}
+        final: list[Region] = []
+        for region in reversed(program.regions):
+            template = program.templates[region.template]
+            # A later reader may turn out to give no gradient: `x.type_as(y)` reads of y what it is, none of its values.
+            flags = tuple(i in template.threaded and value in layouts for i, value in enumerate(region.activations))
+            template = replace(
+                template,
+                threaded=tuple(i for i, threaded in enumerate(flags) if threaded),
+                differentiable=tuple(
+                    i for i in template.differentiable if region.outputs[i] == LOSS or region.outputs[i] in layouts
+                ),
+            )
+            arriving = [region.outputs[i] for i in template.differentiable]
+            arriving += [region.activations[i] for i in template.threaded]
+            incoming = tuple(layouts.get(value) for value in arriving)
+            key = (template.name, template.threaded, template.differentiable, incoming)
+            if key not in names:
+                names[key] = unique(template.name, templates)
+                known = _decides(template, incoming)
+                if known not in joints:
+                    joints[known] = joint_of(template, program.fake_mode, layouts=incoming)
+                found = {name: getattr(joints[known], name) for name in FOUND}
+                templates[names[key]] = replace(template, name=names[key], **found)
+            gradients = g.outputs(templates[names[key]].joint)[len(region.outputs) :]  # type: ignore[arg-type]
+            for value, gradient in zip(region.activations, gradients):
+                if gradient is not None:
+                    layouts[value] = tuple(gradient.meta["val"].stride())
+            final.append(replace(region, template=names[key], threaded=flags))
+        order = dict.fromkeys(region.template for region in final[::-1])
+        return replace(
+            program, regions=tuple(final[::-1]), templates={name: templates[name] for name in order},
+            joints=replace(program.joints, templates=joints) if program.joints is not None else None,
+        )  # fmt: skip
 
 
 def _decides(template: Template, incoming: Sequence[Layout | None]) -> str:

@@ -7,8 +7,8 @@ Terms
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from csc.kernels.dropout import DROPOUT, NORMAL, UNIFORM
@@ -21,17 +21,17 @@ from csc.analysis.operators.table import RECURRENT, SDPA
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call
-from csc.ir.program import Options, Program
+from csc.ir.program import Options, Pass, Program
 
 aten = torch.ops.aten
 WRITTEN_OUT = "attention written out, for the dropout of its weights"
 SEED = ("random", "seed")
 
 
-def dropout(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class DropoutPass(Pass):
     """Let every random call draw from the seed of its microbatch and its own place in the model.
 
-    Requires  pass `shapes`.
     Ensures   dropout, bernoulli, rand, randn and their relatives with `like` take a seed and an index, which equal
               layers have alike; attention with dropout of its weights is written out, as softmax(QK^T) dropped out and
               multiplied by V; other random calls stay as they are, and `notes` says which. InputError for dropout
@@ -39,18 +39,23 @@ def dropout(program: Program, options: Options) -> Program:
     Before    %d, %mask = native_dropout(%x, 0.1, True)
     After     %d = csc.dropout(%x, 0.1, %seed, 0)
     """
-    for node in g.calls(program.graph):
-        if g.op_name(node) in RECURRENT:
-            _refuse_dropout_within(node)
-    if not any(is_random(node) for node in g.calls(program.graph)):
-        return program
-    graph, _ = g.copy_graph(program.graph)
-    draws = _Draws(program, graph)
-    for node in g.calls(graph):
-        if is_random(node):
-            draws.rewrite(node)
-    g.erase_dead(graph)
-    return replace(program, graph=graph, notes=(*program.notes, *dict.fromkeys(draws.notes)))
+
+    requires: ClassVar = ("captured", "sized")
+    establishes: ClassVar = ("seeded",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        for node in g.calls(program.graph):
+            if g.op_name(node) in RECURRENT:
+                _refuse_dropout_within(node)
+        if not any(is_random(node) for node in g.calls(program.graph)):
+            return program
+        graph, _ = g.copy_graph(program.graph)
+        draws = _Draws(program, graph)
+        for node in g.calls(graph):
+            if is_random(node):
+                draws.rewrite(node)
+        g.erase_dead(graph)
+        return replace(program, graph=graph, notes=(*program.notes, *dict.fromkeys(draws.notes)))
 
 
 def _refuse_dropout_within(node: fx.Node) -> None:

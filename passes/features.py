@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from csc.passes.partition import stage_of
@@ -15,7 +16,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import identifier, unique
 from csc.ir.groups import LOSS_WEIGHTS, OF_RANKS
-from csc.ir.program import Features, Input, Options, Program, Region, Stage, Template, Variant
+from csc.ir.program import Features, Input, Options, Pass, Program, Region, Stage, Template, Variant
 
 PICTURE = 3  # dimensions of one at least
 ENTRY = "features."  # what the batch's names of features begin with
@@ -23,43 +24,48 @@ SPREAD = "is spread over ranks"
 NAME = "features_"  # and those of tables, and of layer files
 
 
-def features(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class FeaturesPass(Pass):
     """With `options.features`, leave out the regions that make features of images or sounds and have nothing trainable
     above them.
 
-    Requires  pass `prune`.
     Ensures   what is left out depends on entries of floating point or pictures of bytes, on no token ids, no random
               number and nothing that trains; each of its values that a step reads is an entry of the batch, handed on
               by a region of its own; `features` has what was left out.
     Before    regions: vision.0, vision.1, projector;  inputs: pixel_values, input_ids
     After     regions: features.vision.1, projector;   inputs: input_ids, features.vision.1
     """
-    inexact = {item.name for item in program.inputs if _is_feature(item)}
-    if not options.features or not inexact:
-        return program
-    reasons = _reasons(program)
-    spread = next((name for name in _reading(program, inexact) if reasons[name].endswith(SPREAD)), None)
-    if spread is not None:
-        raise InputError(
-            f"{spread} {SPREAD}, and what one of them makes is no feature to keep", "cache_features, encode_ahead",
-            "use tp=1, give the encoder no dp or cp of its own and leave it out of context=; or leave cache_features "
-            "(encode_ahead) out",
-        )  # fmt: skip
-    left_out = _left_out(program, inexact, {name for name, reason in reasons.items() if not reason})
-    if not left_out:
-        raise InputError(
-            f"no features of {program.name} can be kept: {_why(program, inexact, reasons)}",
-            "cache_features, encode_ahead",
-            "freeze the whole encoder, in eval mode if it has dropout (encoder.eval()), or leave cache_features "
-            "(encode_ahead) out",
-        )
-    inside = {region.name for region in left_out}
-    rest = [region for region in program.regions if region.name not in inside]
-    read = {value for region in rest for value in region.activations}
-    values = tuple(value for region in left_out for value in region.outputs if value in read)
-    behind = next(region.name for region in rest if values[0] in region.activations)
-    note = f"{len(left_out)} regions are no part of a step, up to {', '.join(values)}: behind, {reasons[behind]}"
-    return replace(_without(program, left_out, rest, values), notes=(*program.notes, note))
+
+    requires: ClassVar = ("pruned",)
+    establishes: ClassVar = ("features",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        inexact = {item.name for item in program.inputs if _is_feature(item)}
+        if not options.features or not inexact:
+            return program
+        reasons = _reasons(program)
+        spread = next((name for name in _reading(program, inexact) if reasons[name].endswith(SPREAD)), None)
+        if spread is not None:
+            raise InputError(
+                f"{spread} {SPREAD}, and what one of them makes is no feature to keep", "cache_features, encode_ahead",
+                "use tp=1, give the encoder no dp or cp of its own and leave it out of context=; or leave "
+                "cache_features (encode_ahead) out",
+            )  # fmt: skip
+        left_out = _left_out(program, inexact, {name for name, reason in reasons.items() if not reason})
+        if not left_out:
+            raise InputError(
+                f"no features of {program.name} can be kept: {_why(program, inexact, reasons)}",
+                "cache_features, encode_ahead",
+                "freeze the whole encoder, in eval mode if it has dropout (encoder.eval()), or leave cache_features "
+                "(encode_ahead) out",
+            )
+        inside = {region.name for region in left_out}
+        rest = [region for region in program.regions if region.name not in inside]
+        read = {value for region in rest for value in region.activations}
+        values = tuple(value for region in left_out for value in region.outputs if value in read)
+        behind = next(region.name for region in rest if values[0] in region.activations)
+        note = f"{len(left_out)} regions are no part of a step, up to {', '.join(values)}: behind, {reasons[behind]}"
+        return replace(_without(program, left_out, rest, values), notes=(*program.notes, note))
 
 
 def _is_feature(entry: Input) -> bool:

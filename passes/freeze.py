@@ -5,47 +5,58 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 from csc.errors import InputError
-from csc.ir.program import ModuleInfo, Options, Parameter, Program
+from csc.ir.program import ModuleInfo, Options, Parameter, Pass, Program
 
 
-def freeze(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class FreezePass(Pass):
     """Mark the parameters that `options.freeze` names as frozen.
 
-    Requires  a captured Program. Runs after `differentiate`: nothing before depends on what is frozen.
     Ensures   every parameter says whether it trains; at least one does, with `options.forward_only` none; every pattern
               matched at least one.
     Before    freeze=("vision_tower",)
     After     model.vision_tower.*: frozen; every other parameter: as its requires_grad says
     """
-    if options.forward_only:
-        return replace(program, parameters=tuple(replace(p, trainable=False) for p in program.parameters))
-    frozen: set[str] = set()
-    for pattern in options.freeze or ():
-        matched = {p.name for p in program.parameters if matches(pattern, p, program.modules)}
-        if not matched:
-            raise InputError(
-                f"the pattern {pattern!r} matches no parameter of {program.name}",
-                "freeze",
-                _suggestion(pattern, program),
+
+    requires: ClassVar = ("differentiated",)
+    establishes: ClassVar = ("frozen",)
+
+    freeze: tuple[str, ...] | None = None
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        options = self.over(options)
+        if options.forward_only:
+            return replace(program, parameters=tuple(replace(p, trainable=False) for p in program.parameters))
+        frozen: set[str] = set()
+        for pattern in options.freeze or ():
+            matched = {p.name for p in program.parameters if matches(pattern, p, program.modules)}
+            if not matched:
+                raise InputError(
+                    f"the pattern {pattern!r} matches no parameter of {program.name}",
+                    "freeze",
+                    _suggestion(pattern, program),
+                )
+            frozen |= matched
+        parameters = tuple(
+            replace(
+                p, trainable=p.trainable and (p.dtype.is_floating_point or p.dtype.is_complex) and p.name not in frozen
             )
-        frozen |= matched
-    parameters = tuple(
-        replace(p, trainable=p.trainable and (p.dtype.is_floating_point or p.dtype.is_complex) and p.name not in frozen)
-        for p in program.parameters
-    )
-    if not any(p.trainable for p in parameters):
-        raise InputError(
-            f"nothing is left to train: all {len(parameters)} parameters of {program.name} are frozen",
-            "freeze",
-            "freeze fewer components, or set requires_grad on the parameters that should train",
+            for p in program.parameters
         )
-    _check_checkpoints(program, {p.name for p in parameters if p.trainable})
-    _check_flags(program, {p.name for p in parameters if not p.trainable})
-    return replace(program, parameters=parameters)
+        if not any(p.trainable for p in parameters):
+            raise InputError(
+                f"nothing is left to train: all {len(parameters)} parameters of {program.name} are frozen",
+                "freeze",
+                "freeze fewer components, or set requires_grad on the parameters that should train",
+            )
+        _check_checkpoints(program, {p.name for p in parameters if p.trainable})
+        _check_flags(program, {p.name for p in parameters if not p.trainable})
+        return replace(program, parameters=parameters)
 
 
 def _check_checkpoints(program: Program, trainable: Set[str]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from csc.kernels.linear_cross_entropy import HEAD, room_on, rows_of, wide
@@ -25,7 +25,7 @@ from csc.analysis.operators.table import RESHAPES
 from csc.analysis.samples.rules import MEAN
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call
-from csc.ir.program import Options, Program
+from csc.ir.program import Options, Pass, Program
 
 aten = torch.ops.aten
 SUM = 2
@@ -35,32 +35,40 @@ PRODUCTS = frozenset({"aten::linear", "aten::matmul"})
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)  # float16 has too little room for gradients not yet scaled
 
 
-def head(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class HeadPass(Pass):
     """Put one operator for the linear layer, the scale, the soft cap, the casts, the shift and the loss.
 
-    Requires  pass `loss`, which has to see the loss as the model writes it.
     Ensures   logits that nothing but one cross entropy reads are no value of the graph if they are large, with `fuse`
               on a CPU unless they are small, and if options.loss_chunk says how many tokens a chunk has; with 0,
               and everywhere else, nothing changes. With tp > 1 large is what a rank has of the logits.
     Before    %logits = aten.linear(%x, %w);  %loss = aten.cross_entropy_loss(aten.view(%logits), %labels)
     After     %results = csc.linear_cross_entropy(%x, %w, None, %labels, ..);  %loss = %results[0]
     """
-    if options.loss_chunk == 0:
-        return program
-    graph, _ = g.copy_graph(program.graph)
-    g.erase_dead(graph)
-    writer = Writer(graph, program.fake_mode)
-    changed = False
-    for node in g.calls(graph):
-        found = _found(node)
-        rows = 0 if found is None else _rows(found, options)
-        if found is not None and rows:
-            _write(found, rows, writer)
-            changed = True
-    if not changed:
-        return program
-    g.erase_dead(graph)
-    return replace(program, graph=graph)
+
+    requires: ClassVar = ("captured", "weighed")
+    establishes: ClassVar = ("head",)
+
+    loss_chunk: int | None = None
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        options = self.over(options)
+        if options.loss_chunk == 0:
+            return program
+        graph, _ = g.copy_graph(program.graph)
+        g.erase_dead(graph)
+        writer = Writer(graph, program.fake_mode)
+        changed = False
+        for node in g.calls(graph):
+            found = _found(node)
+            rows = 0 if found is None else _rows(found, options)
+            if found is not None and rows:
+                _write(found, rows, writer)
+                changed = True
+        if not changed:
+            return program
+        g.erase_dead(graph)
+        return replace(program, graph=graph)
 
 
 @dataclass

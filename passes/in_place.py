@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from csc.analysis.operators.execution import EITHER, MAY_BE_OPERANDS, OWN, WAYS, is_view, maker
 from csc.ir import graph as g
-from csc.ir.program import Options, Program, Variant
+from csc.ir.program import Options, Pass, Program, Variant
 from csc.ir.strides import dense
 from csc.torch_private.exported import OpOverload
 
 ALONE = WAYS.keys() | OWN  # whose result is memory that nothing else has
 
 
-def in_place(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class InPlacePass(Pass):
     """Mark calls that are emitted so that they write over their first operand.
 
-    Requires  pass `overlap`.
     Ensures   with `fuse` nothing changes: the compiler decides it. Else the same graphs, but for the order of the
               operands of sums and products, with marks. What is written over was made in the same function, as memory
               of its own, lies as the result does, and is read by no later call, as a view or by an exchange that may
@@ -29,9 +30,15 @@ def in_place(program: Program, options: Options) -> Program:
     Before    %d = mm(%a, %b);  %e = add(%c, %d);  %f = silu_backward(%e, %x)
     After     %d = mm(%a, %b);  %e = add(%d, %c) in place;  %f = silu_backward(%e, %x) in place
     """
-    if options.fuse:
-        return program
-    return replace(program, variants={name: _of(one) for name, one in program.variants.items()})
+
+    requires: ClassVar = ("split",)
+    establishes: ClassVar = ("in_place",)
+    breaks: ClassVar = ("unordered",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        if options.fuse:
+            return program
+        return replace(program, variants={name: _of(one) for name, one in program.variants.items()})
 
 
 def _of(variant: Variant) -> Variant:

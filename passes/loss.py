@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from csc.passes.batch_loss import over_batch
@@ -19,7 +19,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer
 from csc.ir.groups import LOSS_WEIGHTS
-from csc.ir.program import Combination, Divisor, Options, Program, Term
+from csc.ir.program import Combination, Divisor, Options, Pass, Program, Term
 from csc.torch_private.exported import OpOverload
 
 # --- Terms of a loss that are divided by different numbers: each gets a weight of its own where it is added ----------
@@ -179,48 +179,57 @@ ONE_SAMPLE = (
 )
 
 
-def loss(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class LossPass(Pass):
     """Find what the loss is a sum over and what it is divided by, and count it.
 
-    Requires  pass `shapes`.
     Ensures   `loss_weight` is "tokens", "mean", "sum" or "terms"; for "tokens" the graph's second output counts the
               microbatch's labels, or whatever else the loss is divided by, from the batch alone; for "terms" it counts
               that of each term, which is multiplied by a weight where it is added. `combination` says what is proven.
     Before    %loss = aten.cross_entropy_loss(%logits, %labels);  return (%loss,)
     After     %counted = aten.sum(aten.ne(%labels, -100));        return (%loss, %counted)
     """
-    (result,) = g.outputs(program.graph)
-    program, found = _combination(program)
-    if found.problem and options.over_batch:
-        program, found = over_batch(program, found)
+
+    requires: ClassVar = ("captured", "sized")
+    establishes: ClassVar = ("weighed",)
+    breaks: ClassVar = ("unweighed",)
+
+    loss_weight: str = "auto"
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        options = self.over(options)
         (result,) = g.outputs(program.graph)
-    found = replace(found, summed=options.mesh.cp > 1 and labels_of(result) is None)
-    if found.problem:
-        found = _as_it_ends(found, result)
-    weight = found.weight if options.loss_weight == "auto" else options.loss_weight
-    counted = _node_named(program.graph, found.counted)
-    if (options.mesh.cp > 1 and not found.summed) or not weight or (weight == "tokens" and counted is None):
-        counted = labels_of(result)
-        if options.loss_weight == "auto":
-            weight = "mean" if counted is None else "tokens"
-    if found.problem and _is_mean_of_one_sample(program, found, result):
-        program = replace(program, notes=(*program.notes, ONE_SAMPLE))
-        found = replace(found, problem="", where="", ends="")
-    if weight == "terms":
-        return _of_terms(program, found)
-    program = replace(program, combination=found, loss_weight=weight)
-    if weight != "tokens":
-        return program
-    if counted is None:
-        raise InputError(
-            "the loss is no mean over labels, so its labels cannot be counted", "loss_weight='tokens'",
-            "use loss_weight='mean' or 'sum'",
-        )  # fmt: skip
-    graph, mapping = g.copy_graph(program.graph)
-    with graph.inserting_before(graph.output_node()):
-        count = count_of_labels(Writer(graph, program.fake_mode), mapping[counted])
-    graph.output_node().args = ((mapping[result], count),)
-    return replace(program, graph=graph)
+        program, found = _combination(program)
+        if found.problem and options.over_batch:
+            program, found = over_batch(program, found)
+            (result,) = g.outputs(program.graph)
+        found = replace(found, summed=options.mesh.cp > 1 and labels_of(result) is None)
+        if found.problem:
+            found = _as_it_ends(found, result)
+        weight = found.weight if options.loss_weight == "auto" else options.loss_weight
+        counted = _node_named(program.graph, found.counted)
+        if (options.mesh.cp > 1 and not found.summed) or not weight or (weight == "tokens" and counted is None):
+            counted = labels_of(result)
+            if options.loss_weight == "auto":
+                weight = "mean" if counted is None else "tokens"
+        if found.problem and _is_mean_of_one_sample(program, found, result):
+            program = replace(program, notes=(*program.notes, ONE_SAMPLE))
+            found = replace(found, problem="", where="", ends="")
+        if weight == "terms":
+            return _of_terms(program, found)
+        program = replace(program, combination=found, loss_weight=weight)
+        if weight != "tokens":
+            return program
+        if counted is None:
+            raise InputError(
+                "the loss is no mean over labels, so its labels cannot be counted", "loss_weight='tokens'",
+                "use loss_weight='mean' or 'sum'",
+            )  # fmt: skip
+        graph, mapping = g.copy_graph(program.graph)
+        with graph.inserting_before(graph.output_node()):
+            count = count_of_labels(Writer(graph, program.fake_mode), mapping[counted])
+        graph.output_node().args = ((mapping[result], count),)
+        return replace(program, graph=graph)
 
 
 def _of_terms(program: Program, found: Combination) -> Program:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from csc.kernels.collectives import APART
 from torch import fx
@@ -13,22 +13,28 @@ from csc.analysis.operators.execution import is_view
 from csc.ir import graph as g
 from csc.ir.graph import Writer
 from csc.ir.groups import Group
-from csc.ir.program import Options, Program, Variant
+from csc.ir.program import Options, Pass, Program, Variant
 
 
-def overlap(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class OverlapPass(Pass):
     """Begin each exchange of B as soon as it can, run what of W is ready, and wait for it only then.
 
-    Requires  pass `split`.
     Ensures   a variant whose B (or W) meets other ranks while something of W is ready has `backward`: the calls of B
               and W, each once, an exchange as two where others run between them. Order apart nothing changes.
     Before    B: d_x = all_reduce(part);  W: d_w = mm(d, x)
     After     BW: ticket = start_all_reduce(part);  d_w = mm(d, x);  d_x = finish_all_reduce(part, ticket)
     """
-    if options.mesh.sizes(Group.TENSOR) == (1,):
-        return program
-    done = {name: replace(one, backward=_of(one, program.fake_mode)) for name, one in program.variants.items()}
-    return replace(program, variants=done)
+
+    requires: ClassVar = ("split", "unordered")
+    establishes: ClassVar = ("overlap",)
+    breaks: ClassVar = ("unordered",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        if options.mesh.sizes(Group.TENSOR) == (1,):
+            return program
+        done = {name: replace(one, backward=_of(one, program.fake_mode)) for name, one in program.variants.items()}
+        return replace(program, variants=done)
 
 
 def _of(variant: Variant, fake_mode: Any) -> fx.Graph | None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import ClassVar
 
 from csc.passes import pipeline_problem as numbers
 from csc.passes.pipeline_problem import encoded_ahead
@@ -20,7 +21,19 @@ from csc.errors import InputError, ScheduleError
 from csc.ir import graph as g
 from csc.ir.groups import LOSS_WEIGHTS
 from csc.ir.mesh import Mesh
-from csc.ir.program import LOSS, Context, Message, Options, Plan, Program, Region, Stage, compute_dtypes, loss_stage
+from csc.ir.program import (
+    LOSS,
+    Context,
+    Message,
+    Options,
+    Pass,
+    Plan,
+    Program,
+    Region,
+    Stage,
+    compute_dtypes,
+    loss_stage,
+)
 from csc.ir.schedule import Schedule, check_whole_forward, parse, part, verify
 from csc.planning.partition import at_cuts, own_stages
 from csc.planning.plan import PipelinePlan as Decided
@@ -62,65 +75,78 @@ def from_file(path: Path, options: Options) -> Schedule:
 FEWEST_CHUNKS = 2  # that schedules with several stages on a rank are made for
 
 
-def partition(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class PartitionPass(Pass):
     """Decide which rank runs what: with `stages` or `cuts` as the user says, else the plan with the least makespan.
 
-    Requires  pass `split` (its graphs are what is costed).
     Ensures   every region is in one stage, every stage on one rank; values go from lower to higher stages, straight to
               every stage that reads them; a gradient visits the readers of its value from the last to the first; no
               message for a gradient that nobody needs; the plan, with the times it expects, is in `plan`.
     Before    regions: embed, layers.0, layers.1, head
     After     stage 0: embed, layers.0;  stage 1: layers.1, head;  F 0>1: layers.0;  B 1>0: layers.0
     """
-    if program.batch_loss is not None and options.microbatches > 1:
-        options = replace(options, schedule=_whole_forward(options))
-    problem = numbers.problem(program, options)
-    program = replace(program, contexts=tuple(_priced(one, program, options) for one in program.contexts))
-    if options.part:
-        options = replace(options, schedule=_of_part(program, problem, options))
-    try:
-        decided = decide(program, problem, options)
-    except ScheduleError as error:
-        if not options.part:
-            raise
-        raise InputError(
-            f"a microbatch that lacks entries of the batch needs other messages between the stages than one that has "
-            f"them all ({error.what})",
-            "stages",
-            "use fewer chunks (chunks=1), or stages= in which what takes features into the text is where they are read",
-        ) from error
-    home = [0] * len(program.regions)
-    for index, members in enumerate(decided.stages):
-        for unit in members:
-            home[unit] = index
-    built = tuple(
-        stage_of(
-            program,
-            index,
-            decided.placement[index],
-            [program.regions[unit] for unit in sorted(members)],
-            decided.pipeline.divided[index],
+
+    requires: ClassVar = ("regions", "frozen", "split")
+    establishes: ClassVar = ("stages",)
+
+    cuts: tuple[str, ...] | None = None
+    stages: tuple[tuple[str, ...], ...] | None = None
+    placement: tuple[int, ...] | None = None
+    schedule: str | Schedule = "auto"
+    chunks: int | None = None
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        options = self.over(options)
+        if program.batch_loss is not None and options.microbatches > 1:
+            options = replace(options, schedule=_whole_forward(options))
+        problem = numbers.problem(program, options)
+        program = replace(program, contexts=tuple(_priced(one, program, options) for one in program.contexts))
+        if options.part:
+            options = replace(options, schedule=_of_part(program, problem, options))
+        try:
+            decided = decide(program, problem, options)
+        except ScheduleError as error:
+            if not options.part:
+                raise
+            raise InputError(
+                f"a microbatch that lacks entries of the batch needs other messages between the stages than one that "
+                f"has them all ({error.what})",
+                "stages",
+                "use fewer chunks (chunks=1), or stages= in which what takes features into the text is where they are "
+                "read",
+            ) from error
+        home = [0] * len(program.regions)
+        for index, members in enumerate(decided.stages):
+            for unit in members:
+                home[unit] = index
+        built = tuple(
+            stage_of(
+                program,
+                index,
+                decided.placement[index],
+                [program.regions[unit] for unit in sorted(members)],
+                decided.pipeline.divided[index],
+            )
+            for index, members in enumerate(decided.stages)
         )
-        for index, members in enumerate(decided.stages)
-    )
-    assert {stage.rank for stage in built} == set(range(options.mesh.pp))
-    _refuse_uneven(program, built, options.mesh)
-    profiles = numbers.profiles(program, options)
-    divided = replace(program, stages=built, messages=_messages(program, problem, home))
-    ahead = encoded_ahead(divided, decided, options)
-    record = Plan(
-        schedule=decided.schedule,
-        costs=_basis(program, profiles, options.fuse),
-        layout=decided.layout,
-        pipeline=to_json(decided.pipeline),
-        makespan=decided.makespan,
-        bound=decided.bound,
-        shared_bound=decided.shared_bound,
-        peak_memory=tuple(decided.peak_memory),
-        peak_flops=sum(_peak(program, one) for one in profiles) / len(profiles),
-        ahead=ahead.orders if ahead is not None else None,
-    )
-    return replace(divided, plan=record, notes=(*program.notes, *_over_batch(program, options)))
+        assert {stage.rank for stage in built} == set(range(options.mesh.pp))
+        _refuse_uneven(program, built, options.mesh)
+        profiles = numbers.profiles(program, options)
+        divided = replace(program, stages=built, messages=_messages(program, problem, home))
+        ahead = encoded_ahead(divided, decided, options)
+        record = Plan(
+            schedule=decided.schedule,
+            costs=_basis(program, profiles, options.fuse),
+            layout=decided.layout,
+            pipeline=to_json(decided.pipeline),
+            makespan=decided.makespan,
+            bound=decided.bound,
+            shared_bound=decided.shared_bound,
+            peak_memory=tuple(decided.peak_memory),
+            peak_flops=sum(_peak(program, one) for one in profiles) / len(profiles),
+            ahead=ahead.orders if ahead is not None else None,
+        )
+        return replace(divided, plan=record, notes=(*program.notes, *_over_batch(program, options)))
 
 
 def _over_batch(program: Program, options: Options) -> list[str]:
@@ -441,20 +467,25 @@ def shared_outputs(program: Program, tables: Sequence[str]) -> list:
 # --- Pass `schedule`: for every rank the order of its F, B, W, sends and receives ------------------------------------
 
 
-def schedule(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class SchedulePass(Pass):
     """Lay out one step of `options.microbatches` microbatches.
 
-    Requires  pass `partition`.
     Ensures   every F, B and W exactly once per microbatch, no deadlock; stages without B or W have no slot for them;
               with zero=3 what computes with parameters that ranks divide stands between their GATHER and FREE.
     Before    stages, messages and the plan
     After     rank 0: F 0 0 | SEND F 0>1 0 | F 0 1 | ...;  rank 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | ...
     """
-    assert program.plan is not None
-    channels = [(m.kind, m.source, m.destination) for m in program.messages]
-    has_b, has_w = [stage.has_b for stage in program.stages], [stage.has_w for stage in program.stages]
-    divided = [stage.divided for stage in program.stages]
-    verify(program.plan.schedule, channels, has_b, has_w, options.microbatches, divided)
-    if program.batch_loss is not None:
-        check_whole_forward(program.plan.schedule, loss_stage(program))
-    return replace(program, schedule=program.plan.schedule)
+
+    requires: ClassVar = ("stages",)
+    establishes: ClassVar = ("scheduled",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        assert program.plan is not None
+        channels = [(m.kind, m.source, m.destination) for m in program.messages]
+        has_b, has_w = [stage.has_b for stage in program.stages], [stage.has_w for stage in program.stages]
+        divided = [stage.divided for stage in program.stages]
+        verify(program.plan.schedule, channels, has_b, has_w, options.microbatches, divided)
+        if program.batch_loss is not None:
+            check_whole_forward(program.plan.schedule, loss_stage(program))
+        return replace(program, schedule=program.plan.schedule)

@@ -14,9 +14,9 @@ import math
 import re
 from collections.abc import Collection
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ from csc.analysis.operators.table import QUANTISED
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer
-from csc.ir.program import Options, Program
+from csc.ir.program import Options, Pass, Program
 from csc.torch_private.exported import OpOverload
 
 aten = torch.ops.aten
@@ -46,10 +46,10 @@ def _as_it_is(used: fx.Node, reader: fx.Node) -> bool:
     return g.op_name(reader) in QUANTISED and used is not reader.args[0]
 
 
-def precision(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class PrecisionPass(Pass):
     """Insert the casts of a mixed-precision step.
 
-    Requires  pass `shapes`.
     Ensures   with precision="bf16": operands of matmuls, convolutions and attention are bfloat16; norms, softmax,
               powers and losses compute in float32; what leaves a module is bfloat16, except losses and what follows
               them; parameters come in bfloat16 where a call outside the float32 table reads them. A model without
@@ -57,18 +57,29 @@ def precision(program: Program, options: Options) -> Program:
     Before    %n = layer_norm(%x : f32, ..) : f32;    %y = mm(%n, %w : f32) : f32
     After     %n = layer_norm(%x_f32, ..) : f32;      %n_bf16 = _to_copy(%n, bf16);  %y = mm(%n_bf16, %w : bf16) : bf16
     """
-    if options.precision != BF16:
-        if options.keep_fp32:
-            raise InputError("keep_fp32 is given without precision='bf16'", "keep_fp32", "give both, or neither")
-        return program
-    parameters = [n for n in g.placeholders(program.graph) if n.meta["role"][0] == "parameter"]
-    if not any(n.meta["val"].dtype is HIGH for n in parameters):
-        return program
-    lowering = _Lowering(program, _kept(program, options.keep_fp32))
-    graph = lowering.graph()
-    held = sum(node.meta["val"].dtype is HIGH for node in g.placeholders(graph) if node.meta["role"][0] == "parameter")
-    note = f"computes in bfloat16; {held} of {len(parameters)} parameters are used in float32"
-    return replace(program, graph=graph, notes=(*program.notes, note))
+
+    requires: ClassVar = ("captured", "unweighed", "sized")
+    establishes: ClassVar = ("precision",)
+
+    precision: str = "model"
+    keep_fp32: tuple[str, ...] = ()
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        options = self.over(options)
+        if options.precision != BF16:
+            if options.keep_fp32:
+                raise InputError("keep_fp32 is given without precision='bf16'", "keep_fp32", "give both, or neither")
+            return program
+        parameters = [n for n in g.placeholders(program.graph) if n.meta["role"][0] == "parameter"]
+        if not any(n.meta["val"].dtype is HIGH for n in parameters):
+            return program
+        lowering = _Lowering(program, _kept(program, options.keep_fp32))
+        graph = lowering.graph()
+        held = sum(
+            node.meta["val"].dtype is HIGH for node in g.placeholders(graph) if node.meta["role"][0] == "parameter"
+        )
+        note = f"computes in bfloat16; {held} of {len(parameters)} parameters are used in float32"
+        return replace(program, graph=graph, notes=(*program.notes, note))
 
 
 def _kept(program: Program, patterns: Collection[str]) -> set[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -15,54 +15,64 @@ from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.graph import add_call, narrow_outputs, replace_call, unique
 from csc.ir.groups import Group
-from csc.ir.program import LOSS, Options, Program, Region, Template, Variant
+from csc.ir.program import LOSS, Options, Pass, Program, Region, Template, Variant
 from csc.torch_private.exported import OpOverload
 
 
-def prune(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class PrunePass(Pass):
     """Keep of each joint graph what the frozen set needs; regions that need the same share a variant.
 
-    Requires  passes `differentiate` and `freeze`.
     Ensures   `dx` and `dw` of every region; a frozen parameter has no gradient node; an activation with nothing
               trainable above it has no gradient; values computed only for removed gradients are gone.
     Before    joint(x, w, d_out) -> out, d_x, d_w
     After     w frozen: (x, w, d_out) -> out, d_x;   nothing trainable upstream: (x, w) -> out
     """
-    trainable = {p.name for p in program.parameters if p.trainable}
-    needy: set[str] = set()  # values that something trainable lies above
-    marked: list[Region] = []
-    for region in program.regions:
-        template = program.templates[region.template]
-        dx = tuple(
-            found and i in template.inexact and value in needy
-            for i, (value, found) in enumerate(zip(region.activations, template.activation_gradients))
-        )
-        dw = tuple(found and name in trainable for name, found in zip(region.parameters, template.parameter_gradients))
-        reached = gradient_flow.outputs_reached(template.graph, dx, dw, len(template.activations), len(template.shared))
-        needy.update(v for i, v in enumerate(region.outputs) if i in reached and i in template.differentiable)
-        marked.append(replace(region, dx=dx, dw=dw))
-    _check_chain(marked, program)
 
-    given = {LOSS, *(v for region in marked for v, found in zip(region.activations, region.dx) if found)}
-    variants: dict[str, Variant] = {}
-    by_need: dict[Any, str] = {}
-    final: list[Region] = []
-    for region in marked:
-        template = program.templates[region.template]
-        tangents = tuple(
-            i in template.differentiable and v in needy and v in given and (region.needs_dx or region.needs_dw)
-            for i, v in enumerate(region.outputs)
-        )
-        key = (region.template, region.dx, region.dw, tangents)
-        if key not in by_need:
-            by_need[key] = unique(_variant_name(template, region), variants)
-            pruned = specialise(template, region.dx, region.dw, tangents)
-            variants[by_need[key]] = Variant(by_need[key], template.name, region.dx, region.dw, tangents, pruned)
-        final.append(replace(region, variant=by_need[key]))
-    if options.microbatches * math.prod(options.mesh.sizes(Group.DATA)) > 1:
-        for variant in variants.values():
-            _check_counts(variant.pruned)
-    return replace(program, regions=tuple(final), variants=variants)
+    requires: ClassVar = ("differentiated", "frozen")
+    establishes: ClassVar = ("pruned",)
+    breaks: ClassVar = ("differentiated",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        trainable = {p.name for p in program.parameters if p.trainable}
+        needy: set[str] = set()  # values that something trainable lies above
+        marked: list[Region] = []
+        for region in program.regions:
+            template = program.templates[region.template]
+            dx = tuple(
+                found and i in template.inexact and value in needy
+                for i, (value, found) in enumerate(zip(region.activations, template.activation_gradients))
+            )
+            dw = tuple(
+                found and name in trainable for name, found in zip(region.parameters, template.parameter_gradients)
+            )
+            reached = gradient_flow.outputs_reached(
+                template.graph, dx, dw, len(template.activations), len(template.shared)
+            )
+            needy.update(v for i, v in enumerate(region.outputs) if i in reached and i in template.differentiable)
+            marked.append(replace(region, dx=dx, dw=dw))
+        _check_chain(marked, program)
+
+        given = {LOSS, *(v for region in marked for v, found in zip(region.activations, region.dx) if found)}
+        variants: dict[str, Variant] = {}
+        by_need: dict[Any, str] = {}
+        final: list[Region] = []
+        for region in marked:
+            template = program.templates[region.template]
+            tangents = tuple(
+                i in template.differentiable and v in needy and v in given and (region.needs_dx or region.needs_dw)
+                for i, v in enumerate(region.outputs)
+            )
+            key = (region.template, region.dx, region.dw, tangents)
+            if key not in by_need:
+                by_need[key] = unique(_variant_name(template, region), variants)
+                pruned = specialise(template, region.dx, region.dw, tangents)
+                variants[by_need[key]] = Variant(by_need[key], template.name, region.dx, region.dw, tangents, pruned)
+            final.append(replace(region, variant=by_need[key]))
+        if options.microbatches * math.prod(options.mesh.sizes(Group.DATA)) > 1:
+            for variant in variants.values():
+                _check_counts(variant.pruned)
+        return replace(program, regions=tuple(final), variants=variants)
 
 
 def _check_counts(graph: fx.Graph) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from csc.passes.partition import decide
@@ -40,7 +40,7 @@ from csc.analysis.operators.execution import is_random
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import unique
-from csc.ir.program import Choice, Options, Program, Region, Template, Variant
+from csc.ir.program import Choice, Options, Pass, Program, Region, Template, Variant
 from csc.planning.rematerialise import Candidate, StashChoice, least, savings
 
 NONE, SELECTIVE, ELEMENTWISE, FULL, AUTO = "none", "selective", "elementwise", "full", "auto"
@@ -52,26 +52,34 @@ EFFORT = 0.2  # of the search for their plans
 Saves = tuple[str, ...] | None
 
 
-def recompute(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class RecomputePass(Pass):
     """Choose for every region what its F keeps for its B.
 
-    Requires  pass `prune`.
     Ensures   `saves` of each variant with a backward: the values that F may keep, None for whatever B reads; regions
               with the same work and the same choice share a variant; random draws and results of attention over several
               ranks are always kept.
     Before    recompute="full":  layer: saves None
     After     layer_recomputed: saves ();  then F(x) -> out, (x);  B(x, d_out) runs F again as far as B and W read it
     """
-    choices = choices_of(program, options)
-    if all(choice == NONE for choice in choices.values()):
-        return program
-    candidates = _Candidates(program, chosen_hardware(program, options), options.fuse)
-    regions = {region.name: region for region in program.regions}
-    saves = {name: candidates.saves(regions[name], choice) for name, choice in choices.items() if choice != AUTO}
-    automatic = [region for region in program.regions if choices[region.name] == AUTO]
-    if automatic:
-        saves |= _fitting(program, options, candidates, automatic, saves)
-    return _with(program, saves)
+
+    requires: ClassVar = ("pruned",)
+    establishes: ClassVar = ("recompute",)
+
+    recompute: tuple[tuple[str, Choice], ...] = ()
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        options = self.over(options)
+        choices = choices_of(program, options)
+        if all(choice == NONE for choice in choices.values()):
+            return program
+        candidates = _Candidates(program, chosen_hardware(program, options), options.fuse)
+        regions = {region.name: region for region in program.regions}
+        saves = {name: candidates.saves(regions[name], choice) for name, choice in choices.items() if choice != AUTO}
+        automatic = [region for region in program.regions if choices[region.name] == AUTO]
+        if automatic:
+            saves |= _fitting(program, options, candidates, automatic, saves)
+        return _with(program, saves)
 
 
 def saves_of(program: Program) -> tuple[tuple[str, Choice], ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -14,46 +14,54 @@ from csc.analysis.operators.execution import VIEWS, is_random
 from csc.ir import graph as g
 from csc.ir.graph import add_call, extract, identifier, template_name, unique, value_name
 from csc.ir.groups import OF_RANKS
-from csc.ir.program import LOSS, Options, Program, Region, Template
+from csc.ir.program import LOSS, Options, Pass, Program, Region, Template
 from csc.ir.strides import dense
 
 
-def regions(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class RegionsPass(Pass):
     """Cut the graph by the module tree; equal regions meet in one template.
 
-    Requires  passes `shapes` and `loss`.
     Ensures   every call is in `shared` or in exactly one region; regions stand in order of execution, but those that
               read no other (embeddings) right before their first reader; a value that crosses regions is dense in
               memory; templates differ in ops, wiring, shapes or local parameter names.
     Before    one graph:  embedding, conv2d, ..., cross_entropy_loss
     After     shared: mask, cos, sin;  regions: embed_tokens, layers.0 (llama_decoder_layer), layers.1 (same), lm_head
     """
-    graph, _ = g.copy_graph(program.graph)
-    result, *counted = g.outputs(graph)
-    shared = g.merge_equal(graph, cutting.shared_nodes(graph))
-    runs = cutting.cut(graph, program.modules, shared)
-    builder = _Builder(
-        program, graph, shared, gradient_flow.carrying_calls(graph), gradient_flow.live(graph.nodes, [result])
-    )
-    for run in runs:
-        builder.plan(run)
-    found = _sources_late([builder.build(index) for index in range(len(runs))], builder.templates)
-    thread = _threads(found, builder.templates)
-    final: list[Region] = []
-    templates: dict[str, Template] = {}
-    names: dict[str, str] = {}
-    for region, threaded in zip(found, thread):
-        template = replace(builder.templates[region.name], threaded=tuple(i for i, flag in enumerate(threaded) if flag))
-        key = g.digest(g.canonical(template.graph, _placeholder_role), template.differentiable, template.inexact,
-                       template.threaded, template.parameters)  # fmt: skip
-        if key not in names:
-            names[key] = unique(template.name, templates)
-            templates[names[key]] = replace(template, name=names[key])
-        final.append(replace(region, template=names[key], threaded=threaded))
-    tokens = builder.table(counted[0]) if counted else ""
-    return replace(
-        program, regions=tuple(final), templates=templates, shared=builder.shared_graph(), loss_tokens=tokens
-    )
+
+    requires: ClassVar = ("captured", "sized", "seeded", "weighed")
+    establishes: ClassVar = ("regions", "forward")
+    breaks: ClassVar = ("captured",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        graph, _ = g.copy_graph(program.graph)
+        result, *counted = g.outputs(graph)
+        shared = g.merge_equal(graph, cutting.shared_nodes(graph))
+        runs = cutting.cut(graph, program.modules, shared)
+        builder = _Builder(
+            program, graph, shared, gradient_flow.carrying_calls(graph), gradient_flow.live(graph.nodes, [result])
+        )
+        for run in runs:
+            builder.plan(run)
+        found = _sources_late([builder.build(index) for index in range(len(runs))], builder.templates)
+        thread = _threads(found, builder.templates)
+        final: list[Region] = []
+        templates: dict[str, Template] = {}
+        names: dict[str, str] = {}
+        for region, threaded in zip(found, thread):
+            template = replace(
+                builder.templates[region.name], threaded=tuple(i for i, flag in enumerate(threaded) if flag)
+            )
+            key = g.digest(g.canonical(template.graph, _placeholder_role), template.differentiable, template.inexact,
+                           template.threaded, template.parameters)  # fmt: skip
+            if key not in names:
+                names[key] = unique(template.name, templates)
+                templates[names[key]] = replace(template, name=names[key])
+            final.append(replace(region, template=names[key], threaded=threaded))
+        tokens = builder.table(counted[0]) if counted else ""
+        return replace(
+            program, regions=tuple(final), templates=templates, shared=builder.shared_graph(), loss_tokens=tokens
+        )
 
 
 def _sources_late(found: list[Region], templates: dict[str, Template]) -> list[Region]:

@@ -1,7 +1,8 @@
 """The pass runner: runs passes in order, times and verifies each, and keeps the Program after every one.
 
 Programs are immutable and share what a pass did not change, so keeping them all is cheap; `csc dump --after` and
-`csc diff` are nothing more than printing them.
+`csc diff` are nothing more than printing them. What a pass of a user gives is not trusted: it has to be a Program, of
+which the facts hold that the pass establishes, and the Program that it was given has to be as it was.
 """
 
 from __future__ import annotations
@@ -9,76 +10,55 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from csc.passes.attention import attention, attention_order
-from csc.passes.context import context
-from csc.passes.data_parallel import data_parallel
-from csc.passes.differentiate import differentiate
-from csc.passes.dropout import dropout
-from csc.passes.features import features
-from csc.passes.freeze import freeze
-from csc.passes.head import head
-from csc.passes.in_place import in_place
-from csc.passes.loss import loss
-from csc.passes.overlap import overlap
-from csc.passes.partition import partition, schedule
-from csc.passes.precision import precision
-from csc.passes.prune import prune
-from csc.passes.recompute import recompute
-from csc.passes.regions import regions
-from csc.passes.sequence import sequence
-from csc.passes.shapes import shapes
-from csc.passes.simplify import simplify
-from csc.passes.split import split
-from csc.passes.tensor import tensor
-from csc.passes.views import views
+from csc.passes.line import type_text
+from csc.passes.pipeline import FACTS, Pipeline, facts_behind, named_alike, of_csc, unmet
 from torch import fx
 
 from csc.analysis.placements import CheckedGraphs, verify_on
-from csc.errors import InputError
+from csc.errors import CscError, InputError, user_line
 from csc.ir.groups import Group
-from csc.ir.program import Options, Program, Record
-from csc.ir.verifier import verify
+from csc.ir.program import Options, Pass, Program, Record
+from csc.ir.verifier import VerificationError, verify
 
-Pass = Callable[[Program, Options], Program]
 CAPTURE = "capture"
-
-# Up to `views` nothing depends on what is frozen; a new frozen set starts again behind it.
-TRACING: tuple[Pass, ...] = (
-    shapes, dropout, precision, attention, context, data_parallel, loss, head, regions, tensor, sequence,
-    differentiate, simplify, views,
-)  # fmt: skip
-DIVIDING: tuple[Pass, ...] = (freeze, prune, features, recompute, split, attention_order, overlap, in_place)
-PLANNING: tuple[Pass, ...] = (*DIVIDING, partition, schedule)
+MEND = "mend the pass: it gives a Program that cannot be right (docs/writing-a-pass.md)"
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What the docstring of a pass says of it."""
+    """What a pass says of itself, and its docstring of what it does."""
 
     name: str
     summary: str
-    requires: str
+    requires: tuple[str, ...]
+    establishes: tuple[str, ...]
+    breaks: tuple[str, ...]
+    options: tuple[str, ...]
     ensures: str
     before: str
     after: str
 
 
-def contracts() -> list[Contract]:
-    """The contracts of all passes, in the order they run."""
-    return [_contract(one) for one in (*TRACING, *PLANNING)]
+def contracts(steps: Pipeline) -> list[Contract]:
+    """The contracts of passes, in the order they run."""
+    return [_contract(step) for step in steps]
 
 
-def _contract(one: Pass) -> Contract:
-    text = inspect.getdoc(one) or ""
-    fields = {}
-    for field in ("Requires", "Ensures", "Before", "After"):
-        found = re.search(rf"^{field}\s+(.*?)(?=^\w+\s\s|\Z)", text, flags=re.DOTALL | re.MULTILINE)
-        fields[field.lower()] = re.sub(r"\s+", " ", found[1]).strip() if found else ""
-    summary = re.split(r"\n\s*\n|\nRequires", text)[0]
-    return Contract(one.__name__, re.sub(r"\s+", " ", summary).strip(), **fields)
+def _contract(step: Pass) -> Contract:
+    text = inspect.getdoc(type(step)) or ""
+    told = {}
+    for field in ("Ensures", "Before", "After"):
+        part = re.search(rf"^{field}\s+(.*?)(?=^\w+\s\s|\Z)", text, flags=re.DOTALL | re.MULTILINE)
+        told[field.lower()] = re.sub(r"\s+", " ", part[1]).strip() if part else ""
+    summary = re.split(r"\n\s*\n|\nEnsures", text)[0]
+    options = tuple(f"{one.name}: {type_text(one)}" for one in fields(step))
+    return Contract(
+        step.name, re.sub(r"\s+", " ", summary).strip(), step.requires, step.establishes, step.breaks, options, **told
+    )
 
 
 def run(
@@ -89,23 +69,129 @@ def run(
 ) -> list[Program]:
     """`history` and the Program after each of the passes. Raises CscError if a pass or its verification fails."""
     programs = list(history)
-    sound: set[tuple[fx.Graph, int]] = set()
-    placed: dict[str, CheckedGraphs] = {}
-    for one in passes:
-        progress(one.__name__)
+    checks = _Checks(options)
+    for step in passes:
+        before = programs[-1]
+        name = named_alike([record.name for record in before.history], step.name)
+        progress(name)
         start = time.perf_counter()
-        program = one(programs[-1], options)
-        verify(program, after=one.__name__, sound=sound)
-        if options.mesh.sizes(Group.TENSOR) != (1,):
-            verify_on(options.mesh, program, one.__name__, placed)
-        record = Record(one.__name__, time.perf_counter() - start, _summary(program))
-        programs.append(replace(program, history=(*programs[-1].history, record)))
+        for fact in unmet(step, before.facts):
+            raise InputError(
+                f"pass {name} requires `{fact}`, which does not hold behind {before.history[-1].name}", "passes",
+                "put it where `csc passes` shows that it holds",
+            )  # fmt: skip
+        program = checks.called(step, name, before)
+        record = Record(name, time.perf_counter() - start, _summary(program))
+        programs.append(replace(program, history=(*before.history, record)))
     return programs
+
+
+class _Checks:
+    """Of one run: what was looked at before is not looked at again."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._sound: set[tuple[fx.Graph, int]] = set()
+        self._placed: dict[str, CheckedGraphs] = {}
+
+    def called(self, step: Pass, name: str, before: Program) -> Program:
+        """What a pass gives, sound."""
+        if of_csc(step):
+            return self._sound_behind(step, name, step(before, self._options))
+        state = _state(before)
+        try:
+            program: Any = step(before, self._options)
+        except CscError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"pass {name} raised {type(error).__name__}: {error}",
+                user_line(error) or f"pass {name}",
+                "mend the pass",
+            ) from error
+        where = f"pass {name} ({inspect.getsourcefile(type(step)) or type(step).__module__})"
+        if not isinstance(program, Program):
+            given = "nothing" if program is None else f"a {type(program).__name__}"
+            raise InputError(
+                f"the pass gave {given}, and not a Program", where,
+                "return dataclasses.replace(program, ...), or the program itself where there is nothing to do",
+            )  # fmt: skip
+        if (changed := _changed(state, _state(before))) is not None:
+            raise InputError(
+                f"the pass changed {changed} of the Program that it was given", where,
+                "copy it before you change it (csc.ir.graph.copy_graph), and return dataclasses.replace(program, ...)",
+            )  # fmt: skip
+        if program.facts != before.facts or program.history != before.history:
+            raise InputError("the pass changed the facts or the history of the Program", where, "the runner keeps them")
+        if "frozen" not in (*before.facts, *step.establishes) and _trains(program) != _trains(before):
+            raise InputError(
+                "the pass changed what trains, before that is decided", where, "put it behind the pass that freezes"
+            )
+        try:
+            return self._sound_behind(step, name, program)
+        except VerificationError as error:
+            raise VerificationError(error.what, error.where, MEND) from error
+        except CscError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"what the pass gave cannot be looked through ({type(error).__name__}: {error})", where, MEND
+            ) from error
+
+    def _sound_behind(self, step: Pass, name: str, program: Program) -> Program:
+        program = replace(program, facts=facts_behind(step, program.facts))
+        verify(program, after=name, sound=self._sound)
+        if self._options.mesh.sizes(Group.TENSOR) != (1,):
+            verify_on(self._options.mesh, program, name, self._placed)
+        for fact in program.facts:
+            if fact in FACTS and not FACTS[fact].holds(program):
+                said = "establishes it" if fact in step.establishes else "does not break it"
+                raise VerificationError(
+                    f"`{fact}` does not hold ({FACTS[fact].meaning}), and the pass says that it {said}",
+                    f"after pass {name}", "report it: a pass of csc is wrong",
+                )  # fmt: skip
+        return program
+
+
+def _trains(program: Program) -> dict[str, bool]:
+    return {one.name: one.trainable for one in program.parameters}
+
+
+def _state(program: Program) -> dict[str, Hashable]:
+    """What a pass could change in place, by what it is."""
+    state: dict[str, Hashable] = {}
+    for name, graph in _graphs(program):
+        nodes = tuple((node.name, node.op, str(node.target), str(node.args), str(node.kwargs)) for node in graph.nodes)
+        state[f"the graph of {name}"] = nodes
+    for mapping in ("constants", "modules", "templates", "variants"):
+        items = getattr(program, mapping).items()
+        state[f"`{mapping}`"] = tuple((key, id(value)) for key, value in items)
+    for key, constant in program.constants.items():
+        state[f"the constant {key}"] = 0 if constant.is_inference() else constant._version
+    return state
+
+
+def _graphs(program: Program) -> Iterator[tuple[str, fx.Graph]]:
+    yield "the model", program.graph
+    if program.shared is not None:
+        yield "shared values", program.shared
+    for template in program.templates.values():
+        yield template.name, template.graph
+        if template.joint is not None:
+            yield f"{template.name}, joint", template.joint
+    for variant in program.variants.values():
+        yield f"{variant.name}, pruned", variant.pruned
+        parts = (variant.forward, variant.backward_input, variant.backward_weight, variant.backward)
+        yield from ((f"{variant.name}, {letter}", part) for letter, part in zip("FBWO", parts) if part is not None)
+
+
+def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> str | None:
+    return next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
 
 
 def after(history: Sequence[Program], name: str) -> Program:
     """The Program after a pass ("capture" for the first). Raises InputError for an unknown name."""
-    names = [CAPTURE, *(one.__name__ for one in (*TRACING, *PLANNING))]
+    names = [CAPTURE, *(program.history[-1].name for program in history[1:])]
     if name not in names:
         raise InputError(f"there is no pass {name!r}", "--after", f"choose one of {', '.join(names)}")
     return history[names.index(name)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from csc.kernels.collectives import ALL_GATHER, ALL_REDUCE, GATHER_SHARED, OWN_PART, REDUCE_SCATTER, SHARE, slots
@@ -33,7 +33,7 @@ from csc.analysis.operators.table import (
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Evaluation, Writer, unique
-from csc.ir.program import LOSS, DividedAxis, Options, Program, Region, Template
+from csc.ir.program import LOSS, DividedAxis, Options, Pass, Program, Region, Template
 
 # --- Which values of a template's graph tensor-parallel ranks can have as shards of tokens ---------------------------
 #
@@ -410,10 +410,10 @@ class TokenShards:
 # --- Pass `sequence`: what stands between the divided products of a layer as shards of tokens ("sequence parallel") ---
 
 
-def sequence(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class SequencePass(Pass):
     """With `options.sequence_parallel`, let tensor-parallel ranks share out tokens where they computed them all alike.
 
-    Requires  pass `tensor`.
     Ensures   without it, or with tp = 1, nothing changes. Else sums over ranks give each rank its tokens where calls
               that work token by token read them (norms, additions, dropout), and divided products read what is
               gathered; regions hand shards to each other; parameters that only such calls read have gradients that are
@@ -422,20 +422,28 @@ def sequence(program: Program, options: Options) -> Program:
     After     %y = csc.reduce_scatter(%part, 1, 12);  %z = norm(%y : f32[2, 6, 48]);
               %up = linear(csc.gather_shared(%z, 1, 12), %w_up)
     """
-    if not options.sequence_parallel:
-        return program
-    if options.mesh.tp == 1:
-        raise InputError(
-            "sequence_parallel=True shares tokens out among tensor-parallel ranks, and the mesh has tp=1",
-            "sequence_parallel", "give the mesh a tp, or leave sequence_parallel out; cp divides tokens without tp",
-        )  # fmt: skip
-    assert program.shared is not None
-    named = zip(g.outputs(program.shared), program.shared.output_node().meta["names"], strict=True)
-    groups = {name: node.meta["val"] for node, name in named if node.meta.get("role") == GROUP}
-    if not groups:
-        return program
-    fewer = (*options.mesh.held_in_copies, *options.mesh.narrow, *options.mesh.wide)
-    return _Handing(program, options.mesh.tp, [*groups.values()][-1], tuple(groups), fewer).program()
+
+    requires: ClassVar = ("forward", "tensor")
+    establishes: ClassVar = ("sequence",)
+
+    sequence_parallel: bool = False
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        options = self.over(options)
+        if not options.sequence_parallel:
+            return program
+        if options.mesh.tp == 1:
+            raise InputError(
+                "sequence_parallel=True shares tokens out among tensor-parallel ranks, and the mesh has tp=1",
+                "sequence_parallel", "give the mesh a tp, or leave sequence_parallel out; cp divides tokens without tp",
+            )  # fmt: skip
+        assert program.shared is not None
+        named = zip(g.outputs(program.shared), program.shared.output_node().meta["names"], strict=True)
+        groups = {name: node.meta["val"] for node, name in named if node.meta.get("role") == GROUP}
+        if not groups:
+            return program
+        fewer = (*options.mesh.held_in_copies, *options.mesh.narrow, *options.mesh.wide)
+        return _Handing(program, options.mesh.tp, [*groups.values()][-1], tuple(groups), fewer).program()
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -18,27 +18,32 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.capture_guards import Joints
 from csc.ir.graph import Evaluation, add_call
-from csc.ir.program import Input, Options, Program
+from csc.ir.program import Input, Options, Pass, Program
 from csc.torch_private.traces import FakeTensorMode, without_messages
 
 # Ops that give back their argument when neither its sizes, strides nor dtype change.
 IDENTITY_IF_UNCHANGED = (VIEWS | COPIES) - STOPS
 
 
-def shapes(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class ShapesPass(Pass):
     """Evaluate every size of the graph for the shapes in `program.inputs`.
 
-    Requires  a captured Program (sizes may be symbolic).
     Ensures   no symbolic size is left; every `val` has a concrete shape; views, casts, broadcasts that change nothing
               are gone, but those that make a region of a parameter, which is there for any number of samples;
               whole numbers that have the sizes of a hidden state, and nothing else of it, do not depend on it.
     Before    %size = aten.sym_size.int(%input_ids, 1);  %view = aten.view(%x, [2, %size, 4])
     After     %view = aten.view(%x, [2, 20, 4])          : f32[2, 20, 4]
     """
-    joints = program.joints or Joints(FakeTensorMode(allow_non_fake_inputs=True))
-    with without_messages():
-        graph = _lowered(program, joints.mode)
-    return replace(program, graph=graph, fake_mode=joints.mode, symbolic=program.graph, joints=joints)
+
+    requires: ClassVar = ("captured",)
+    establishes: ClassVar = ("sized",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        joints = program.joints or Joints(FakeTensorMode(allow_non_fake_inputs=True))
+        with without_messages():
+            graph = _lowered(program, joints.mode)
+        return replace(program, graph=graph, fake_mode=joints.mode, symbolic=program.graph, joints=joints)
 
 
 def _lowered(program: Program, mode: FakeTensorMode) -> fx.Graph:

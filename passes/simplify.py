@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import frexp
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -13,16 +13,16 @@ from torch import fx
 from csc.analysis.operators.table import ARITHMETIC, NEUTRAL, SCALES
 from csc.ir import graph as g
 from csc.ir.graph import Writer, values_of
-from csc.ir.program import Options, Program, Template
+from csc.ir.program import Options, Pass, Program, Template
 
 aten = torch.ops.aten
 
 
-def simplify(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class SimplifyPass(Pass):
     """Shorten the joint graphs by identities of single entries, which keep every bit, but the sign of a zero, and what
     is infinite when it is doubled.
 
-    Requires  pass `differentiate`.
     Ensures   the same outputs, names and layouts; no power, product or quotient by 1; what scales an expanded value
               scales it before it is expanded, where only calls on entries read it; of an expanded value times one
               that is doubled the expanded one is doubled, before that; gradients of the two parts of a value are
@@ -33,7 +33,12 @@ def simplify(program: Program, options: Options) -> Program:
     After     %b = mul(div(%mean, 512), 2.0); %a = expand(%b, [2, 256, 512]); %d = mul(%a, %x)
               %g = cat([%low, %high], 1)
     """
-    return replace(program, templates={name: shorter(one) for name, one in program.templates.items()})
+
+    requires: ClassVar = ("differentiated",)
+    establishes: ClassVar = ("simplified",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        return replace(program, templates={name: shorter(one) for name, one in program.templates.items()})
 
 
 def shorter(template: Template) -> Template:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -14,14 +14,14 @@ from csc.analysis.operators.execution import OF_ALL, is_view
 from csc.analysis.operators.table import FACTORIES
 from csc.ir import graph as g
 from csc.ir.graph import narrow_outputs
-from csc.ir.program import Options, Program, Template, Variant
+from csc.ir.program import Options, Pass, Program, Template, Variant
 from csc.torch_private.exported import OpOverload
 
 
-def split(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class SplitPass(Pass):
     """Divide each pruned graph by what its nodes are for.
 
-    Requires  passes `prune` and `recompute`.
     Ensures   F = what the outputs need; B = what the gradients of activations need beyond F; W = the rest. What a part
               needs of an earlier one is in its `saved`: a value, or a view of all of it that the earlier one makes and
               the part has no other use for. Other views of saved values and of parameters are made again, and in B
@@ -29,8 +29,16 @@ def split(program: Program, options: Options) -> Program:
     Before    (x, w, d_out) -> out, d_x, d_w
     After     F(x, w) -> (out), (saved);  B(saved, w, d_out) -> (d_x), (saved for W);  W(saved for W) -> (d_w)
     """
-    done = {name: divided(variant, program.templates[variant.template]) for name, variant in program.variants.items()}
-    return replace(program, variants=done)
+
+    requires: ClassVar = ("pruned",)
+    establishes: ClassVar = ("split", "unordered")
+    breaks: ClassVar = ("pruned",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        done = {
+            name: divided(variant, program.templates[variant.template]) for name, variant in program.variants.items()
+        }
+        return replace(program, variants=done)
 
 
 def divided(variant: Variant, template: Template) -> Variant:

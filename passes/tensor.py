@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from csc.passes.tensor_graph import ShardedGraph, Undivided
@@ -15,7 +16,7 @@ from csc.ir import graph as g
 from csc.ir.graph import Evaluation, unique
 from csc.ir.groups import CONTEXT_GROUP, Group
 from csc.ir.mesh import Mesh
-from csc.ir.program import Box, DividedAxis, Options, Parameter, Program, Region, Template
+from csc.ir.program import Box, DividedAxis, Options, Parameter, Pass, Program, Region, Template
 from csc.torch_private.traces import FakeTensorMode
 
 # --- Which axes of a template tensor-parallel ranks divide -----------------------------------------------------------
@@ -277,34 +278,42 @@ def group_number(axis: str) -> tuple[str, tuple[str, str]]:
     return (f"cp_{name}", (CONTEXT_GROUP[0], axis)) if within else (f"tp_{name}", ("tensor", axis))
 
 
-def tensor(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class TensorPass(Pass):
     """Give every template the graph of one of `tp` ranks, where its heads or hidden features can be divided.
 
-    Requires  pass `regions`.
     Ensures   with tp = 1 nothing changes. Else parameters say which boxes of them a rank holds; templates are in local
               sizes, the same on all ranks of a group, with their sums between ranks as calls; what regions hand each
               other is whole and equal on all of these ranks. A template that has no such axis is as it was.
     Before    %up = linear(%x, %w_up[80, 48]);  %y = linear(%up, %w_down[48, 80])
     After     %up = linear(csc.share(%x), %w_up[40, 48]);  %y = csc.all_reduce(linear(%up, %w_down[48, 40]))
     """
-    mesh = options.mesh
-    if mesh.tp == 1:
-        return program
-    with program.fake_mode:
-        number = torch.empty((), dtype=torch.int64)
-    fewer = {component: mesh.dividing(component) for component in mesh.held_in_copies}
-    fewer = mesh.narrow | dict.fromkeys(mesh.wide, 1) | fewer  # more have whole ones
-    program = _templates_apart(program, fewer)
-    ranks = {region.template: fewer.get(region.component, mesh.tp) for region in program.regions}
-    whole = _of_shards(program) | _uses(program, lambda region, _: fewer.get(region.component) == 1)
-    copied = {one.name for one in program.parameters if one.copied}
-    alike = _uses(program, lambda region, name: region.component in mesh.held_in_copies and name not in copied)
-    # copies compute alike what they do not share out: REDUCE adds up over all of tp or none, so graphs add up
-    found = _Agreement(program, ranks, number, whole, alike, options.replicate).choices()
-    for size in sorted({mesh.tp, *(tp for tp in mesh.own("tp").values() if tp > 1)} & set(ranks.values())):
-        choices = {name: one for name, one in found.items() if ranks[name] == size}
-        _check(program, choices, size, mesh)
-    return _applied(program, found, number, ranks, mesh)
+
+    requires: ClassVar = ("regions", "forward")
+    establishes: ClassVar = ("tensor",)
+
+    replicate: tuple[str, ...] = ()
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        options = self.over(options)
+        mesh = options.mesh
+        if mesh.tp == 1:
+            return program
+        with program.fake_mode:
+            number = torch.empty((), dtype=torch.int64)
+        fewer = {component: mesh.dividing(component) for component in mesh.held_in_copies}
+        fewer = mesh.narrow | dict.fromkeys(mesh.wide, 1) | fewer  # more have whole ones
+        program = _templates_apart(program, fewer)
+        ranks = {region.template: fewer.get(region.component, mesh.tp) for region in program.regions}
+        whole = _of_shards(program) | _uses(program, lambda region, _: fewer.get(region.component) == 1)
+        copied = {one.name for one in program.parameters if one.copied}
+        alike = _uses(program, lambda region, name: region.component in mesh.held_in_copies and name not in copied)
+        # copies compute alike what they do not share out: REDUCE adds up over all of tp or none, so graphs add up
+        found = _Agreement(program, ranks, number, whole, alike, options.replicate).choices()
+        for size in sorted({mesh.tp, *(tp for tp in mesh.own("tp").values() if tp > 1)} & set(ranks.values())):
+            choices = {name: one for name, one in found.items() if ranks[name] == size}
+            _check(program, choices, size, mesh)
+        return _applied(program, found, number, ranks, mesh)
 
 
 def _templates_apart(program: Program, ranks: Mapping[str, int]) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -14,21 +14,26 @@ from csc.analysis.operators.execution import VIEWS, strides_as
 from csc.analysis.operators.table import RESHAPES
 from csc.ir import graph as g
 from csc.ir.graph import add_call
-from csc.ir.program import Options, Program, Template
+from csc.ir.program import Options, Pass, Program, Template
 
 aten = torch.ops.aten
 
 
-def views(program: Program, options: Options) -> Program:
+@dataclass(frozen=True)
+class ViewsPass(Pass):
     """Leave out views that change nothing, are made twice, or are made for another view alone.
 
-    Requires  pass `simplify`.
     Ensures   the same outputs and layouts; no call views what a `view` gives, no two calls are the same view of a
               value, which is named after that. `_unsafe_view`, which differs from `view` for autograd alone, is one.
     Before    %a = _unsafe_view(%mm, [2, 256, 512]); %b = view(%a, [2, 256, -1, 64]); %c = view(%b, [512, 512])
     After     %b = view(%mm, [2, 256, -1, 64])    and for each reader of %c: %mm
     """
-    return replace(program, templates={name: fewer(one) for name, one in program.templates.items()})
+
+    requires: ClassVar = ("differentiated",)
+    establishes: ClassVar = ("views",)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        return replace(program, templates={name: fewer(one) for name, one in program.templates.items()})
 
 
 def fewer(template: Template) -> Template:

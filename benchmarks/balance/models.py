@@ -17,11 +17,11 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from csc.passes.differentiate import differentiate
-from csc.passes.loss import loss
+from csc.passes.differentiate import DifferentiatePass
+from csc.passes.loss import LossPass
 from csc.passes.pipeline_problem import network, values
-from csc.passes.regions import regions
-from csc.passes.shapes import shapes
+from csc.passes.regions import RegionsPass
+from csc.passes.shapes import ShapesPass
 from transformers import InternVLVisionConfig, InternVLVisionModel
 
 from benchmarks.mllm.configurations import (
@@ -75,7 +75,9 @@ def _traced(name: str, tiles: int, text: int) -> Program:
     given["pixel_values"] = given["pixel_values"][:1].expand(tiles, -1, -1, -1)
     for entry in ("input_ids", "labels"):
         given[entry] = given[entry][:, :1].expand(-1, text)
-    shallow = run(with_sizes_of(_captured(name), given), (shapes, loss, regions, differentiate), Options())
+    shallow = run(
+        with_sizes_of(_captured(name), given), (ShapesPass(), LossPass(), RegionsPass(), DifferentiatePass()), Options()
+    )
     parts = configuration.components
     return expand(shallow, {part: Stack(one.layers, one.period) for part, one in parts.items()})
 

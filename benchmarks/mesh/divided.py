@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from csc.passes.runner import DIVIDING, run
+from csc.passes.pipeline import dividing
+from csc.passes.runner import run
 
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.mllm.expand import Stack, expand
@@ -97,6 +98,6 @@ def divided(
         program = known[key].program
         if isinstance(program, CscError):
             raise program
-        return run([program], DIVIDING, options)[-1]
+        return run([program], dividing(options), options)[-1]
 
     return DividedModel(Options(hardware=device, freeze=parts), (1,), of)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from csc.passes.freeze import freeze
-from csc.passes.partition import partition
-from csc.passes.prune import prune
-from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE, recompute
-from csc.passes.split import split
+from csc.passes.freeze import FreezePass
+from csc.passes.partition import PartitionPass
+from csc.passes.pipeline import of_options
+from csc.passes.prune import PrunePass
+from csc.passes.recompute import AUTO, FULL, NONE, SELECTIVE, RecomputePass
+from csc.passes.split import SplitPass
 
 from benchmarks.mllm.configurations import CONFIGURATIONS
 from benchmarks.mllm.trace import traced
@@ -25,8 +26,8 @@ from csc.ir.program import Options, Program
 
 def planned(whole: Program, options: Options) -> Program:
     """The traced program with its plan. InputError if nothing fits."""
-    for one in (freeze, prune, recompute, split, partition):
-        whole = one(whole, options)
+    for one in (FreezePass, PrunePass, RecomputePass, SplitPass, PartitionPass):
+        whole = of_options(one(), options)(whole, options)
     return whole
 
 

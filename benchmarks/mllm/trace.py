@@ -13,27 +13,27 @@ Both are kept for the run; another frozen set traces nothing again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
-from csc.passes.differentiate import differentiate
-from csc.passes.freeze import freeze
-from csc.passes.loss import loss
-from csc.passes.prune import prune
-from csc.passes.regions import regions
-from csc.passes.shapes import shapes
-from csc.passes.split import split
+from csc.passes.differentiate import DifferentiatePass
+from csc.passes.freeze import FreezePass
+from csc.passes.loss import LossPass
+from csc.passes.pipeline import facts_behind
+from csc.passes.prune import PrunePass
+from csc.passes.regions import RegionsPass
+from csc.passes.shapes import ShapesPass
+from csc.passes.split import SplitPass
 
 from benchmarks.mllm.configurations import Configuration
 from benchmarks.mllm.expand import Stack, expand
 from benchmarks.mllm.meta_init import meta_init
 from benchmarks.mllm.models import batch, build
 from csc.capture.capture import capture
-from csc.ir.program import Options, Program
+from csc.ir.program import Options, Pass, Program
 from csc.ir.verifier import verify
-
-Pass = Callable[[Program, Options], Program]
 
 FROZEN: Mapping[str, tuple[str, ...]] = {
     "all trainable": (),
@@ -47,7 +47,7 @@ def captured(configuration: Configuration, depths: Mapping[str, int]) -> Program
     with meta_init(torch.bfloat16):
         model = build(configuration, depths)
     program = capture(model, batch(configuration))
-    return run(program, (shapes, loss, regions, differentiate), Options())
+    return run(program, (ShapesPass(), LossPass(), RegionsPass(), DifferentiatePass()), Options())
 
 
 @cache
@@ -66,11 +66,11 @@ def program(configuration: Configuration, frozen: str) -> Program:
 
 def pruned(whole: Program, frozen: tuple[str, ...]) -> Program:
     """A traced Program with these components frozen, after pass `split`."""
-    return run(whole, (freeze, prune, split), Options(freeze=frozen))
+    return run(whole, (FreezePass(frozen), PrunePass(), SplitPass()), Options())
 
 
 def run(program: Program, passes: Sequence[Pass], options: Options) -> Program:
     for one in passes:
-        program = one(program, options)
-        verify(program, after=one.__name__)
+        program = replace(one(program, options), facts=facts_behind(one, program.facts))
+        verify(program, after=one.name)
     return program

@@ -41,6 +41,7 @@ from csc.cache.describe import (
 from csc.capture.batch import device_of
 from csc.capture.trace.export import training, without_kv_cache
 from csc.ir.program import Options
+from csc.passes.pipeline import of_csc, traced_by_users
 from csc.torch_private.traces import modes_that_are_on
 
 # --- Torch's own switches that decide what code computes: precision of products, kernels, dtypes, modes --------------
@@ -420,7 +421,7 @@ FORMAT = 5
 OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk", "fuse", "sequence_parallel", "replicate")
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
-__all__ = ["Opaque", "mesh_key", "model_key", "own_sources", "program_key", "trace_key"]
+__all__ = ["Opaque", "mesh_key", "model_key", "own_sources", "passes_key", "program_key", "trace_key"]
 
 
 def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
@@ -437,8 +438,8 @@ def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
     return _hash([FORMAT, described, describer.origins.tree(), _environment(model)])
 
 
-def trace_key(model: str, batch: Any, options: Options) -> str:
-    """model: its key; batch: the key of a match (csc.capture.guards)."""
+def trace_key(model: str, batch: Any, options: Options, passes: str = "") -> str:
+    """model: its key; batch: the key of a match (csc.capture.guards); passes: that of the options' passes."""
     chosen = [getattr(options, name) for name in OF_TRACES]
     return _hash(
         [
@@ -447,19 +448,39 @@ def trace_key(model: str, batch: Any, options: Options) -> str:
             repr(batch),
             *options.mesh.graph_key,
             repr(chosen),
+            passes,
         ]
     )
 
 
+def passes_key(options: Options) -> str:
+    """Of passes that are not csc's own: their code and options, and what else their code looks at; and of the order.
+
+    Passes of a user that trace may look at all options. Opaque, with the place, for what cannot be described.
+    """
+    if options.passes is None:
+        return ""
+    describer = Describer(Origins())
+    steps = [one.name if of_csc(one) else describer.tree(one, f"pass {one.name}") for one in options.passes]
+    described = [steps, patched(describer), reads(describer), describer.classes.tree(), describer.origins.tree()]
+    return _hash([described, _chosen(options) if traced_by_users(options) else None])
+
+
 def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:
-    """trace: the key of what it is made from; trainable: `requires_grad` of the parameters."""
-    chosen = {field.name: _option(field.name, getattr(options, field.name)) for field in fields(Options)}
+    """trace: the key of what it is made from, the passes in it; trainable: `requires_grad` of the parameters."""
+    chosen = _chosen(options)
     return _hash(["program", trace, chosen, sorted(trainable.items())])
 
 
 def mesh_key(model: str, sizes: Any, options: Options, trainable: Mapping[str, bool]) -> str:
     """model: its key; sizes: of the tensors of the example; options: with the open mesh."""
     return _hash(["mesh", program_key(model, options, trainable), repr(sizes)])
+
+
+def _chosen(options: Options) -> dict[str, str]:
+    """Of all options but the passes, which have a key of their own."""
+    names = [one.name for one in fields(Options) if one.name != "passes"]
+    return {name: _option(name, getattr(options, name)) for name in names}
 
 
 def _option(name: str, value: Any) -> str:

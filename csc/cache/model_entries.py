@@ -19,7 +19,7 @@ from torch import nn
 from csc.analysis import batch_limits
 from csc.analysis.batch_limits import Places
 from csc.cache.inductor_folder import machine
-from csc.cache.keys import Opaque, mesh_key, model_key, program_key, trace_key
+from csc.cache.keys import Opaque, mesh_key, model_key, passes_key, program_key, trace_key
 from csc.cache.store import Store
 from csc.capture.batch import NOTHING_TOLD, split_batch
 from csc.capture.guards import Guards, Match
@@ -125,7 +125,7 @@ def _value(tree: Any, model: nn.Module) -> Any:
 #
 # Terms
 #   Packed     a finished program: the files of its directory but for the example, and what a batch is asked before it
-#   Traced     a Program after the passes that trace (csc.passes.runner.TRACING), from which planning starts
+#   Traced     a Program after the passes that trace (csc.passes.pipeline.tracing), from which planning starts
 #   Captured   a Program as it was traced, for all sizes that its trace allows; it can be lowered, not shown
 #   guards     all carry what the captures of the model assumed (csc.capture.guards)
 
@@ -341,8 +341,10 @@ class ModelEntries:
             self._store.write("checked", key, {CHECKED: "\n".join(sorted(pair)).encode()}, {"name": self._name})
 
     def _pair_key(self, pair: Set[str], microbatch: Mapping[str, Any], options: Options) -> str | None:
-        model = self._model_key(microbatch)
-        return None if model is None else self._as_it_runs(options)(" ".join((model, *sorted(pair))))
+        model, passes = self._model_key(microbatch), self._passes_key(options)
+        if model is None or passes is None:
+            return None
+        return self._as_it_runs(options)(" ".join(filter(None, (model, passes, *sorted(pair)))))
 
     def keep_trace(self, traced: TracedProgram, match: Match, options: Options) -> None:
         """Keep what was just traced."""
@@ -387,11 +389,13 @@ class ModelEntries:
             self._store.write("mesh", key, {MESH: text.encode()}, about)
 
     def _mesh_key(self, batch: Mapping[str, Any], options: Options) -> str | None:
-        model = self._model_key(batch)
+        model, passes = self._model_key(batch), self._passes_key(options)
         sizes = {
             name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in sorted(split_batch(batch)[0].items())
         }
-        return None if model is None else mesh_key(model, sizes, options, self._trainable())
+        if model is None or passes is None:
+            return None
+        return mesh_key(f"{model}{passes}", sizes, options, self._trainable())
 
     @staticmethod
     def _shapes(batch: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -409,10 +413,10 @@ class ModelEntries:
         read: Callable[[Files, nn.Module], Found],
         further: Callable[[str], str],
     ) -> Found | None:
-        model = self._model_key(match.given)
-        if model is None or self._store is None:
+        model, passes = self._model_key(match.given), self._passes_key(options)
+        if model is None or passes is None or self._store is None:
             return None
-        key = further(trace_key(model, match.key, options))
+        key = further(trace_key(model, match.key, options, passes))
         return self._read(kind, key, self._store.read(kind, key), read)
 
     def _read(
@@ -437,8 +441,8 @@ class ModelEntries:
         further: Callable[[str], str],
         about: Mapping[str, Any],
     ) -> None:
-        model = self._model_key(match.given)
-        if model is None or self._store is None:
+        model, passes = self._model_key(match.given), self._passes_key(options)
+        if model is None or passes is None or self._store is None:
             return
         try:
             known = text_of(to_tree(guards, self._model)) if guards is not None else None
@@ -447,7 +451,10 @@ class ModelEntries:
             self._say(f"it holds {reason}")
             return
         about = {"name": self._name, "shapes": self._shapes(match.given), **about}
-        if self._store.write(kind, further(trace_key(model, match.key, options)), files, about) and known is not None:
+        if (
+            self._store.write(kind, further(trace_key(model, match.key, options, passes)), files, about)
+            and known is not None
+        ):
             self._keep_guards(model, known, about)
 
     def _keep_guards(self, model: str, text: bytes, about: Mapping[str, Any]) -> None:
@@ -496,6 +503,24 @@ class ModelEntries:
         try:
             return model_key(self._model, {**extra, "axes of samples": dict(self._axes)} if self._axes else extra)
         except Exception as reason:  # attributes are the user's objects: they may raise whatever they like
+            self._say(str(reason) if isinstance(reason, Opaque) else f"{type(reason).__name__}: {reason}")
+            return None
+
+    def _passes_key(self, options: Options) -> str | None:
+        """None, with the reason in the log, if a pass of a user cannot be described."""
+        if self._store is None or options.passes is None:
+            return ""
+        if self._at_rest is None:
+            return self._described_passes(options)
+        asked = repr(options)
+        if asked not in self._at_rest:
+            self._at_rest[asked] = self._described_passes(options)
+        return self._at_rest[asked]
+
+    def _described_passes(self, options: Options) -> str | None:
+        try:
+            return passes_key(options)
+        except Exception as reason:  # fields and globals are the user's objects
             self._say(str(reason) if isinstance(reason, Opaque) else f"{type(reason).__name__}: {reason}")
             return None
 

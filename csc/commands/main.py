@@ -165,20 +165,33 @@ def diff(
 
 
 @app.command()
-def passes(json_output: JsonOption = False) -> None:
-    """List the passes with what each requires and ensures."""
+def passes(
+    line: Annotated[
+        str | None, typer.Argument(help="passes as a line, or path.py:name of a pipeline; csc's own without it")
+    ] = None,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List the passes, as a line and one by one: what each requires, establishes and breaks, and its options."""
+    from csc.api import pipeline
+    from csc.driver.options import changed
+    from csc.ir.program import Options
+    from csc.passes.pipeline import FACTS
     from csc.passes.runner import contracts
 
-    passes_found = contracts()
+    steps = pipeline(line)
+    changed(Options(), passes=steps)  # refused where one of them requires what does not hold
+    listed = contracts(steps)
     if json_output:
-        print_json({"passes": [vars(contract) for contract in passes_found]})
+        facts = {name: fact.meaning for name, fact in FACTS.items()}
+        print_json({"line": str(steps), "passes": [vars(contract) for contract in listed], "facts": facts})
         return
-    listed = table("pass", "does", Column("requires", 1), Column("ensures", 2), show_lines=True)
-    for contract in passes_found:
-        listed.add_row(
-            *(escape(text) for text in (contract.name, contract.summary, contract.requires, contract.ensures))
-        )
-    console.print(listed)
+    print_text(f"{steps}\n")
+    rows = table("pass", Column("does", 2), "requires", "establishes", "breaks", "options", show_lines=True)
+    for one in listed:
+        lists = ("\n".join(told) for told in (one.requires, one.establishes, one.breaks, one.options))
+        rows.add_row(*map(escape, (one.name, one.summary, *lists)))
+    console.print(rows)
 
 
 for command in (explain, verify, simulate, plan, energy, timeline, cost, profile, data, mask, search):

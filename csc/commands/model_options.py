@@ -93,9 +93,8 @@ def _options(
         typer.Option(help="what dp ranks divide: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters"),
     ] = None,
     sequence_parallel: Annotated[bool | None, typer.Option(help="tp ranks share out tokens in norms and sums")] = None,
-    replicate: Annotated[
-        list[str] | None, typer.Option(help="operators without a rule, made whole on tp ranks")
-    ] = None,
+    replicate: Annotated[list[str] | None, typer.Option(help="operators without a rule, whole on tp ranks")] = None,
+    passes: Annotated[str | None, typer.Option(help="a line as `csc passes` shows, or path.py:name of passes")] = None,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="compare the program with eager PyTorch on the example first"),
@@ -147,6 +146,7 @@ def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
         changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
         changes["replicate"] = listed(given["replicate"])
         changes["context"] = _context(given["context"])
+        changes["passes"] = given["passes"]
         compiled = overridden(compiled, {**changes, "check": given["check"]})
         compiled.inspected.progress = tell
         yield compiled

@@ -49,7 +49,7 @@ def search(
         "microbatches": microbatches, "hardware": hardware, "memory": memory, "trial_mesh": trial_mesh,
         "budget": int(budget) if budget is not None and budget >= 1 else budget,
     }  # fmt: skip
-    from csc.commands.target import load_value
+    from csc.driver.user_files import load_value
     from csc.model_search import search as run
     from csc.reports.search_page import page as page_of
     from csc.reports.search_page import summary

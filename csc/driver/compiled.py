@@ -27,6 +27,7 @@ from csc.driver.steps import Steps
 from csc.driver.training_state import Saved
 from csc.errors import InputError
 from csc.ir.program import Options, Program
+from csc.passes.pipeline import Pipeline, pipeline_of
 from csc.passes.recompute import AUTO, saves_of
 from csc.planning.problem import Problem
 from csc.runtime.launch import several_processes
@@ -274,6 +275,11 @@ class CompiledModel:
         The cache has the finished program and the traced graphs, not what lies between: the model is traced for it.
         """
         return self.inspected.history(batch, microbatches)
+
+    @property
+    def passes(self) -> Pipeline:
+        """The passes that its programs are made by, with what the options say of them; it prints as a line."""
+        return pipeline_of(self.options)
 
     def prepare(self) -> None:
         """Compile for the example batch, unless the cache has the program."""

@@ -32,11 +32,10 @@ from csc.errors import CscError, InputError
 from csc.ir.capture_guards import Joints
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
-from csc.passes.attention import attention
-from csc.passes.loss import ONE_SAMPLE, check_combination, loss, possible_weights
-from csc.passes.regions import regions
-from csc.passes.runner import CAPTURE, DIVIDING, PLANNING, TRACING, run
-from csc.passes.shapes import shapes
+from csc.passes.loss import ONE_SAMPLE, check_combination, possible_weights
+from csc.passes.pipeline import dividing, facts_behind, first_with, planning, traced_by_users, tracing, until
+from csc.passes.regions import RegionsPass
+from csc.passes.runner import CAPTURE, run
 from csc.runtime.compile_pool import FunctionFolder, worker_count
 from csc.runtime.fusing import lacks
 
@@ -49,8 +48,6 @@ from csc.runtime.fusing import lacks
 
 
 Progress = Callable[[str], None]
-BEGUN = 1 + TRACING.index(loss)
-CUT = TRACING.index(regions)
 OVER_BATCH = "over the whole batch"  # marks traced graphs of a model whose loss is computed so
 
 
@@ -63,38 +60,45 @@ class SharedTraces:
     joints: dict[str, Joints | None] = field(default_factory=dict)  # by the name of the capture
 
     def history(self, key: Hashable, captured: Program, options: Options, progress: Progress) -> list[Program]:
-        """The Program after the capture and after each of TRACING.
+        """The Program after the capture and after each pass that traces.
 
         key: of what the passes up to `loss` look at, for options `undivided` by tp. captured: with the sizes of its
         microbatch. options: of one microbatch and one replica.
         """
         history = self._cut(self._begun(key, captured, options, progress), options, progress)
-        history = run(history, TRACING[len(history) - 1 :], options, progress)
+        history = run(history, tracing(options)[len(history) - 1 :], options, progress)
         self.joints[name_of(captured)] = history[-1].joints
         return history
 
     def _begun(self, key: Hashable, captured: Program, options: Options, progress: Progress) -> list[Program]:
         *before, last = self.begun.get(key) or (captured,)
         with_joints = replace(last, joints=self.joints.get(name_of(captured)))
-        history = run([*before, with_joints], TRACING[len(before) : CUT], options, progress)
-        self.begun.setdefault(key, tuple(history[: BEGUN + 1]))
+        passes = tracing(options)
+        history = run([*before, with_joints], until(passes, "regions")[len(before) :], options, progress)
+        self.begun.setdefault(key, tuple(history[: 2 + len(until(passes, "weighed"))]))
         return history
 
     def _cut(self, history: list[Program], options: Options, progress: Progress) -> list[Program]:
-        whole = history[-1]
+        whole, cutting = history[-1], tracing(options)[len(history) - 1]
+        if not isinstance(cutting, RegionsPass):
+            return history
         cut = self.cut.get(whole.graph)
         if cut is None:
-            history = run(history, [regions], options, progress)
+            history = run(history, [cutting], options, progress)
             self.cut[whole.graph] = history[-1]
             return history
         return [*history, replace(
             whole, regions=cut.regions, templates=cut.templates, shared=cut.shared, loss_tokens=cut.loss_tokens,
-            history=(*whole.history, cut.history[-1]),
+            history=(*whole.history, cut.history[-1]), facts=facts_behind(cutting, whole.facts),
         )]  # fmt: skip
 
 
 def undivided(options: Options) -> Options:
-    """Without what the passes up to `loss` do not look at: how tp divides layers, whether logits are whole."""
+    """Without what the passes up to `loss` do not look at: how tp divides layers, whether logits are whole. A pass of a
+    user may look at all.
+    """
+    if traced_by_users(options):
+        return options
     own = options.mesh.own("tp") or options.mesh.in_front
     mesh: Mesh = options.mesh if own else replace(options.mesh, tp=1)
     return replace(options, mesh=mesh, sequence_parallel=False, loss_chunk=None, fuse=False, replicate=())
@@ -334,7 +338,7 @@ class Compiler:
         """The Program after each pass: those that traced it too, if they are known."""
         history = traced.history or (traced.program,)
         check_combination(history[-1], options)  # with the real number of microbatches it may have to refuse
-        return run([self._as_the_model_says(program) for program in history], PLANNING, options, progress)
+        return run([self._as_the_model_says(program) for program in history], planning(options), options, progress)
 
     def checked(
         self, microbatch: Mapping[str, Any], traced: TracedProgram, options: Options, compared: bool = True
@@ -350,7 +354,7 @@ class Compiler:
 
     def divided(self, traced: TracedProgram, options: Options, progress: Progress = quiet) -> Program:
         """The Program after pass `split`: F, B and W of every region, which is what is costed."""
-        return run([self._as_the_model_says(traced.program)], DIVIDING, options, progress)[-1]
+        return run([self._as_the_model_says(traced.program)], dividing(options), options, progress)[-1]
 
     def trace(
         self, microbatch: Mapping[str, Any], options: Options, progress: Progress = quiet, whole: bool = False
@@ -369,7 +373,7 @@ class Compiler:
             alone = replace(options, microbatches=1, mesh=options.mesh.one_replica(), over_batch=True)
             begins = with_sizes_of(captured, split_batch(match.batch)[0])
             history = self.shared.history((OVER_BATCH, _key(match, undivided(alone))), begins, alone, progress)
-            places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
+            places = places_for_features(first_with(history, "sized"), first_with(history, "attention"))
             self.traced[key] = TracedProgram(history[-1], places, self.guards.copy(), tuple(history))
         return match, self.traced[key]
 
@@ -399,7 +403,7 @@ class Compiler:
                 self.shared.joints[name_of(begins)] = joints
                 self.shared.begun.pop(key)
                 history = self.shared.history(key, begins, alone, progress)
-        places = places_for_features(*(history[1 + TRACING.index(one)] for one in (shapes, attention)))
+        places = places_for_features(first_with(history, "sized"), first_with(history, "attention"))
         made = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))
         self.kept.keep_trace(made, match, options)
         self.traced[_key(match, options)] = made
@@ -483,6 +487,7 @@ def _key(match: Match, options: Options) -> Any:
     return (
         match.key, options.loss_weight, options.mesh.graph_key, options.context, options.precision, options.keep_fp32,
         options.loss_chunk, options.fuse, options.sequence_parallel, options.replicate,
+        options if traced_by_users(options) else options.passes,
     )  # fmt: skip
 
 

@@ -5,20 +5,23 @@
 Accepted forms: mesh as of csc.Mesh.of; freeze and cuts a name or a list of names; stages a list of names or of lists
 of names; hardware and memory one for all pipeline ranks, or a list with one for each, or that as a text with commas;
 memory in bytes or as "40GB" or "40GiB"; recompute a choice for all regions, or a mapping from patterns over
-regions to choices or lists of values (see csc.passes.recompute); context a mapping from components to numbers of ranks.
+regions to choices or lists of values (see csc.passes.recompute); context a mapping from components to numbers of ranks;
+passes a line, or a sequence of passes, whose fields are the options of these names (csc.passes.pipeline).
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from csc.driver.user_files import load_named
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Choice, Options
+from csc.passes import pipeline
 
 UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)} | {
     f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)
@@ -86,10 +89,27 @@ def changed(options: Options, **changes: Any) -> Options:
         name: getattr(Options(), name) if value is None else READERS[name](name, value)
         for name, value in changes.items()
     }
+    if read.get("passes") is not None:
+        read |= _of_passes(read, {name for name, value in changes.items() if value is not None})
     found = replace(options, **read)
     _check_ranks(found)
     _check_stages(found)
+    if found.passes is not None:
+        pipeline.check(found)
     return found
+
+
+def _of_passes(read: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The passes, and what they say of options as these. given: the options that are given beside them."""
+    said = pipeline.said_of_options(read["passes"])
+    for name, value in said.items():
+        said[name] = READERS[name](name, value)
+        if name in given and read[name] != said[name]:
+            raise InputError(
+                f"{name} is given twice: as an option {shown(read[name])}, and by pass {pipeline.OWNERS[name]} "
+                f"{shown(said[name])}", "passes", "give it once",
+            )  # fmt: skip
+    return {**said, "passes": pipeline.plain(read["passes"])}
 
 
 def closed(options: Options) -> Options:
@@ -291,4 +311,5 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "zero": _zero,
     "sequence_parallel": _switch,
     "replicate": _names,
+    "passes": lambda _, given: pipeline.given(given, load_named),
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from csc.ir.capture_guards import CaptureGuards, Joints
+from csc.ir.graph import snake
 from csc.ir.groups import (
     ALL_SUMMED,
     SHARD,
@@ -417,6 +418,7 @@ class Options:
     features: what a frozen encoder makes comes with the batch (pass `features`).
     replicate: operators (`mine::route`) that all tp ranks make of whole operands (pass `tensor`).
     over_batch: a loss whose samples meet is computed over values of the whole batch (pass `loss`).
+    passes: those that run, without what other options say of them; None: csc's own (csc.passes.pipeline).
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -444,6 +446,7 @@ class Options:
     features: bool = False
     replicate: tuple[str, ...] = ()
     over_batch: bool = False
+    passes: tuple[Pass, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -478,6 +481,9 @@ class Context:
     axis: str = "cp"
     tile_seconds: float = 0.0
     block_seconds: float = 0.0
+
+
+CAPTURED = ("captured", "unweighed")  # facts that hold of what capture makes
 
 
 @dataclass(frozen=True)
@@ -517,6 +523,7 @@ class Program:
     schedule: Schedule | None = None
     notes: tuple[str, ...] = ()  # what a user should know of this program: sentences
     history: tuple[Record, ...] = ()
+    facts: tuple[str, ...] = CAPTURED  # what holds of it, as passes say (csc.passes.pipeline.FACTS)
 
     def region(self, name: str) -> Region:
         """The region of that name; KeyError if there is none."""
@@ -527,6 +534,47 @@ def loss_stage(program: Program) -> int:
     """The stage that computes the loss, after pass `partition`."""
     made = next(region.name for region in program.regions if LOSS in region.outputs)
     return next(stage.index for stage in program.stages if made in stage.regions)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A step of the compilation, as a value: called with a Program, it gives another one.
+
+    Each pass is a frozen dataclass of this class. Its fields are its options: None, True or False, numbers, texts, and
+    tuples of these, so that a line can hold them (csc.passes.line).
+
+    name: what the line and `csc dump --after` call it; without one the name of the class: `SplitPass` is `split`.
+    requires: facts that hold of the Program that it is given (csc.passes.pipeline.FACTS, or names of your own).
+    establishes: facts that hold of the Program that it gives, and did not hold before.
+    breaks: facts that hold no longer.
+    """
+
+    name: ClassVar[str]
+    requires: ClassVar[tuple[str, ...]] = ()
+    establishes: ClassVar[tuple[str, ...]] = ()
+    breaks: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in vars(cls):
+            cls.name = snake(cls.__name__.removesuffix("Pass") or cls.__name__)
+
+    def __call__(self, program: Program, options: Options) -> Program:
+        """The Program that this step makes of another one, which stays as it is.
+
+        Args:
+            program: What the passes before this one have made.
+            options: What the program is compiled with: the mesh, the microbatches and so on.
+
+        Returns:
+            A new Program (`dataclasses.replace(program, ...)`), or the same where there is nothing to do.
+        """
+        raise NotImplementedError
+
+    def over(self, options: Options) -> Options:
+        """The options of the compilation, with this pass's fields in place of those of the same names."""
+        known = {one.name for one in fields(options)}
+        return replace(options, **{one.name: getattr(self, one.name) for one in fields(self) if one.name in known})
 
 
 def compute_dtypes(program: Program) -> dict[str, torch.dtype]:

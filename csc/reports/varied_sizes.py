@@ -27,8 +27,9 @@ from csc.errors import CscError
 from csc.ir import graph as g
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options, Program
+from csc.passes.pipeline import dividing, tracing
 from csc.passes.recompute import AUTO, saves_of
-from csc.passes.runner import CAPTURE, DIVIDING, TRACING, run
+from csc.passes.runner import CAPTURE, run
 
 Dimension = tuple[str, int]  # batch entry, dimension
 TEXT_STEP = 8  # of traced lengths; keeps what is left over when a kernel pads to multiples of 8
@@ -89,7 +90,7 @@ class Sampler:
 
     def _divided(self, captured: Program) -> Program:
         options = replace(self.options, microbatches=1, mesh=Mesh(), context=())
-        return run([captured], (*TRACING, *DIVIDING), options, self.progress)[-1]
+        return run([captured], (*tracing(options), *dividing(options)), options, self.progress)[-1]
 
     def captured(self, copies: int = 1, grown: Mapping[Length, int] | None = None) -> Program:
         """The capture for so many rows, with these lengths grown to these sizes."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from csc.passes.differentiate import differentiate
-from csc.passes.loss import loss
+from csc.passes.differentiate import DifferentiatePass
+from csc.passes.loss import LossPass
 from csc.passes.pipeline_problem import values
-from csc.passes.regions import regions
-from csc.passes.shapes import shapes
+from csc.passes.regions import RegionsPass
+from csc.passes.shapes import ShapesPass
 from torch import nn
 from torch.nn import functional as F
 
@@ -141,7 +141,7 @@ class Skipping(nn.Module):
 @pytest.mark.parametrize("inside", [False, True])
 def test_layers_that_are_no_chain_are_refused(inside: bool) -> None:
     program = capture(Skipping(inside), {"x": torch.zeros(2, 6), "y": torch.zeros(2, 2)})
-    for one in (shapes, loss, regions, differentiate):
+    for one in (ShapesPass(), LossPass(), RegionsPass(), DifferentiatePass()):
         program = one(program, Options())
     component = next(r.component for r in program.regions if r.kind == "layer")
     with pytest.raises(InputError, match="at full depth"):
@@ -154,7 +154,7 @@ def test_a_capture_without_weights_is_that_with_weights(shallow: Program) -> Non
     heavy = build(SMALL, SHALLOW).to(torch.bfloat16)
     assert sum(p.numel() for p in heavy.parameters()) == sum(p.numel for p in shallow.parameters)
     real = capture(heavy, batch(SMALL))
-    for step in (shapes, loss, regions, differentiate):
+    for step in (ShapesPass(), LossPass(), RegionsPass(), DifferentiatePass()):
         real = step(real, Options())
     assert real.regions == shallow.regions
     assert real.parameters == shallow.parameters

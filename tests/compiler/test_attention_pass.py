@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from csc.kernels import packing
-from csc.passes.attention import attention
-from csc.passes.shapes import shapes
+from csc.passes.attention import AttentionPass
+from csc.passes.shapes import ShapesPass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
@@ -170,8 +170,8 @@ def traced(mask_of: MaskOf, tokens: int = 20, **options: Any) -> tuple[Program, 
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = shapes(capture(Masked(mask_of, **options), batch_of(tokens)), Options())
-    return program, attention(program, Options())
+        program = ShapesPass()(capture(Masked(mask_of, **options), batch_of(tokens)), Options())
+    return program, AttentionPass()(program, Options())
 
 
 def values(program: Program, batch: Batch) -> dict[str, Any]:
@@ -306,8 +306,8 @@ def by_pairs(batch: Batch) -> torch.Tensor:
 def test_groups_are_compared_once_for_layers_that_compare_the_same(other: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        before = shapes(capture(Twice(other), batch_of(20)), Options())
-    masked = attention(before, Options())
+        before = ShapesPass()(capture(Twice(other), batch_of(20)), Options())
+    masked = AttentionPass()(before, Options())
     assert sum(g.op_name(node) == "csc::group_ranges" for node in g.calls(masked.graph)) == 2
     found = places_for_features(before, masked)
     assert len(found.groups) == 1 + other

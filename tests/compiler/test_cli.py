@@ -16,7 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from csc.passes.runner import contracts
+from csc.passes.pipeline import OWN
 
 import csc.commands.target
 from csc.commands import main as cli
@@ -46,7 +46,7 @@ Run = Callable[..., Ran]
 def one_capture() -> Iterator[None]:
     """The commands of this file share the loaded example, and with it its capture, which costs seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(csc.commands.target, "_load", functools.cache(csc.commands.target._load))
+        patch.setattr(csc.commands.target, "load_file", functools.cache(csc.commands.target.load_file))
         yield
 
 
@@ -81,9 +81,11 @@ def test_passes(run: Run) -> None:
         "attention_order", "overlap", "in_place", "partition", "schedule",
     ]  # fmt: skip
     for contract in listed:
-        assert all(contract[field] for field in ("summary", "requires", "ensures", "before", "after")), contract["name"]
+        assert all(contract[field] for field in ("summary", "requires", "establishes", "ensures", "before", "after")), (
+            contract["name"]
+        )
     table = run("passes").out
-    assert all(contract.name in table for contract in contracts())
+    assert all(step.name in table for step in OWN)
 
 
 def test_explain(run: Run) -> None:
@@ -276,7 +278,7 @@ def test_compile(run: Run, tmp_path: Path) -> None:
     assert done.code == 0
     found = json.loads(done.out)
     assert found["ranks"] == 4
-    assert [p["name"] for p in found["passes"]] == [contract.name for contract in contracts()]
+    assert [p["name"] for p in found["passes"]] == [step.name for step in OWN]
     program = load(found["directory"])
     assert program.manifest.mesh == Mesh(dp=2, pp=2)
     assert not (tmp_path / "program" / "weights.safetensors").exists()

@@ -18,7 +18,8 @@ import torch
 from csc.codegen import write as writing
 from csc.codegen.python import FUNCTIONS, OF_SIZES
 from csc.codegen.write import sources
-from csc.passes.runner import PLANNING, TRACING, run
+from csc.passes.pipeline import pipeline_of
+from csc.passes.runner import run
 from safetensors.torch import save_file
 from torch import fx, nn
 from torch.nn import functional as F
@@ -288,7 +289,7 @@ def test_hostile_names_never_become_code(tmp_path: Path, stages: int) -> None:
         "labels": "la\nbels",
     }
     captured = renamed(compiled.history()[0], names)
-    history = run([captured], (*TRACING, *PLANNING), compiled.options)
+    history = run([captured], pipeline_of(compiled.options), compiled.options)
     program = history[-1]
     only_harmless(sources(program, compiled.options))
     only_harmless(sources(program, replace(compiled.options, mesh=csc.Mesh(dp=2, pp=stages))))

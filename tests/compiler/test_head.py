@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from csc.passes.head import head
-from csc.passes.loss import loss
-from csc.passes.runner import TRACING
+from csc.passes.head import HeadPass
+from csc.passes.runner import after
 from torch import nn
 from torch.nn import functional as F
 
@@ -303,11 +302,11 @@ def test_small_logits_stay_whole_and_large_ones_do_not(monkeypatch: pytest.Monke
     for room, chunked in ((logits // 2, False), (logits // 2 - 1, True)):
         monkeypatch.setattr("csc.kernels.linear_cross_entropy.ROOM_ON_CPU", room)
         assert bool(heads(made())) == chunked
-    before = csc.compile(Head(TAKEN["half a loss"]), example=batch(), cache=False).history()[1 + TRACING.index(loss)]
-    assert head(before, Options()) is not before
-    assert head(before, Options(mesh=Mesh(tp=2))) is not before, "ranks cannot divide 103 words"
+    before = after(csc.compile(Head(TAKEN["half a loss"]), example=batch(), cache=False).history(), "loss")
+    assert HeadPass()(before, Options()) is not before
+    assert HeadPass()(before, Options(mesh=Mesh(tp=2))) is not before, "ranks cannot divide 103 words"
     monkeypatch.setattr("csc.kernels.linear_cross_entropy.ROOM_ON_CPU", logits // 2)
-    assert head(before, Options(mesh=Mesh(tp=2))) is before
+    assert HeadPass()(before, Options(mesh=Mesh(tp=2))) is before
 
 
 @pytest.mark.parametrize(("length", "least", "options", "chunked"), [
@@ -321,8 +320,8 @@ def test_with_fuse_logits_that_are_not_large_are_no_values_either(
     """Where two samples have as many tokens as the head is wide (16), and so many bytes: bits are no promise there."""
     monkeypatch.setattr("csc.passes.head.FASTER", least)
     whole = csc.compile(Head(TAKEN["half a loss"]), example=batch(2, length), cache=False)
-    before = whole.history()[1 + TRACING.index(loss)]
-    assert (head(before, Options(**options)) is not before) == chunked
+    before = after(whole.history(), "loss")
+    assert (HeadPass(options.get("loss_chunk"))(before, Options(**options)) is not before) == chunked
 
 
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from csc.passes.runner import contracts
+from csc.passes.pipeline import OWN
 from torch import fx
 
+import csc
 from csc.ir import graph as g
 from csc.ir.program import LOSS, Program, Template, Variant
 from csc.ir.verifier import VerificationError, verify
@@ -303,7 +304,7 @@ def test_7_message(program: Program) -> None:
 )
 def test_what_every_pass_leaves_is_sound(models: Models, name: str, options: dict[str, Any]) -> None:
     history = models(name, **options).history()
-    assert len(history) == 1 + len(contracts())
+    assert len(history) == 1 + len(OWN)
     for program in history:
         verify(program)
         assert len({region.name for region in program.regions}) == len(program.regions)
@@ -313,12 +314,14 @@ def test_a_broken_pass_is_named(models: Models) -> None:
     """The runner verifies behind every pass: one that loses a region does not get away with it."""
     from csc.passes.runner import after, run
 
-    def lose_the_loss(program: Program, options: Any) -> Program:
-        return replace(program, regions=program.regions[:-1])
+    @dataclass(frozen=True)
+    class LoseTheLoss(csc.Pass):
+        def __call__(self, program: Program, options: Any) -> Program:
+            return replace(program, regions=program.regions[:-1])
 
     compiled = models("text")
     with pytest.raises(VerificationError, match=r"after pass lose_the_loss: invariant 7: no region makes the loss"):
-        run([after(compiled.history(), "differentiate")], [lose_the_loss], compiled.options)
+        run([after(compiled.history(), "differentiate")], [LoseTheLoss()], compiled.options)
 
 
 def test_sizes_of_shards(models: Models) -> None:

@@ -49,13 +49,13 @@ def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pages_have_code_that_runs_but_for_lists_and_design_notes() -> None:
-    """And excerpts: of a rank file, of a pass, of a model whose parts are downloaded."""
+    """And excerpts: of a rank file, of a model whose parts are downloaded."""
     pages = [page for page in PAGES if not page.startswith("decisions/")]
     without = {page for page in pages if not script(page).code.strip() and not script(page).files}
     assert without == {
         "architecture.md", "attention-kernels.md", "fuzzing.md", "installation.md", "measurements.md",
         "planning-bound.md", "known-bugs.md", "published.md", "reference/command-line.md", "troubleshooting.md",
-        "search.md", "quantised.md", "rank-file.md", "survive-figures.md", "writing-a-pass.md",
+        "search.md", "quantised.md", "rank-file.md", "survive-figures.md",
     }  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def test_commands_of_the_readme_fit_a_terminal(tmp_path: Path, monkeypatch: pyte
     """In README's order, since some read what others wrote. Lines that hold a path may be longer, for copying it."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(csc.commands.target, "_load", functools.cache(csc.commands.target._load))
+    monkeypatch.setattr(csc.commands.target, "load_file", functools.cache(csc.commands.target.load_file))
     listed = commands()
     assert {"explain", "verify", "plan", "simulate", "mask", "compile", "timeline"} <= {words[1] for words in listed}
     for words in listed:

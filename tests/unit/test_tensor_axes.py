@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from csc.passes.attention import attention
-from csc.passes.shapes import shapes
+from csc.passes.attention import AttentionPass
+from csc.passes.shapes import ShapesPass
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
@@ -67,8 +67,8 @@ def trees_of(model: nn.Module) -> Trees:
     ids = torch.arange(2, 26).view(2, 12)
     batch = {"input_ids": ids, "labels": ids}
     given = {"pixel_values": torch.rand(2, 3, 16, 16)} if isinstance(model, Patches) else batch
-    program = shapes(capture(model.train(), given), Options())
-    return dimensions(attention(program, Options()).graph)
+    program = ShapesPass()(capture(model.train(), given), Options())
+    return dimensions(AttentionPass()(program, Options()).graph)
 
 
 LAYER = "model.layers.0."
