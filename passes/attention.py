@@ -47,10 +47,10 @@ def written_out(node: fx.Node) -> dict[str, Any] | None:
         if _number(left) is None and _number(right) is None:
             scores, mask = (left, right) if _cap(left)[1] or _scaled(left) is not None else (right, left)
     capped, cap = _cap(scores)
-    found = _scaled(capped)
-    if found is None:
+    scaled = _scaled(capped)
+    if scaled is None:
         return None
-    product, scale = found
+    product, scale = scaled
     query, key = product.args
     if (
         query.meta["val"].shape[:2] != key.meta["val"].shape[:2]
@@ -67,7 +67,7 @@ def written_out(node: fx.Node) -> dict[str, Any] | None:
 def _is_product(node: Any) -> bool:
     if not isinstance(node, fx.Node) or g.op_name(node) != "aten::matmul":
         return False
-    return all(isinstance(one, fx.Node) and one.meta["val"].dim() == 4 for one in node.args)
+    return all(isinstance(operand, fx.Node) and operand.meta["val"].dim() == 4 for operand in node.args)
 
 
 def _number(value: Any) -> float | None:
@@ -89,8 +89,8 @@ def _scaled(node: Any) -> tuple[Any, float] | None:
     """A product of queries and keys, and the number that it is multiplied by."""
     if _is_product(node):
         return node, 1.0
-    found = _times(node)
-    return (found[0], found[1]) if found is not None and _is_product(found[0]) else None
+    factors = _times(node)
+    return (factors[0], factors[1]) if factors is not None and _is_product(factors[0]) else None
 
 
 def _cap(node: Any) -> tuple[Any, float]:
@@ -133,11 +133,11 @@ class AttentionPass(Pass):
         shared = {component for component, tp in mesh.own("tp").items() if tp < mesh.extent_of(component).width}
         for node in g.calls(graph):
             spread = mesh.cp > 1 or component_of(program, node) in shared
-            given = _given(node, writer, spread)
-            if given is None:
+            arguments = _given(node, writer, spread)
+            if arguments is None:
                 continue
             try:
-                _rewrite(node, given, writer, masks, spread)
+                _rewrite(node, arguments, writer, masks, spread)
             except Unrecognised as reason:
                 where = g.place(node)
                 notes.append(f"{where}: keeps PyTorch's attention, its mask holds {reason}")
@@ -165,23 +165,23 @@ def _given(node: fx.Node, writer: Writer, spread: bool) -> dict[str, Any] | None
     """
     if g.op_name(node) == SDPA:
         return g.bind(node) | {"softcap": 0.0}
-    given = written_out(node) if spread else None
-    if given is not None and "transposed_key" in given:
+    arguments = written_out(node) if spread else None
+    if arguments is not None and "transposed_key" in arguments:
         with writer.graph.inserting_before(node):
-            key = given.pop("transposed_key")
-            given["key"] = writer.named(f"{node.name}_keys", node, aten.transpose.int, key, 2, 3)
-    return given
+            key = arguments.pop("transposed_key")
+            arguments["key"] = writer.named(f"{node.name}_keys", node, aten.transpose.int, key, 2, 3)
+    return arguments
 
 
-def _rewrite(node: fx.Node, given: dict[str, Any], writer: Writer, masks: Masks, spread: bool) -> None:
+def _rewrite(node: fx.Node, arguments: dict[str, Any], writer: Writer, masks: Masks, spread: bool) -> None:
     """spread: values of narrower heads than keys are filled up, for shares as above."""
-    query, mask = given["query"], given["attn_mask"]
-    if given["dropout_p"]:
+    query, mask = arguments["query"], arguments["attn_mask"]
+    if arguments["dropout_p"]:
         raise Unrecognised("dropout of attention weights")
     q = query.meta["val"]
-    key, value = _heads(given["key"]), _heads(given["value"])
+    key, value = _heads(arguments["key"]), _heads(arguments["value"])
     if key.meta["val"].shape != value.meta["val"].shape:
-        key, value = given["key"], given["value"]
+        key, value = arguments["key"], arguments["value"]
     width = value.meta["val"].shape[-1]
     if spread and q.dim() == value.meta["val"].dim() == 4 and width < q.shape[3]:
         with writer.graph.inserting_before(node):
@@ -190,13 +190,13 @@ def _rewrite(node: fx.Node, given: dict[str, Any], writer: Writer, masks: Masks,
     k, v = key.meta["val"], value.meta["val"]
     if q.dim() != 4 or k.shape != v.shape or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
         raise Unrecognised(f"heads of other forms than [B, H, T, D]: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
-    scale = given["scale"] if given["scale"] is not None else q.shape[3] ** -0.5
+    scale = arguments["scale"] if arguments["scale"] is not None else q.shape[3] ** -0.5
     with writer.graph.inserting_before(node):
-        packed = _mask(node, mask, bool(given["is_causal"]), q, k, writer, masks, spread)
+        packed = _mask(node, mask, bool(arguments["is_causal"]), q, k, writer, masks, spread)
         name = g.op_name(node).split("::")[1].replace("scaled_dot_product_", "")
         pair = writer.named(
             name, node, torch.ops.csc.attention.default, query, key, value, packed.node, packed.rules, packed.kinds,
-            packed.block_q, packed.block_k, scale, given["softcap"],
+            packed.block_q, packed.block_k, scale, arguments["softcap"],
         )  # fmt: skip
         out = writer.named(f"{name}_out", node, operator.getitem, pair, 0)
         if width < v.shape[3]:
@@ -243,15 +243,15 @@ def _mask(
     if key not in masks:
         if mask is not None and mask.meta["val"].dim() > 2 and mask.meta["val"].shape[-3] != 1:
             raise Unrecognised("another mask for every head")
-        found, asked = (visibility.EVERYTHING, False) if mask is None else visibility.clauses(mask, spread)
+        clauses, asked = (visibility.EVERYTHING, False) if mask is None else visibility.clauses(mask, spread)
         if causal:
-            found = tuple(clause | {KeyBound(False, OWN_PLACE, 1)} for clause in found)
-        if not found:
+            clauses = tuple(clause | {KeyBound(False, OWN_PLACE, 1)} for clause in clauses)
+        if not clauses:
             raise Unrecognised("nothing that is ever seen")
-        if found == visibility.EVERYTHING:
+        if clauses == visibility.EVERYTHING:
             masks[key] = _Packed(None)
         else:
-            masks[key] = _Rules(writer, mask or node, *sizes).packed(found, asked, *blocks)
+            masks[key] = _Rules(writer, mask or node, *sizes).packed(clauses, asked, *blocks)
     return masks[key]
 
 
@@ -276,10 +276,10 @@ class _Rules:
         rows = [self.widened(row, batch, self.queries, 2) for row in rows]
         stacked = self.call("rules", aten.stack.default, rows, 1)
         ranges = self.call("ranges", aten._to_copy.default, stacked, dtype=torch.int32)
-        admits = told = None
+        admits = kind_of_key = None
         if kinds is not None:
-            bits, told = kinds
-            told = self.widened(told, batch, self.keys)
+            bits, kind_of_key = kinds
+            kind_of_key = self.widened(kind_of_key, batch, self.keys)
             listed = [
                 self.call(
                     "admitted", aten.full.default, [batch, self.queries], bit, dtype=torch.int64, device=self.device
@@ -288,8 +288,10 @@ class _Rules:
             ]
             admits = self.call("admits", aten.stack.default, listed, 1)
         if asked:
-            ranges = self.call("seeing", torch.ops.csc.seeing_ranges.default, ranges, admits, told, self.keys)
-        mask = self.call("mask", torch.ops.csc.pack_mask.default, ranges, admits, told, self.keys, block_q, block_k)
+            ranges = self.call("seeing", torch.ops.csc.seeing_ranges.default, ranges, admits, kind_of_key, self.keys)
+        mask = self.call(
+            "mask", torch.ops.csc.pack_mask.default, ranges, admits, kind_of_key, self.keys, block_q, block_k
+        )
         mask.meta["hint"] = "visibility"
         return _Packed(mask, len(rows), kinds is not None, block_q, block_k)
 
@@ -391,16 +393,16 @@ class _Rules:
 
     def kinds(self, clauses: Sequence[Clause]) -> tuple[list[int], fx.Node] | None:
         """(what each clause admits, int64 [B or 1, Tk] what each key is); None if no clause asks what a key is."""
-        asked = [
+        wanted = [
             tuple(sorted((c for c in clause if isinstance(c, Predicate) and c.of == "keys"), key=_order))
             for clause in clauses
         ]
-        if not any(asked):
+        if not any(wanted):
             return None
-        bits = {what: 1 << place for place, what in enumerate(dict.fromkeys(asked))}
+        bits = {clause: 1 << place for place, clause in enumerate(dict.fromkeys(wanted))}
         total: fx.Node | None = None
-        for what, bit in bits.items():
-            truth = self.all_of(what, self.keys)
+        for clause, bit in bits.items():
+            truth = self.all_of(clause, self.keys)
             if truth is None:
                 shape = [1, self.keys]
                 kind = self.call("kind", aten.full.default, shape, bit, dtype=torch.int64, device=self.device)
@@ -409,7 +411,7 @@ class _Rules:
                 kind = kind if bit == 1 else self.call("kind", aten.mul.Tensor, kind, bit)
             total = kind if total is None else self.call("kinds", aten.bitwise_or.Tensor, total, kind)
         assert total is not None
-        return [bits[what] for what in asked], total
+        return [bits[clause] for clause in wanted], total
 
 
 def _order(condition: Any) -> tuple[str, ...]:
@@ -440,7 +442,7 @@ class AttentionOrderPass(Pass):
     def __call__(self, program: Program, options: Options) -> Program:
         if not options.fuse:
             return program
-        return replace(program, variants={name: _reordered(one) for name, one in program.variants.items()})
+        return replace(program, variants={name: _reordered(graph) for name, graph in program.variants.items()})
 
 
 def _reordered(variant: Variant) -> Variant:
@@ -464,6 +466,6 @@ def _has_order(node: fx.Node) -> bool:
     """On a CPU, under a mask or over key heads that query heads share."""
     if g.op_name(node) not in NAMES:
         return False
-    given = g.bind(node)
-    q, k = given["q"].meta["val"], given["k"].meta["val"]
-    return q.device.type == "cpu" and (given["mask"] is not None or k.shape[1] < q.shape[1])
+    bound = g.bind(node)
+    q, k = bound["q"].meta["val"], bound["k"].meta["val"]
+    return q.device.type == "cpu" and (bound["mask"] is not None or k.shape[1] < q.shape[1])

@@ -46,8 +46,8 @@ def sizes_for(tokens: int, ranks: int, component: str, axis: str) -> TokenSizes:
     block = max(1, min(LARGEST_BLOCK, ceil(tokens / (BLOCKS_PER_RANK * ranks))))
     blocks = ceil(tokens / block)
     if blocks < ranks:
-        what = f"the {tokens} tokens of {component} cannot be spread over {axis}={ranks}"
-        raise InputError(what, "mesh", f"use fewer {axis} ranks")
+        fault = f"the {tokens} tokens of {component} cannot be spread over {axis}={ranks}"
+        raise InputError(fault, "mesh", f"use fewer {axis} ranks")
     return TokenSizes(tokens, block, ceil(blocks / ranks) * block)
 
 
@@ -87,21 +87,21 @@ def spread_encoder(program: Program, component: str, ranks: int, axis: str, gath
     """
     tables = shared_nodes(program.graph)
     calls = [n for n in g.calls(program.graph) if n not in tables and component_of(program, n) == component]
-    asked = ASKED[axis.split()[0]].format(component=component)
-    attentions = _attentions(program, asked, remedy(axis, component), calls)
+    request = ASKED[axis.split()[0]].format(component=component)
+    attentions = _attentions(program, request, remedy(axis, component), calls)
     tokens = _shape(attentions[0])[2]
     sizes = sizes_for(tokens, ranks, component, axis)
-    found = axes(calls, attentions, tokens)
-    local = _local_to_encoder(calls, found, tokens)
+    axes_of = axes(calls, attentions, tokens)
+    local = _local_to_encoder(calls, axes_of, tokens)
     for node in attentions:
         if node not in local:
-            what = "csc cannot tell which dimensions of its operands count tokens"
+            fault = "csc cannot tell which dimensions of its operands count tokens"
             raise InputError(
-                f"{component} is to be spread over {ranks} ranks: {what}", g.place(node), remedy(axis, component)
+                f"{component} is to be spread over {ranks} ranks: {fault}", g.place(node), remedy(axis, component)
             )
 
     def dims(node: fx.Node) -> tuple[int, ...]:
-        return (found[node][0],) if node in found else ()
+        return (axes_of[node][0],) if node in axes_of else ()
 
     edge = PartsEdge() if axis == "cp" else EqualEdge(program.graph, local, dims, program.fake_mode, axis)
     inside = set(calls)
@@ -125,34 +125,37 @@ def summed_over(parameters: Collection[Parameter], parts: Collection[str], axis:
     """The same; gradients of those of these names are parts over the axis."""
     group = group_over(axis)
     if group.along == ("copies",):
-        return tuple(replace(one, copied=group.size if one.name in parts else one.copied) for one in parameters)
-    return tuple(replace(one, parts=one.parts or one.name in parts) for one in parameters)
+        return tuple(
+            replace(parameter, copied=group.size if parameter.name in parts else parameter.copied)
+            for parameter in parameters
+        )
+    return tuple(replace(parameter, parts=parameter.parts or parameter.name in parts) for parameter in parameters)
 
 
-def _attentions(program: Program, asked: str, without: str, calls: Collection[fx.Node]) -> list[fx.Node]:
+def _attentions(program: Program, request: str, without: str, calls: Collection[fx.Node]) -> list[fx.Node]:
     """The attentions of a component along its own tokens. InputError if there is none, or one that csc cannot read."""
     every = [node for node in calls if g.op_name(node) in ATTENTIONS]
-    own = [node for node in every if _shape(node)[2:3] == _shape(node, 1)[2:3]]
+    attentions = [node for node in every if _shape(node)[2:3] == _shape(node, 1)[2:3]]
     notes = "".join(f"; {note}" for note in program.notes)
-    for node in own:
+    for node in attentions:
         if g.op_name(node) != "csc::attention":
-            raise InputError(f"{asked}, and csc cannot read the mask of this attention", g.place(node),
+            raise InputError(f"{request}, and csc cannot read the mask of this attention", g.place(node),
                              without + notes)  # fmt: skip
-    lengths = sorted({_shape(node)[2] for node in own})
+    lengths = sorted({_shape(node)[2] for node in attentions})
     if len(lengths) != 1:
-        what = f"has attentions along {lengths} tokens" if lengths else "has no attention along tokens of its own"
-        raise InputError(f"{asked}, which {what}: csc cannot tell what to spread", "mesh", without + notes)
-    return own
+        fault = f"has attentions along {lengths} tokens" if lengths else "has no attention along tokens of its own"
+        raise InputError(f"{request}, which {fault}: csc cannot tell what to spread", "mesh", without + notes)
+    return attentions
 
 
-def _local_to_encoder(calls: Collection[fx.Node], found: Mapping[fx.Node, Axis], tokens: int) -> set[fx.Node]:
+def _local_to_encoder(calls: Collection[fx.Node], axes_of: Mapping[fx.Node, Axis], tokens: int) -> set[fx.Node]:
     """The calls that run on shards. None else reads a value with its tokens joined to something: no gather takes it."""
-    local = {node for node in calls if apart(node, found, tokens)}
+    local = {node for node in calls if apart(node, axes_of, tokens)}
     while True:
         torn = {
             node for node in local
             if any(user not in local for user in node.users)
-            and (isinstance(node.meta["val"], (tuple, list)) or _shape(node, None)[found[node][0]] != tokens)
+            and (isinstance(node.meta["val"], (tuple, list)) or _shape(node, None)[axes_of[node][0]] != tokens)
         }  # fmt: skip
         if not torn:
             return local
@@ -242,8 +245,8 @@ def _labels(program: Program) -> list[tuple[fx.Node, int]]:
 
 def _labels_of(losses: Sequence[fx.Node]) -> list[tuple[fx.Node, int]]:
     """Each with the number that stands for none."""
-    found = [(g.bind(node)["target"], int(g.bind(node)["ignore_index"])) for node in losses]
-    return [(target, none) for target, none in found if target.meta["val"].dtype is torch.int64]
+    labels = [(g.bind(node)["target"], int(g.bind(node)["ignore_index"])) for node in losses]
+    return [(target, none) for target, none in labels if target.meta["val"].dtype is torch.int64]
 
 
 def _token_ids(program: Program) -> fx.Node | None:
@@ -277,12 +280,12 @@ class _Dims:
         """The attentions whose queries and keys are tokens of the sequence: as many as the last of them has. Others
         along some of the tokens are what an encoder makes a part of the sequence with.
         """
-        found = [
+        attentions = [
             node for node in g.calls(program.graph)
             if g.op_name(node) == "csc::attention"
-            and all(isinstance(one, fx.Node) and self(one) == (2,) for one in node.args[:2])
+            and all(isinstance(operand, fx.Node) and self(operand) == (2,) for operand in node.args[:2])
         ]  # fmt: skip
-        return [node for node in found if _tokens(node) == _tokens(found[-1])]
+        return [node for node in attentions if _tokens(node) == _tokens(attentions[-1])]
 
 
 def _tokens(attention: fx.Node) -> int:
@@ -295,12 +298,12 @@ def _local(program: Program, spread: list[fx.Node]) -> set[fx.Node]:
     """
     layers = {_layer(node.meta.get("module", ""), program) for node in spread}
     tables = shared_nodes(program.graph)
-    found: set[fx.Node] = set()
+    inside_nodes: set[fx.Node] = set()
     for node in g.calls(program.graph):
         inside = any(path in layers for path in _around(node.meta.get("module", "")))
-        if node not in tables and (inside or any(used in found for used in node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node not in tables and (inside or any(used in inside_nodes for used in node.all_input_nodes)):
+            inside_nodes.add(node)
+    return inside_nodes
 
 
 def _around(module: str) -> list[str]:

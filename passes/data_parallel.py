@@ -106,13 +106,13 @@ class SampleShards:
                 if used not in trees.of:
                     val = used.meta["val"]
                     values = val if isinstance(val, (tuple, list)) else [val]
-                    trees.of[used] = [[leaf(size) for size in getattr(one, "shape", ())] for one in values]
+                    trees.of[used] = [[leaf(size) for size in getattr(value, "shape", ())] for value in values]
             trees.call(node)
         return trees
 
     def _samples(self) -> Dim:
         """The axis that counts samples."""
-        first = next((one for one in self.trees.of if self._enters(one)), None)
+        first = next((entering for entering in self.trees.of if self._enters(entering)), None)
         if first is None:
             raise InputError(
                 f"{self.component} reads nothing of the batch, so that it has no samples to share out", "mesh",
@@ -120,8 +120,8 @@ class SampleShards:
             )  # fmt: skip
         axis = found(flat(self.trees.of[first][0][0], "product")[0])
         if axis.size > 1 and axis.kind != "leaf":
-            what = f"{self.component} takes the first dimension of {first.name} apart"
-            raise InputError(f"{what}, so that csc cannot tell what counts its samples", "mesh", self._remedy())
+            fault = f"{self.component} takes the first dimension of {first.name} apart"
+            raise InputError(f"{fault}, so that csc cannot tell what counts its samples", "mesh", self._remedy())
         if axis.size > 1 and axis.whole:
             raise InputError(
                 f"{self.component} cannot share out the first dimension of {first.name}: {axis.whole} needs it whole",
@@ -133,7 +133,7 @@ class SampleShards:
         """Whether a value is numbers that come from the batch, or from another component."""
         if node in self.inside or not g.is_inexact(node) or not node.meta["val"].dim():
             return False
-        return any(one.meta.get("role", ("",))[0] == "input" for one in g.ancestors([node]))
+        return any(node_above.meta.get("role", ("",))[0] == "input" for node_above in g.ancestors([node]))
 
     def _dim(self, node: fx.Node) -> int | None:
         """The dimension that counts samples, as its outermost factor; None: none does."""
@@ -152,7 +152,7 @@ class SampleShards:
     def _on_shards(self, node: fx.Node) -> None:
         if draws(node):
             self._refuse(node, "draws a random number for each sample")
-        if g.op_name(node) == ATTENTION and any(isinstance(one, fx.Node) for one in node.args[3:]):
+        if g.op_name(node) == ATTENTION and any(isinstance(argument, fx.Node) for argument in node.args[3:]):
             self._refuse(node, "has a mask that is data")
         if g.op_name(node) == CONTEXT_ATTENTION:
             self._refuse(node, "has its tokens on other cp ranks")
@@ -165,28 +165,28 @@ class SampleShards:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: self._given(used, node))
         if g.op_name(node) in SIZES:
             args, kwargs = resized(node, args, kwargs, self._sizes(node, 0))
-        made = self._made(node.name, node, node.target, *args, **kwargs)
-        val = made.meta["val"]
-        for result, one in enumerate(val if isinstance(val, (tuple, list)) else [val]):
-            if list(one.shape) != self._sizes(node, result):
-                self._refuse(node, f"gives {list(one.shape)} where {self._sizes(node, result)} was expected")
-        self.shards[node] = made
+        sharded = self._made(node.name, node, node.target, *args, **kwargs)
+        val = sharded.meta["val"]
+        for result, tensor in enumerate(val if isinstance(val, (tuple, list)) else [val]):
+            if list(tensor.shape) != self._sizes(node, result):
+                self._refuse(node, f"gives {list(tensor.shape)} where {self._sizes(node, result)} was expected")
+        self.shards[node] = sharded
 
     def _given(self, used: fx.Node, reader: fx.Node) -> fx.Node:
         """An operand of a call on shards."""
         if used not in self.dims:
             return self._enter(used, reader)
         if used not in self.shards:
-            own = self.wholes[used]
+            part = self.wholes[used]
             if self._over_cp and used in self.carrying:
                 self._refuse(reader, f"reads {used.name}, of whose gradient each cp rank would have another part")
             for axis, samples in self._entering():
-                own = self._made(
-                    f"own_{used.name}", reader, OWN_PART, own, self.dims[used], samples, self.levels[axis], True,
+                part = self._made(
+                    f"own_{used.name}", reader, OWN_PART, part, self.dims[used], samples, self.levels[axis], True,
                     self.groups[axis],
                 )  # fmt: skip
-            own.meta["hint"] = f"own_{used.meta['role'][1] if used.op == 'placeholder' else used.name}"
-            self.shards[used] = own
+            part.meta["hint"] = f"own_{used.meta['role'][1] if used.op == 'placeholder' else used.name}"
+            self.shards[used] = part
         return self.shards[used]
 
     # the component's edge
@@ -196,10 +196,10 @@ class SampleShards:
         if not self._over_tp and used not in self.within:
             return self.wholes[used]
         if used not in self.within:
-            own = used.op == "placeholder" and all(user in self.inside for user in used.users)
-            if used in self.carrying and own:
+            is_own = used.op == "placeholder" and all(user in self.inside for user in used.users)
+            if used in self.carrying and is_own:
                 self.parts.add(used.meta["role"][1])  # summed once a step
-            shared = used in self.carrying and not own
+            shared = used in self.carrying and not is_own
             self.within[used] = (
                 self._made(f"{used.name}_shared", reader, SHARE, self.wholes[used], self.groups[self._over_tp])
                 if shared else self.wholes[used]
@@ -211,20 +211,20 @@ class SampleShards:
         rank's, as if it were a single sample's.
         """
         if used in self.local:
-            whole, dim = self.shards[used], self.dims[used]
+            gathered, dim = self.shards[used], self.dims[used]
             for axis, samples in reversed(self._entering()):
                 gather = GATHER_SHARED if axis == self._over_cp else ALL_GATHER
-                whole = self._made(
-                    f"{used.name}_whole", reader, gather, whole, dim, samples, self.levels[axis], self.groups[axis]
+                gathered = self._made(
+                    f"{used.name}_whole", reader, gather, gathered, dim, samples, self.levels[axis], self.groups[axis]
                 )  # fmt: skip
-            return whole
-        whole, over = self.within[used], self._over_tp
+            return gathered
+        gathered, over = self.within[used], self._over_tp
         if not over or used not in self.carrying:
-            return whole
-        if not isinstance(whole.meta["val"], torch.Tensor) or not whole.meta["val"].dim():
+            return gathered
+        if not isinstance(gathered.meta["val"], torch.Tensor) or not gathered.meta["val"].dim():
             self._refuse(used, "makes one result of all samples")
         return self._made(
-            f"{used.name}_whole", reader, ALL_GATHER, whole, 0, 1, self.levels[over], self.groups[over]
+            f"{used.name}_whole", reader, ALL_GATHER, gathered, 0, 1, self.levels[over], self.groups[over]
         )  # fmt: skip
 
     @property
@@ -239,19 +239,20 @@ class SampleShards:
 
     def _entering(self) -> list[tuple[str, int]]:
         """The samples among which each level shares out."""
-        found, samples = [], self.axis.size
+        levels_entering, samples = [], self.axis.size
         for axis, ranks in self.levels.items():
-            found.append((axis, samples))
+            levels_entering.append((axis, samples))
             samples = slots(samples, ranks)
-        return found
+        return levels_entering
 
     def _sizes(self, node: fx.Node, result: int) -> list[int]:
         val = node.meta["val"]
-        one = val[result] if isinstance(val, (tuple, list)) else val
+        tensor = val[result] if isinstance(val, (tuple, list)) else val
         axis, samples = self._entering()[-1]
         most = slots(samples, self.levels[axis])
         return [
-            size // self.axis.size * most if place == self.dims[node] else size for place, size in enumerate(one.shape)
+            size // self.axis.size * most if place == self.dims[node] else size
+            for place, size in enumerate(tensor.shape)
         ]
 
     def _made(self, name: str, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -275,7 +276,7 @@ class SampleShards:
 
 
 def _once(dim: Dim, axis: Dim) -> bool:
-    return sum(one is axis for one in leaves(dim)) == 1
+    return sum(leaf is axis for leaf in leaves(dim)) == 1
 
 
 # --- Pass `data_parallel`: components of which each tensor-parallel rank computes some of the samples, or tokens -----
@@ -345,7 +346,7 @@ def _spread(program: Program, component: str, levels: Mapping[str, int], cp: int
     if not inside:
         return program  # of a batch without its samples
     try:
-        found = _samples(program, component, levels, inside, gathers)
+        spread = _samples(program, component, levels, inside, gathers)
     except InputError as of_samples:
         if len(levels) > 1:
             raise InputError(
@@ -362,7 +363,7 @@ def _spread(program: Program, component: str, levels: Mapping[str, int], cp: int
                 of_samples.remedy,
             ) from of_tokens  # fmt: skip
     try:
-        return _tokens(found, component, "cp", cp, gathers) if cp > 1 else found
+        return _tokens(spread, component, "cp", cp, gathers) if cp > 1 else spread
     except InputError as of_tokens:
         raise InputError(
             f"{component} has cp={cp} in the mesh: {of_tokens.what}", of_tokens.where,
@@ -371,10 +372,10 @@ def _spread(program: Program, component: str, levels: Mapping[str, int], cp: int
 
 
 def _tokens(program: Program, component: str, axis: str, ranks: int, gathers: bool) -> Program:
-    found = spread_encoder(program, component, ranks, axis, gathers)
-    last = found.contexts[-1]
+    spread = spread_encoder(program, component, ranks, axis, gathers)
+    last = spread.contexts[-1]
     note = f"{component}: {_sharing({axis: ranks})} share out its {last.tokens} tokens{_held({axis: ranks})}"
-    return replace(found, contexts=(last, *found.contexts[:-1]), notes=(*found.notes, note))
+    return replace(spread, contexts=(last, *spread.contexts[:-1]), notes=(*spread.notes, note))
 
 
 SHARING = {
@@ -385,8 +386,8 @@ SHARING = {
 
 
 def _sharing(levels: Mapping[str, int]) -> str:
-    found = [f"{ranks} {SHARING[group_over(axis).kind]}" for axis, ranks in levels.items()]
-    return " of ".join(reversed(found))
+    words = [f"{ranks} {SHARING[group_over(axis).kind]}" for axis, ranks in levels.items()]
+    return " of ".join(reversed(words))
 
 
 def _held(levels: Mapping[str, int]) -> str:

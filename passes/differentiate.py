@@ -41,8 +41,8 @@ def with_reshapes(graph: fx.Graph) -> None:
     for node in g.calls(graph):
         if g.op_name(node) in OWN_LAYOUT or g.op_name(node).startswith("csc::") or _made_contiguous(node):
             continue
-        given = node.all_input_nodes
-        if any(one in uncertain for one in given) or (_computed(node) and any(map(_strided, given))):
+        operands = node.all_input_nodes
+        if any(operand in uncertain for operand in operands) or (_computed(node) and any(map(_strided, operands))):
             uncertain.add(node)
             if g.op_name(node) == "aten::view":
                 node.target = torch.ops.aten.reshape.default
@@ -97,19 +97,19 @@ class Marking(fx.Interpreter):
 
     def _backward(self, n: fx.Node, incoming: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of a function's inputs, for those of its outputs."""
-        made: dict[fx.Node, Any] = {}
+        produced: dict[fx.Node, Any] = {}
 
         def value(node: fx.Node) -> Any:
-            return made[node] if node in made else self.env[node]
+            return produced[node] if node in produced else self.env[node]
 
         for node in self._backwards[n]:
             with tagging(_origin(node, backward=True)):
                 if g.op_name(node) == gradient_flow.INCOMING:
-                    made[node] = incoming[node.args[1]].to(node.meta["val"].dtype)  # type: ignore[index]
+                    produced[node] = incoming[node.args[1]].to(node.meta["val"].dtype)  # type: ignore[index]
                 else:
-                    made[node] = _called(node, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value))
+                    produced[node] = _called(node, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value))
         ends: Any = n.args[2]
-        return [value(one) for one in ends]
+        return [value(end) for end in ends]
 
 
 class _Computed(torch.autograd.Function):
@@ -118,7 +118,7 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[[Sequence[torch.Tensor]], Any], count: int, *tensors: torch.Tensor) -> Any:
         ctx.run, ctx.count = run, count
-        return tuple(one.detach() for one in tensors[:count])
+        return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
@@ -216,8 +216,8 @@ class DifferentiatePass(Pass):
                 known = _decides(template, incoming)
                 if known not in joints:
                     joints[known] = joint_of(template, program.fake_mode, layouts=incoming)
-                found = {name: getattr(joints[known], name) for name in FOUND}
-                templates[names[key]] = replace(template, name=names[key], **found)
+                sums = {name: getattr(joints[known], name) for name in FOUND}
+                templates[names[key]] = replace(template, name=names[key], **sums)
             gradients = g.outputs(templates[names[key]].joint)[len(region.outputs) :]  # type: ignore[arg-type]
             for value, gradient in zip(region.activations, gradients):
                 if gradient is not None:
@@ -234,10 +234,10 @@ def _decides(template: Template, incoming: Sequence[Layout | None]) -> str:
     """All that decides a joint graph: the forward graph in its sizes, with its names and lines, and what gradients are
     asked for and come in.
     """
-    told = [(node.name, node.meta.get("source"), node.meta.get("module")) for node in template.graph.nodes]
+    described = [(node.name, node.meta.get("source"), node.meta.get("module")) for node in template.graph.nodes]
     forward = g.canonical(template.graph, lambda node: node.meta["role"])
     of = (template.activations, template.outputs, template.differentiable, template.inexact, template.threaded)
-    return g.digest(forward, told, of, len(template.parameters), incoming)
+    return g.digest(forward, described, of, len(template.parameters), incoming)
 
 
 def joint_of(

@@ -59,8 +59,8 @@ class DropoutPass(Pass):
 
 
 def _refuse_dropout_within(node: fx.Node) -> None:
-    given = g.bind(node)
-    if given["dropout"] and given["train"] and given["num_layers"] > 1:
+    bound = g.bind(node)
+    if bound["dropout"] and bound["train"] and bound["num_layers"] > 1:
         raise InputError(
             f"{g.short_op(node)} drops out between its layers, with numbers that csc cannot draw",
             g.place(node),
@@ -83,21 +83,21 @@ class _Draws:
 
     def rewrite(self, node: fx.Node) -> None:
         """Replace one random call, or note that it stays."""
-        name, given = g.op_name(node), g.bind(node)
+        name, bound = g.op_name(node), g.bind(node)
         with self.graph.inserting_before(node):
             if name in DROPOUTS:
-                new = self._dropout(node, given)
+                new = self._dropout(node, bound)
             elif name == SDPA:
-                new = self._attention(node, given)
+                new = self._attention(node, bound)
             elif name in FILLED_AT_RANDOM:
-                new = self._drawn(node, name, given)
-            elif name == "aten::bernoulli" and given.get("generator") is None:
-                new = self._bernoulli(node, given)
+                new = self._drawn(node, name, bound)
+            elif name == "aten::bernoulli" and bound.get("generator") is None:
+                new = self._bernoulli(node, bound)
             else:
                 where = g.place(node)
                 self.notes.append(f"{where}: {g.short_op(node)} draws from torch's generator, in the order of work")
                 if name == "aten::randint_like":  # it has no derivative, and Python's has none to ask for
-                    node.update_arg(0, self._call(node, aten.detach.default, given["self"]))
+                    node.update_arg(0, self._call(node, aten.detach.default, bound["self"]))
                 return
         if name == "aten::native_dropout":  # its first item is the result, the second one the mask for its backward
             for item in list(node.users):
@@ -110,36 +110,36 @@ class _Draws:
         self.drawn[path] = self.drawn.get(path, -1) + 1
         return self.drawn[path]
 
-    def _dropout(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
-        if given.get("train") is False or not given["p"]:
-            return given["input"]
-        return self._call(node, DROPOUT, given["input"], float(given["p"]), self.seed, self._index(node))
+    def _dropout(self, node: fx.Node, bound: dict[str, Any]) -> fx.Node:
+        if bound.get("train") is False or not bound["p"]:
+            return bound["input"]
+        return self._call(node, DROPOUT, bound["input"], float(bound["p"]), self.seed, self._index(node))
 
-    def _drawn(self, node: fx.Node, name: str, given: dict[str, Any]) -> fx.Node:
+    def _drawn(self, node: fx.Node, name: str, bound: dict[str, Any]) -> fx.Node:
         val = node.meta["val"]
         target = NORMAL if "randn" in name else UNIFORM
         return self._call(node, target, self.seed, self._index(node), list(val.shape), val.dtype, val.device)
 
-    def _bernoulli(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
+    def _bernoulli(self, node: fx.Node, bound: dict[str, Any]) -> fx.Node:
         """1 where a uniform number is below the probability: `p`, a number or one of each, or else the value itself."""
         val = node.meta["val"]
         drawn = self._call(node, UNIFORM, self.seed, self._index(node), list(val.shape), torch.float32, val.device)
-        chance = given.get("p", given["self"])
+        chance = bound.get("p", bound["self"])
         of_each = isinstance(chance, fx.Node) and isinstance(chance.meta["val"], torch.Tensor)
         below = self._call(node, aten.lt.Tensor if of_each else aten.lt.Scalar, drawn, chance)
         return self._call(node, aten._to_copy.default, below, dtype=val.dtype)
 
-    def _attention(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
+    def _attention(self, node: fx.Node, bound: dict[str, Any]) -> fx.Node:
         """softmax(Q K^T scale + mask), dropped out, times V: the weights are there whole, [B, H, Tq, Tk]."""
-        query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+        query, key, value, mask = (bound[name] for name in ("query", "key", "value", "attn_mask"))
         q = query.meta["val"]
-        times = q.shape[-3] // key.meta["val"].shape[-3] if given["enable_gqa"] else 1
+        times = q.shape[-3] // key.meta["val"].shape[-3] if bound["enable_gqa"] else 1
         if times > 1:
             key, value = (self._call(node, aten.repeat_interleave.self_int, t, times, -3) for t in (key, value))
         across = self._call(node, aten.transpose.int, key, -2, -1)
         scores = self._call(node, aten.matmul.default, query, across)
-        scores = self._call(node, aten.mul.Tensor, scores, given["scale"] or q.shape[-1] ** -0.5)
-        if given["is_causal"]:
+        scores = self._call(node, aten.mul.Tensor, scores, bound["scale"] or q.shape[-1] ** -0.5)
+        if bound["is_causal"]:
             rows = [q.shape[-2], key.meta["val"].shape[-2]]
             every = self._call(node, aten.ones.default, rows, dtype=torch.bool, device=q.device)
             mask = self._call(node, aten.tril.default, every)
@@ -149,10 +149,10 @@ class _Draws:
         elif mask is not None:
             scores = self._call(node, aten.add.Tensor, scores, mask)
         weights = self._call(node, aten._safe_softmax.default, scores, -1)
-        dropped = self._call(node, DROPOUT, weights, float(given["dropout_p"]), self.seed, self._index(node))
+        dropped = self._call(node, DROPOUT, weights, float(bound["dropout_p"]), self.seed, self._index(node))
         result = self._call(node, aten.matmul.default, dropped, value)
-        found = in_layout(self.graph, result, node.meta["val"])
-        assert found is not None
+        laid_out = in_layout(self.graph, result, node.meta["val"])
+        assert laid_out is not None
         where = g.place(node)
         self.notes.append(f"{where}: {WRITTEN_OUT}")
-        return found
+        return laid_out

@@ -75,40 +75,43 @@ def _is_feature(entry: Input) -> bool:
 
 def _reasons(program: Program) -> dict[str, str]:
     """Of each region why it cannot be left out, "" if it can: a clause."""
-    trainable = {one.name for one in program.parameters if one.trainable}
+    trainable = {parameter.name for parameter in program.parameters if parameter.trainable}
     tokens = {item.name for item in program.inputs if item.table is not None and item.name not in program.made}
     roles, maker = _roles(program), dict[str, str]()
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for region in program.regions:
         template = program.templates[region.template]
         read = {role for table in region.shared for role in roles[table]}
         trained = next((name for name in region.parameters if name in trainable), None)
-        above = next((maker[value] for value in region.activations if found[maker[value]]), None)
+        above = next((maker[value] for value in region.activations if reasons[maker[value]]), None)
         entries = {name for kind, name in read if kind == "input"}
         if trained is not None:
-            found[region.name] = f"{trained!r} trains"
+            reasons[region.name] = f"{trained!r} trains"
         elif above is not None:
-            found[region.name] = f"{region.name} depends on {above}, and {found[above]}"
+            reasons[region.name] = f"{region.name} depends on {above}, and {reasons[above]}"
         elif any(kind == "random" for kind, _ in read) or any(map(draws, g.calls(template.graph))):
-            found[region.name] = f"{region.name} draws random numbers (dropout in train mode)"
+            reasons[region.name] = f"{region.name} draws random numbers (dropout in train mode)"
         elif LOSS_WEIGHTS in read:
-            found[region.name] = f"{region.name} adds terms of the loss"
+            reasons[region.name] = f"{region.name} adds terms of the loss"
         elif template.divided or any(kind in OF_RANKS for kind, _ in read):
-            found[region.name] = f"{region.name} {SPREAD}"
+            reasons[region.name] = f"{region.name} {SPREAD}"
         elif entries & tokens:
-            found[region.name] = f"{region.name} depends on token ids ({min(entries & tokens)!r})"
+            reasons[region.name] = f"{region.name} depends on token ids ({min(entries & tokens)!r})"
         else:
-            found[region.name] = ""
+            reasons[region.name] = ""
         maker |= dict.fromkeys(region.outputs, region.name)
-    return found
+    return reasons
 
 
 def _roles(program: Program) -> Mapping[str, set[tuple[str, str]]]:
     """What each table is made of."""
     if program.shared is None:
         return {}
-    made = zip(program.shared.output_node().meta["names"], g.outputs(program.shared))
-    return {name: {one.meta["role"] for one in g.ancestors([node]) if one.op == "placeholder"} for name, node in made}
+    tables = zip(program.shared.output_node().meta["names"], g.outputs(program.shared))
+    return {
+        name: {node_above.meta["role"] for node_above in g.ancestors([node]) if node_above.op == "placeholder"}
+        for name, node in tables
+    }
 
 
 def _left_out(program: Program, inexact: set[str], free: set[str]) -> list[Region]:
@@ -133,13 +136,13 @@ def _left_out(program: Program, inexact: set[str], free: set[str]) -> list[Regio
 
 def _reading(program: Program, inexact: set[str]) -> list[str]:
     """The regions that depend on one of these entries, in order."""
-    roles, found, values = _roles(program), list[str](), set[str]()
+    roles, reading, values = _roles(program), list[str](), set[str]()
     for region in program.regions:
         entries = {name for table in region.shared for kind, name in roles[table] if kind == "input"}
         if entries & inexact or values.intersection(region.activations):
-            found.append(region.name)
+            reading.append(region.name)
             values.update(region.outputs)
-    return found
+    return reading
 
 
 def _why(program: Program, inexact: set[str], reasons: Mapping[str, str]) -> str:
@@ -154,8 +157,8 @@ def _without(program: Program, left_out: Sequence[Region], rest: Sequence[Region
     still = {table for region in rest for table in region.shared} | ({program.loss_tokens} - {""})
     before = _entries(program, still) | {program.combination.rows, *program.combination.whole}
     stage = stage_of(program, 0, 0, left_out, False)
-    made = {value: region for region in left_out for value in region.outputs}
-    nodes = {value: _node(program, made[value], value) for value in values}
+    producer = {value: region for region in left_out for value in region.outputs}
+    nodes = {value: _node(program, producer[value], value) for value in values}
     shared, names = _with_entries(program.shared, nodes)
     templates = {region.template: program.templates[region.template] for region in rest}
     variants = {region.variant: program.variants[region.variant] for region in rest}
@@ -164,7 +167,7 @@ def _without(program: Program, left_out: Sequence[Region], rest: Sequence[Region
         template, variant = _handing_on(unique(f"{NAME}{_last(value)}", {**templates, **variants}), nodes[value])
         templates[template.name], variants[template.name] = template, variant
         handing[value] = replace(
-            made[value], name=ENTRY + value, kind="container", template=template.name, variant=variant.name,
+            producer[value], name=ENTRY + value, kind="container", template=template.name, variant=variant.name,
             activations=(), shared=(names[value],), parameters=(), outputs=(value,), threaded=(), dx=(), dw=(),
         )  # fmt: skip
     entries = tuple(ENTRY + value for value in values)
@@ -187,9 +190,9 @@ def _apart(
     for region in left_out:
         if region.variant not in names:
             names[region.variant] = unique(f"{NAME}{region.variant}", {**taken, **variants})
-            own = program.variants[region.variant]
+            variant = program.variants[region.variant]
             variants[names[region.variant]] = divided(
-                replace(own, name=names[region.variant]), templates[region.template]
+                replace(variant, name=names[region.variant]), templates[region.template]
             )
     regions = tuple(replace(region, variant=names[region.variant]) for region in left_out)
     return Features(regions, templates, variants, values, entries, stage)
@@ -202,9 +205,9 @@ def _entries(program: Program, tables: Collection[str]) -> set[str]:
 
 def _node(program: Program, region: Region, value: str) -> fx.Node:
     """What makes a value in the region's template."""
-    found = g.outputs(program.templates[region.template].graph)[region.outputs.index(value)]
-    assert isinstance(found, fx.Node)
-    return found
+    value_node = g.outputs(program.templates[region.template].graph)[region.outputs.index(value)]
+    assert isinstance(value_node, fx.Node)
+    return value_node
 
 
 def _with_entries(shared: fx.Graph, nodes: Mapping[str, fx.Node]) -> tuple[fx.Graph, dict[str, str]]:
@@ -228,8 +231,8 @@ def _with_entries(shared: fx.Graph, nodes: Mapping[str, fx.Node]) -> tuple[fx.Gr
 def _handing_on(name: str, node: fx.Node) -> tuple[Template, Variant]:
     """What a region of a value does that comes with the batch."""
     graph = fx.Graph()
-    given = g.add_placeholder(graph, "features", node.meta["val"], ("shared", "features"))
-    graph.output((given,))
+    entered = g.add_placeholder(graph, "features", node.meta["val"], ("shared", "features"))
+    graph.output((entered,))
     joint, _ = g.copy_graph(graph)
     pruned, _ = g.copy_graph(graph)
     template = Template(

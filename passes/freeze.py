@@ -61,13 +61,13 @@ class FreezePass(Pass):
 
 def _check_checkpoints(program: Program, trainable: Set[str]) -> None:
     """What trains in a reentrant checkpoint gets a gradient in eager mode only if one of its inputs does."""
-    for one in program.checkpoints:
-        lost = sorted(trainable & set(one.inside))
-        if lost and not one.anyway and trainable.isdisjoint(one.before):
+    for checkpoint in program.checkpoints:
+        lost = sorted(trainable & set(checkpoint.inside))
+        if lost and not checkpoint.anyway and trainable.isdisjoint(checkpoint.before):
             raise InputError(
                 f"a reentrant checkpoint is given nothing that needs a gradient, so that eager PyTorch gives none to "
                 f"{lost[0]!r} inside it",
-                one.where,
+                checkpoint.where,
                 "checkpoint with use_reentrant=False, or call model.enable_input_require_grads()",
             )
 

@@ -60,10 +60,10 @@ class HeadPass(Pass):
         writer = Writer(graph, program.fake_mode)
         changed = False
         for node in g.calls(graph):
-            found = _found(node)
-            rows = 0 if found is None else _rows(found, options)
-            if found is not None and rows:
-                _write(found, rows, writer)
+            matches = _found(node)
+            rows = 0 if matches is None else _rows(matches, options)
+            if matches is not None and rows:
+                _write(matches, rows, writer)
                 changed = True
         if not changed:
             return program
@@ -90,11 +90,11 @@ class _Head:
     moved: list[fx.Node] = field(default_factory=list)
 
 
-def _rows(found: _Head, options: Options) -> int:
+def _rows(match: _Head, options: Options) -> int:
     """Tokens of a chunk; 0 if the logits are to stay whole, since their bits are eager's then."""
     if options.loss_chunk is not None:
         return options.loss_chunk
-    weight, tokens, mesh = found.weight.meta["val"], found.labels.meta["val"].numel(), options.mesh
+    weight, tokens, mesh = match.weight.meta["val"], match.labels.meta["val"].numel(), options.mesh
     classes, width = weight.shape
     fewer = mesh.own("tp") or mesh.wide  # divide the head, or none
     divided = classes % mesh.tp == 0 and not fewer
@@ -160,7 +160,7 @@ class _Trail:
 
     def move(self, node: fx.Node) -> bool:
         """A view or copy that leaves the logits of a token together, or a choice among tokens."""
-        shapes = [one.meta["val"].shape for one in (node, node.args[0])]  # type: ignore[union-attr]
+        shapes = [tensor.meta["val"].shape for tensor in (node, node.args[0])]  # type: ignore[union-attr]
         if any(not shape or shape[-1] != self.classes for shape in shapes):
             return False
         bound = g.bind(node)
@@ -208,15 +208,15 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | Non
     return (x, weight, None) if isinstance(weight, fx.Node) and weight.meta["val"].dim() == 2 else None
 
 
-def _write(found: _Head, rows: int, writer: Writer) -> None:
+def _write(match: _Head, rows: int, writer: Writer) -> None:
     """Put the operator in place of the loss, as code of the module that makes the logits."""
-    loss, like = found.loss, found.product
+    loss, like = match.loss, match.product
     dtype = loss.meta["val"].dtype
     with writer.graph.inserting_before(loss):
-        x = _tokens(found, writer)
+        x = _tokens(match, writer)
         results = writer.call(
-            like, HEAD, x, found.weight, found.bias, found.labels, found.scale, found.softcap, found.ignored,
-            found.mean, rows, [True, True, True, found.bias is not None],
+            like, HEAD, x, match.weight, match.bias, match.labels, match.scale, match.softcap, match.ignored,
+            match.mean, rows, [True, True, True, match.bias is not None],
         )  # fmt: skip
         value = writer.call(like, operator.getitem, results, 0)
         if value.meta["val"].dtype is not dtype:
@@ -224,13 +224,13 @@ def _write(found: _Head, rows: int, writer: Writer) -> None:
     replace_call(loss, value)
 
 
-def _tokens(found: _Head, writer: Writer) -> fx.Node:
+def _tokens(match: _Head, writer: Writer) -> fx.Node:
     """x of the tokens that have labels, in their order: what chose among logits chooses among them."""
-    x = found.x
-    if not any(g.op_name(node) == "aten::slice" for node in found.moved):
+    x = match.x
+    if not any(g.op_name(node) == "aten::slice" for node in match.moved):
         return x  # the operator takes tokens in any leading dimensions
     width = x.meta["val"].shape[-1]
-    for node in found.moved:
+    for node in match.moved:
         if g.op_name(node) == "aten::slice":
             x = writer.call(node, node.target, x, *node.args[1:], **node.kwargs)
         elif g.op_name(node) in RESHAPES:

@@ -38,7 +38,7 @@ class InPlacePass(Pass):
     def __call__(self, program: Program, options: Options) -> Program:
         if options.fuse:
             return program
-        return replace(program, variants={name: _of(one) for name, one in program.variants.items()})
+        return replace(program, variants={name: _of(graph) for name, graph in program.variants.items()})
 
 
 def _of(variant: Variant) -> Variant:
@@ -53,15 +53,17 @@ def marked(graph: fx.Graph | None) -> fx.Graph | None:
     if graph is None:
         return None
     copy, _ = g.copy_graph(graph)
-    last, found = _last_reads(copy), False
+    last, marked = _last_reads(copy), False
     for place, node in enumerate(copy.nodes):
-        over = next((one for one in _operands(node) if last[maker(one)] == place and _may_go(one, node)), None)
+        over = next(
+            (operand for operand in _operands(node) if last[maker(operand)] == place and _may_go(operand, node)), None
+        )
         if over is None:
             continue
         if node.args[0] is not over:
             node.args = (over, node.args[0])
-        node.meta["in_place"], found = WAYS[node.target.name()], True
-    return copy if found else graph
+        node.meta["in_place"], marked = WAYS[node.target.name()], True
+    return copy if marked else graph
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, float]:
@@ -89,20 +91,20 @@ def _operands(node: fx.Node) -> Iterator[fx.Node]:
         return
     name = node.target.name()
     if name in WAYS:
-        yield from (one for one in node.args[: 1 + (name in EITHER)] if isinstance(one, fx.Node))
+        yield from (operand for operand in node.args[: 1 + (name in EITHER)] if isinstance(operand, fx.Node))
 
 
 def _may_go(operand: fx.Node, node: fx.Node) -> bool:
     """Whether the result of a call, which is the last to read this operand of it, may take its place."""
-    made = maker(operand)
-    if not isinstance(made.target, OpOverload) or made.target.name() not in ALONE:
+    producer = maker(operand)
+    if not isinstance(producer.target, OpOverload) or producer.target.name() not in ALONE:
         return False
-    operands = [one for one in node.args if isinstance(one, fx.Node)]
-    if sum(maker(one) is made for one in operands) > 1:
+    operands = [operand for operand in node.args if isinstance(operand, fx.Node)]
+    if sum(maker(operand) is producer for operand in operands) > 1:
         return False
     if WAYS[node.target.name()] != g.METHOD and not _is_by_rows(node, operands):  # type: ignore[union-attr]
         return False
-    return _is_all_of(operand.meta["val"], made.meta["val"]) and _alike(operand.meta["val"], node.meta["val"])
+    return _is_all_of(operand.meta["val"], producer.meta["val"]) and _alike(operand.meta["val"], node.meta["val"])
 
 
 def _is_by_rows(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
@@ -110,17 +112,22 @@ def _is_by_rows(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
     go through a row several times have been tried on CPUs alone.
     """
     value = operands[0].meta["val"]
-    last, given = value.dim() - 1, g.bind(node)
-    if "dim" in given and (given["dim"] not in (-1, last) or value.device.type != "cpu"):
+    last, bound = value.dim() - 1, g.bind(node)
+    if "dim" in bound and (bound["dim"] not in (-1, last) or value.device.type != "cpu"):
         return False
-    return all(one.meta["val"].is_contiguous() for one in operands)
+    return all(operand.meta["val"].is_contiguous() for operand in operands)
 
 
 def _is_all_of(value: torch.Tensor, memory: torch.Tensor) -> bool:
     """Whether a view reads all of some memory, each entry once."""
-    static = all(isinstance(size, int) for one in (value, memory) for size in (*one.shape, *one.stride()))
+    static = all(isinstance(size, int) for tensor in (value, memory) for size in (*tensor.shape, *tensor.stride()))
     return static and value.numel() == memory.numel() and dense(value.shape, value.stride())
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.dtype, one.device, one.shape, one.stride()) == (other.dtype, other.device, other.shape, other.stride())
+def _alike(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return (first.dtype, first.device, first.shape, first.stride()) == (
+        other.dtype,
+        other.device,
+        other.shape,
+        other.stride(),
+    )

@@ -36,9 +36,11 @@ Value = Any  # None, bool, int, float, str, or a tuple of these
 
 def text_of(step: Pass, name: str) -> str:
     """A pass as an item of a line, under that name."""
-    given = [(one.name, getattr(step, one.name)) for one in fields(step)]
-    said = [f"{key}={_text(value)}" for (key, value), one in zip(given, fields(step)) if not _is_default(one, value)]
-    return f"{name}{{{','.join(said)}}}" if said else name
+    values = [(option.name, getattr(step, option.name)) for option in fields(step)]
+    texts = [
+        f"{key}={_text(value)}" for (key, value), option in zip(values, fields(step)) if not _is_default(option, value)
+    ]
+    return f"{name}{{{','.join(texts)}}}" if texts else name
 
 
 def place_of(kind: type[Pass]) -> str:
@@ -55,8 +57,8 @@ def _is_loaded_file(module: types.ModuleType) -> bool:
     return module.__name__.startswith("csc_target_")
 
 
-def _is_default(one: Field[Any], value: Value) -> bool:
-    standard = one.default if one.default_factory is MISSING else one.default_factory()
+def _is_default(option: Field[Any], value: Value) -> bool:
+    standard = option.default if option.default_factory is MISSING else option.default_factory()
     return type(standard) is type(value) and standard == value
 
 
@@ -66,7 +68,7 @@ def _text(value: Value) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, (tuple, list)):
-        return f"[{','.join(_text(one) for one in value)}]"
+        return f"[{','.join(_text(entry) for entry in value)}]"
     text = str(value)
     plain = WORD.fullmatch(text) and text not in WORDS and not NUMBER.fullmatch(text)
     return text if plain else json.dumps(text)
@@ -133,7 +135,7 @@ def no_pass(name: str, known: Mapping[str, Any]) -> str:
 
 def made(kind: type[Pass], options: Mapping[str, Value], where: str) -> Pass:
     """A pass of a class, with these options. InputError if it has no such options, or not of this type."""
-    names = [one.name for one in fields(kind) if one.init]
+    names = [option.name for option in fields(kind) if option.init]
     for name in options:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -162,7 +164,7 @@ def _as(hint: Any, value: Value) -> Value:
     if isinstance(value, tuple) and get_origin(hint) is tuple:
         inner = get_args(hint)
         each = [inner[0]] * len(value) if inner[1:] == (...,) else [*inner, *[Any] * len(value)]
-        return tuple(_as(kind, one) for kind, one in zip(each, value))
+        return tuple(_as(kind, entry) for kind, entry in zip(each, value))
     return value
 
 
@@ -245,8 +247,8 @@ class _Reader:
         while self._at < len(self._line) and self._line[self._at].isspace():
             self._at += 1
 
-    def _refuse(self, what: str, remedy: str) -> NoReturn:
-        raise InputError(what, f"{PLACE}, column {self._at + 1}", remedy)
+    def _refuse(self, fault: str, remedy: str) -> NoReturn:
+        raise InputError(fault, f"{PLACE}, column {self._at + 1}", remedy)
 
 
 # --- What fields may hold ---------------------------------------------------------------------------------------------
@@ -255,22 +257,24 @@ class _Reader:
 def check_fields(step: Pass, where: str) -> None:
     """InputError for an option that a line cannot hold, or of another type than its class says."""
     hints = _hints(type(step))
-    for one in fields(step):
-        value = getattr(step, one.name)
+    for option in fields(step):
+        value = getattr(step, option.name)
         if not _holds(value):
             raise InputError(
-                f"the option {one.name} of pass {step.name} is {_article(type(value).__name__)}", where,
+                f"the option {option.name} of pass {step.name} is {_article(type(value).__name__)}", where,
                 "use None, True or False, numbers, texts, or tuples of these: a line has to hold it",
             )  # fmt: skip
-        if not _fits(value, hints.get(one.name, Any)):
+        if not _fits(value, hints.get(option.name, Any)):
             raise InputError(
-                f"the option {one.name} of pass {step.name} is {_text(value)}", where, f"its type is {type_text(one)}"
+                f"the option {option.name} of pass {step.name} is {_text(value)}",
+                where,
+                f"its type is {type_text(option)}",
             )
 
 
 def _holds(value: Value) -> bool:
     return value is None or type(value) in (bool, int, float, str) or (
-        type(value) is tuple and all(_holds(one) for one in value)
+        type(value) is tuple and all(_holds(entry) for entry in value)
     )  # fmt: skip
 
 
@@ -291,14 +295,14 @@ def _fits(value: Value, hint: Any) -> bool:
     """Whether a value is of a type. Types of which a line knows nothing fit all."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, choice) for choice in inner)
     if origin is Literal:
         return value in inner
     if origin is tuple:
         if not isinstance(value, tuple):
             return False
         if inner[1:] == (...,):
-            return all(_fits(one, inner[0]) for one in value)
+            return all(_fits(entry, inner[0]) for entry in value)
         return len(inner) == len(value) and all(map(_fits, value, inner))
     if hint in (None, type(None)):
         return value is None

@@ -41,20 +41,20 @@ def weighed(program: Program, graph: fx.Graph, terms: Sequence[Term], divisors: 
         return False
     first = next(iter(graph.nodes))
     with program.fake_mode, graph.inserting_before(first):
-        each = torch.empty(len(divisors), dtype=torch.float64, device=program.device)
-        weights = g.add_placeholder(graph, "loss_weights", each, LOSS_WEIGHTS)
+        ones_of = torch.empty(len(divisors), dtype=torch.float64, device=program.device)
+        weights = g.add_placeholder(graph, "loss_weights", ones_of, LOSS_WEIGHTS)
     writer = Writer(graph, program.fake_mode)
-    own = {}
+    weight_of = {}
     for place, divisor in enumerate(divisors):
         with graph.inserting_after(weights):
-            own[divisor] = writer.call(None, aten.select.int, weights, 0, place)
-    for divisor, weight in own.items():
+            weight_of[divisor] = writer.call(None, aten.select.int, weights, 0, place)
+    for divisor, weight in weight_of.items():
         if divisor.can_be_zero:
             (_never_divide_by_zero if divisor.value else _zero_for_no_label)(writer, named, divisor, weight)
     for term in terms:
         call = named[term.call]
         with graph.inserting_before(call):
-            _weigh(writer, call, term.operand, own[term.divisor])
+            _weigh(writer, call, term.operand, weight_of[term.divisor])
     return True
 
 
@@ -116,13 +116,13 @@ def _weigh(writer: Writer, call: fx.Node, operand: int, weight: fx.Node) -> None
 
 def counts(program: Program, graph: fx.Graph, divisors: Sequence[Divisor]) -> fx.Node | None:
     """One tensor before the graph's output; None if a call that is counted is no longer there."""
-    named, rows = _named(graph), {one.name: one.shape[one.samples] for one in program.inputs if one.shape}
-    if any(one.counted and one.counted not in named for one in divisors):
+    named, rows = _named(graph), {entry.name: entry.shape[entry.samples] for entry in program.inputs if entry.shape}
+    if any(divisor.counted and divisor.counted not in named for divisor in divisors):
         return None
     with graph.inserting_before(graph.output_node()):
         writer = Writer(graph, program.fake_mode)
-        found = [_count(program, writer, one, named, rows) for one in divisors]
-        count = writer.call(None, aten.stack.default, found)
+        row_counts = [_count(program, writer, divisor, named, rows) for divisor in divisors]
+        count = writer.call(None, aten.stack.default, row_counts)
     count.meta["hint"] = "counted_terms"
     return count
 
@@ -199,25 +199,25 @@ class LossPass(Pass):
     def __call__(self, program: Program, options: Options) -> Program:
         options = self.over(options)
         (result,) = g.outputs(program.graph)
-        program, found = _combination(program)
-        if found.problem and options.over_batch:
-            program, found = over_batch(program, found)
+        program, combination = _combination(program)
+        if combination.problem and options.over_batch:
+            program, combination = over_batch(program, combination)
             (result,) = g.outputs(program.graph)
-        found = replace(found, summed=options.mesh.cp > 1 and labels_of(result) is None)
-        if found.problem:
-            found = _as_it_ends(found, result)
-        weight = found.weight if options.loss_weight == "auto" else options.loss_weight
-        counted = _node_named(program.graph, found.counted)
-        if (options.mesh.cp > 1 and not found.summed) or not weight or (weight == "tokens" and counted is None):
+        combination = replace(combination, summed=options.mesh.cp > 1 and labels_of(result) is None)
+        if combination.problem:
+            combination = _as_it_ends(combination, result)
+        weight = combination.weight if options.loss_weight == "auto" else options.loss_weight
+        counted = _node_named(program.graph, combination.counted)
+        if (options.mesh.cp > 1 and not combination.summed) or not weight or (weight == "tokens" and counted is None):
             counted = labels_of(result)
             if options.loss_weight == "auto":
                 weight = "mean" if counted is None else "tokens"
-        if found.problem and _is_mean_of_one_sample(program, found, result):
+        if combination.problem and _is_mean_of_one_sample(program, combination, result):
             program = replace(program, notes=(*program.notes, ONE_SAMPLE))
-            found = replace(found, problem="", where="", ends="")
+            combination = replace(combination, problem="", where="", ends="")
         if weight == "terms":
-            return _of_terms(program, found)
-        program = replace(program, combination=found, loss_weight=weight)
+            return _of_terms(program, combination)
+        program = replace(program, combination=combination, loss_weight=weight)
         if weight != "tokens":
             return program
         if counted is None:
@@ -232,19 +232,21 @@ class LossPass(Pass):
         return replace(program, graph=graph)
 
 
-def _of_terms(program: Program, found: Combination) -> Program:
+def _of_terms(program: Program, combination: Combination) -> Program:
     """If a pass has changed the calls that add terms, or what they are divided by, nothing is proven."""
     graph, mapping = g.copy_graph(program.graph)
-    divisors, (result,) = found.divisors, g.outputs(program.graph)
+    divisors, (result,) = combination.divisors, g.outputs(program.graph)
     count = counts(program, graph, divisors)
     if count is not None:
         graph.output_node().args = ((mapping[result], count),)
-    if count is None or not weighed(program, graph, found.terms, divisors):
-        call = _node_named(program.graph, found.terms[0].call)
-        refused = Combination(rows=found.rows, problem=OF_TERMS, where=g.place(call) if call is not None else "loss")
+    if count is None or not weighed(program, graph, combination.terms, divisors):
+        call = _node_named(program.graph, combination.terms[0].call)
+        refused = Combination(
+            rows=combination.rows, problem=OF_TERMS, where=g.place(call) if call is not None else "loss"
+        )
         labels = labels_of(result) is not None
         return replace(program, combination=refused, loss_weight="tokens" if labels else "mean")
-    return replace(program, graph=graph, combination=found, loss_weight="terms")
+    return replace(program, graph=graph, combination=combination, loss_weight="terms")
 
 
 def _combination(program: Program) -> tuple[Program, Combination]:
@@ -253,44 +255,44 @@ def _combination(program: Program) -> tuple[Program, Combination]:
     known, key = program.joints.combinations if program.joints is not None else {}, assumed(program)
     if key in known:
         return program, known[key]
-    found, always = proven(program, program.symbolic)
+    combination, always = proven(program, program.symbolic)
     if always and program.joints is not None:
-        joints = replace(program.joints, combinations={**known, key: found})
+        joints = replace(program.joints, combinations={**known, key: combination})
         program = replace(program, joints=joints)
-    return program, found
+    return program, combination
 
 
 def check_combination(program: Program, options: Options) -> None:
     """InputError if the batch is cut into microbatches and nothing proves how their losses combine."""
-    found = program.combination
-    if found.problem and options.loss_weight == "auto" and options.microbatches * options.mesh.dp > 1:
+    combination = program.combination
+    if combination.problem and options.loss_weight == "auto" and options.microbatches * options.mesh.dp > 1:
         raise InputError(
-            f"csc cannot prove that the losses of microbatches make the loss of the batch: {found.problem}",
-            found.where,
+            f"csc cannot prove that the losses of microbatches make the loss of the batch: {combination.problem}",
+            combination.where,
             "use one microbatch and dp=1, with which the step is the model's own; or, if its samples do not depend on "
-            f"each other, {possible_weights(found)}",
+            f"each other, {possible_weights(combination)}",
         )
 
 
 def possible_weights(found: Combination) -> str:
     """Each `loss_weight` that may be right where nothing is proven, and how to tell which it is; a remedy's clause."""
-    at = f", as by {found.ends}" if found.ends else ""
+    place = f", as by {found.ends}" if found.ends else ""
     offered = ["loss_weight='mean' where it is divided by a number of samples", "loss_weight='sum' where by nothing"]
     if found.counted:
-        offered.insert(0, f"loss_weight='tokens' where it is divided by a number of labels or the sum of a mask{at}")
+        offered.insert(0, f"loss_weight='tokens' where it is divided by a number of labels or the sum of a mask{place}")
     return (
         f"say by what the loss is divided: {', '.join(offered)}. A weight that does not make eager "
         "PyTorch's loss and gradients of the whole batch is refused in the first step, unless check=False"
     )
 
 
-def _is_mean_of_one_sample(program: Program, found: Combination, result: fx.Node) -> bool:
+def _is_mean_of_one_sample(program: Program, combination: Combination, result: fx.Node) -> bool:
     """Whether a model that asks for the number of samples was traced for one, and its loss is a mean over labels.
 
     Then nothing in the graph tells what would be done to several; but microbatches have one sample each, so that none
     meets another in them. What the model does to a whole batch the check compares (csc.check).
     """
-    rows = next((one.shape[one.samples :] for one in program.inputs if one.name == found.rows), ())
+    rows = next((entry.shape[entry.samples :] for entry in program.inputs if entry.name == combination.rows), ())
     return rows[:1] == (1,) and labels_of(result) is not None
 
 
@@ -302,11 +304,13 @@ def labels_of(result: Any) -> fx.Node | None:
     if not isinstance(node, fx.Node) or g.op_name(node) not in LABELS:
         return None
     bound = g.bind(node)
-    whole = bound["target"].meta["val"].dtype is torch.int64 and bound.get("weight") is None
-    return node if whole and bound["reduction"] == MEAN and not g.reads_parameters([bound["target"]]) else None
+    is_class_labels = bound["target"].meta["val"].dtype is torch.int64 and bound.get("weight") is None
+    return (
+        node if is_class_labels and bound["reduction"] == MEAN and not g.reads_parameters([bound["target"]]) else None
+    )
 
 
-def _as_it_ends(found: Combination, result: Any) -> Combination:
+def _as_it_ends(combination: Combination, result: Any) -> Combination:
     """What the loss is divided by in its last operation, if that can be counted: nothing proves that it adds up over
     microbatches, but `loss_weight="tokens"` may say so.
     """
@@ -314,18 +318,18 @@ def _as_it_ends(found: Combination, result: Any) -> Combination:
     while isinstance(node, fx.Node) and _scales_only(node):
         node = node.args[0]
     if not isinstance(node, fx.Node):
-        return found
+        return combination
     if g.op_name(node) in LABELS:
         bound = g.bind(node)
         known = not bound["target"].meta["val"].dtype.is_floating_point and bound["reduction"] == MEAN
         if known and not g.reads_parameters([bound["target"], bound.get("weight")]):
-            return replace(found, counted=node.name, ends=_at(node))
+            return replace(combination, counted=node.name, ends=_at(node))
     if g.op_name(node) == "aten::div" and isinstance(node.args[1], fx.Node):
         count, added, least = _counted_value(node.args[1])
         alone = count.meta["val"].numel() == 1 and not g.reads_parameters([count])
-        if alone and any(one.meta.get("role", ("",))[0] == "input" for one in g.ancestors([count])):
-            return replace(found, counted=count.name, added=added, least=least, ends=_at(node))
-    return found
+        if alone and any(ancestor.meta.get("role", ("",))[0] == "input" for ancestor in g.ancestors([count])):
+            return replace(combination, counted=count.name, added=added, least=least, ends=_at(node))
+    return combination
 
 
 def _at(node: fx.Node) -> str:

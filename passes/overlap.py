@@ -33,14 +33,21 @@ class OverlapPass(Pass):
     def __call__(self, program: Program, options: Options) -> Program:
         if options.mesh.sizes(Group.TENSOR) == (1,):
             return program
-        done = {name: replace(one, backward=_of(one, program.fake_mode)) for name, one in program.variants.items()}
+        done = {
+            name: replace(variant, backward=_of(variant, program.fake_mode))
+            for name, variant in program.variants.items()
+        }
         return replace(program, variants=done)
 
 
 def _of(variant: Variant, fake_mode: Any) -> fx.Graph | None:
     """None where nothing would run beside an exchange."""
     first, second = variant.backward_input, variant.backward_weight
-    if first is None or second is None or not any(n.target in APART for one in (first, second) for n in g.calls(one)):
+    if (
+        first is None
+        or second is None
+        or not any(n.target in APART for graph in (first, second) for n in g.calls(graph))
+    ):
         return None
     joined = _Joined(first, second)
     order = _beside(joined.calls, joined.urgent)
@@ -60,17 +67,17 @@ class _Joined:
         self.graph, mapping = g.copy_graph(first)
         self.gradients, stashed = ([mapping[node] for node in some] for some in g.outputs(first))
         self.graph.erase_node(self.graph.output_node())
-        own = {node.name: node for node in self.graph.nodes}
-        given = iter(stashed)
+        own_nodes = {node.name: node for node in self.graph.nodes}
+        stashed_nodes = iter(stashed)
         into: dict[fx.Node, Any] = {}
         last = g.placeholders(self.graph)[-1] if g.placeholders(self.graph) else None
         for node in second.nodes:
             if node.op == "output":
                 continue
             if node.op == "placeholder" and node.meta["role"][0] == "saved":
-                into[node] = next(given)
-            elif node.name in own:
-                into[node] = own[node.name]
+                into[node] = next(stashed_nodes)
+            elif node.name in own_nodes:
+                into[node] = own_nodes[node.name]
             elif node.op == "placeholder":
                 with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
                     last = into[node] = g.add_placeholder(self.graph, node.name, node.meta["val"], node.meta["role"])
@@ -94,13 +101,18 @@ class _Joined:
                 g.copy_node(graph, step, mapping)
                 continue
             node = step if isinstance(step, fx.Node) else step.node
-            (given, *rest), (start, finish) = fx.map_arg(node.args, lambda n: mapping[n]), APART[node.target]
+            (first, *rest), (start, finish) = fx.map_arg(node.args, lambda n: mapping[n]), APART[node.target]
             if isinstance(step, _Begun):
-                tickets[node] = writer.named(f"{node.name}_started", node, start, given, *rest)
+                tickets[node] = writer.named(f"{node.name}_started", node, start, first, *rest)
             else:
-                mapping[node] = writer.named(node.name, node, finish, given, tickets[node], *rest)
+                mapping[node] = writer.named(node.name, node, finish, first, tickets[node], *rest)
                 mapping[node].meta["val"] = node.meta["val"]
-        graph.output((tuple(mapping[one] for one in self.gradients), tuple(mapping[one] for one in self.weights)))
+        graph.output(
+            (
+                tuple(mapping[gradient] for gradient in self.gradients),
+                tuple(mapping[gradient] for gradient in self.weights),
+            )
+        )
         g.erase_dead(graph)
         return graph
 
@@ -163,12 +175,12 @@ def _beside(calls: Iterable[fx.Node], urgent: set[fx.Node]) -> list[fx.Node | _B
 
 def _joined_again(steps: Sequence[fx.Node | _Begun]) -> list[fx.Node | _Begun]:
     """Without the beginnings of exchanges beside which nothing but views is made."""
-    found: list[fx.Node | _Begun] = []
+    steps_joined: list[fx.Node | _Begun] = []
     for i, step in enumerate(steps):
         if isinstance(step, _Begun):
             end = steps.index(step.node, i)
-            between = [one for one in steps[i + 1 : end] if isinstance(one, fx.Node) and one.target not in APART]
-            if all(is_view(one) for one in between):
+            between = [step for step in steps[i + 1 : end] if isinstance(step, fx.Node) and step.target not in APART]
+            if all(is_view(step) for step in between):
                 continue
-        found.append(step)
-    return found
+        steps_joined.append(step)
+    return steps_joined

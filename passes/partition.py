@@ -57,16 +57,16 @@ def given_schedule(options: Options) -> Schedule | None:
 def from_file(path: Path, options: Options) -> Schedule:
     """The schedule of a file. InputError if it cannot be read; ScheduleError, with the line, for text that is none."""
     try:
-        found = parse(path.read_text())
+        schedule = parse(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read it: {error}", str(path), "give the path of a schedule file") from None
     except ScheduleError as error:
         raise ScheduleError(error.what, f"{path}, {error.where}", error.remedy) from None
-    if len(found.ranks) != options.mesh.pp:
+    if len(schedule.ranks) != options.mesh.pp:
         raise InputError(
-            f"it lists {len(found.ranks)} ranks, the mesh has pp={options.mesh.pp}", str(path), "make them equal"
+            f"it lists {len(schedule.ranks)} ranks, the mesh has pp={options.mesh.pp}", str(path), "make them equal"
         )
-    return found
+    return schedule
 
 
 # --- Pass `partition`: regions to stages, stages to ranks, and the messages between stages ---------------------------
@@ -100,7 +100,7 @@ class PartitionPass(Pass):
         if program.batch_loss is not None and options.microbatches > 1:
             options = replace(options, schedule=_whole_forward(options))
         problem = numbers.problem(program, options)
-        program = replace(program, contexts=tuple(_priced(one, program, options) for one in program.contexts))
+        program = replace(program, contexts=tuple(_priced(context, program, options) for context in program.contexts))
         if options.part:
             options = replace(options, schedule=_of_part(program, problem, options))
         try:
@@ -143,7 +143,7 @@ class PartitionPass(Pass):
             bound=decided.bound,
             shared_bound=decided.shared_bound,
             peak_memory=tuple(decided.peak_memory),
-            peak_flops=sum(_peak(program, one) for one in profiles) / len(profiles),
+            peak_flops=sum(_peak(program, profile) for profile in profiles) / len(profiles),
             ahead=ahead.orders if ahead is not None else None,
         )
         return replace(divided, plan=record, notes=(*program.notes, *_over_batch(program, options)))
@@ -168,9 +168,9 @@ def _whole_forward(options: Options) -> str | Schedule:
     """The schedule of a program whose loss needs F of all microbatches before any B. InputError for one of another
     name; one that is given whole is checked by `csc.ir.schedule.check_whole_forward`.
     """
-    given = given_schedule(options)
-    if given is not None:
-        return given
+    schedule = given_schedule(options)
+    if schedule is not None:
+        return schedule
     if options.schedule in ("auto", ALL_FORWARD):
         return ALL_FORWARD
     raise InputError(
@@ -188,18 +188,18 @@ def _refuse_uneven(program: Program, stages: Sequence[Stage], mesh: Mesh) -> Non
     held: dict[str, tuple[int, int]] = {}
     component = {region.name: region.component for region in program.regions}
     for stage in stages:
-        there = mesh.extent(stage.rank)
+        extent = mesh.extent(stage.rank)
         for name in stage.regions:
             own = mesh.extent_of(component.get(name, ""))
-            if name in component and own != there:
+            if name in component and own != extent:
                 raise InputError(
                     f"{name} of {component[name]}, which the mesh puts on {_ranks(own)}, is at position {stage.rank}, "
-                    f"which has {_ranks(there)}", "schedule",
+                    f"which has {_ranks(extent)}", "schedule",
                     "leave the schedule out, or give it the stages of components on another number of ranks at the "
                     "first positions",
                 )  # fmt: skip
         for name in stage.parameters:
-            if held.setdefault(name, there) != there:
+            if held.setdefault(name, extent) != extent:
                 components = " and ".join(
                     sorted({region.component for region in program.regions if name in region.parameters})
                 )
@@ -217,11 +217,11 @@ def _ranks(extent: tuple[int, int]) -> str:
 def _basis(program: Program, profiles: Sequence[Hardware], fuse: bool) -> str:
     """Where the seconds of each pipeline rank come from."""
     ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(profiles):
-        ranks.setdefault(basis(program, one, fuse), []).append(rank)
+    for rank, profile in enumerate(profiles):
+        ranks.setdefault(basis(program, profile, fuse), []).append(rank)
     if len(ranks) == 1:
         return next(iter(ranks))
-    return "; ".join(f"{text} on ranks {', '.join(map(str, own))}" for text, own in ranks.items())
+    return "; ".join(f"{text} on ranks {', '.join(map(str, ranks_of_text))}" for text, ranks_of_text in ranks.items())
 
 
 def _peak(program: Program, profile: Hardware) -> float:
@@ -230,12 +230,12 @@ def _peak(program: Program, profile: Hardware) -> float:
     """
     sizes: dict[str, int] = {}
     dtypes = compute_dtypes(program)
-    for one in program.parameters:
-        dtype = dtypes.get(one.name, one.dtype)
+    for parameter in program.parameters:
+        dtype = dtypes.get(parameter.name, parameter.dtype)
         if not dtype.is_floating_point:
             continue
         name = str(dtype).removeprefix("torch.")
-        sizes[name] = sizes.get(name, 0) + math.prod(one.shape)
+        sizes[name] = sizes.get(name, 0) + math.prod(parameter.shape)
     most = max(sizes, key=lambda name: sizes[name], default="")
     return float(profile.peak.get(most, 0.0))
 
@@ -248,24 +248,24 @@ def decide(program: Program, problem: Problem, options: Options, effort: float =
             "mesh",
             f"use pp={len(program.regions)} or less",
         )  # fmt: skip
-    given = _given(program, options)
+    stages = _given(program, options)
     own, in_front = options.mesh.own("pp"), options.mesh.in_front
-    if given is None and own:
-        given = own_stages(problem, tuple(own.items()), tuple(in_front.items()))
+    if stages is None and own:
+        stages = own_stages(problem, tuple(own.items()), tuple(in_front.items()))
     placement = tuple(range(options.mesh.pp)) if in_front else options.placement
     written = given_schedule(options)
     if written is not None:
         placement = tuple(written.placement.values())
-    lumps = searched(program, problem, options) if given is None else together(problem, range(len(problem.units)))
-    found = plan(
+    lumps = searched(program, problem, options) if stages is None else together(problem, range(len(problem.units)))
+    planned = plan(
         lumps.problem,
         schedule=written if written is not None else options.schedule,
         chunks=options.chunks,
-        stages=given,
+        stages=stages,
         placement=placement,
         effort=effort,
     )
-    return replace(found, stages=lumps.stages(found.stages))
+    return replace(planned, stages=lumps.stages(planned.stages))
 
 
 def searched(program: Program, problem: Problem, options: Options) -> Lumped:
@@ -304,7 +304,7 @@ def _parted(earlier: Sequence[Sequence[int]], home: Sequence[int], unit: int, la
         if between.intersection(earlier[other]):
             if home[other] != last:
                 between.add(other)
-            elif any(one in between and one != unit for one in earlier[other]):
+            elif any(unit_read in between and unit_read != unit for unit_read in earlier[other]):
                 return True
     return False
 
@@ -337,7 +337,7 @@ def _in_part(program: Program, options: Options) -> list[list[int]]:
     """
     assert isinstance(options.schedule, Schedule)
     stages, placement = options.stages or (), options.schedule.placement
-    sent = {one.channel for actions in options.schedule.ranks for one in actions if one.kind == "SEND"}
+    sent = {action.channel for actions in options.schedule.ranks for action in actions if action.kind == "SEND"}
 
     def goes(source: int, destination: int) -> bool:
         return placement[source] == placement[destination] or ("F", source, destination) in sent
@@ -347,37 +347,38 @@ def _in_part(program: Program, options: Options) -> list[list[int]]:
     reads = [[maker[value] for value in region.activations] for region in program.regions]
     read_by: list[list[int]] = [[] for _ in reads]
     for unit, read in enumerate(reads):
-        for one in dict.fromkeys(read):
-            read_by[one].append(unit)
+        for value in dict.fromkeys(read):
+            read_by[value].append(unit)
     home = [named.get(region.name, 0) for region in program.regions]
     for unit in reversed(range(len(home))):
         readers = [home[other] for other in read_by[unit]]
         if program.regions[unit].parameters or not readers:
             continue
-        made = [home[one] for one in reads[unit]]
-        first, last = max(made, default=home[unit]), min(readers)
+        stages_above = [home[value] for value in reads[unit]]
+        first, last = max(stages_above, default=home[unit]), min(readers)
         fitting = [
             stage
             for stage in range(first, last + 1)
-            if all(goes(one, stage) for one in made) and all(goes(stage, one) for one in readers)
+            if all(goes(stage_above, stage) for stage_above in stages_above)
+            and all(goes(stage, reader) for reader in readers)
         ]
         if home[unit] not in fitting:
             home[unit] = fitting[0] if fitting else last if home[unit] < first else home[unit]
-    return [[unit for unit, own in enumerate(home) if own == stage] for stage in range(len(stages))]
+    return [[unit for unit, stage_of_unit in enumerate(home) if stage_of_unit == stage] for stage in range(len(stages))]
 
 
 def _of_part(program: Program, problem: Problem, options: Options) -> Schedule:
     """What of the given schedule there is to do in these stages, some of which may be empty."""
     assert isinstance(options.schedule, Schedule)
-    given = _given(program, options) or []
-    home = {unit: index for index, members in enumerate(given) for unit in members}
-    needs = [[program.regions[unit] for unit in members] for members in given]
+    stages = _given(program, options) or []
+    home = {unit: index for index, members in enumerate(stages) for unit in members}
+    needs = [[program.regions[unit] for unit in members] for members in stages]
     return part(
         options.schedule,
         channels(problem.values, [home[unit] for unit in range(len(program.regions))]),
         [any(region.needs_dx or region.needs_dw for region in members) for members in needs],
         [any(region.needs_dw for region in members) for members in needs],
-        [any(problem.units[unit].gathered for unit in members) for members in given],
+        [any(problem.units[unit].gathered for unit in members) for members in stages],
     )
 
 
@@ -386,11 +387,11 @@ def _matching(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[l
     home: dict[int, int] = {}
     for stage, wanted in enumerate(patterns):
         for pattern in wanted:
-            found = [i for i, name in enumerate(names) if fnmatchcase(name, pattern) or name == pattern]
-            if not found:
+            indices = [i for i, name in enumerate(names) if fnmatchcase(name, pattern) or name == pattern]
+            if not indices:
                 close = difflib.get_close_matches(pattern, names, 3, 0.5) or list(names[:3])
                 raise InputError(f"no region is called {pattern!r}", "stages", f"close names: {', '.join(close)}")
-            for i in found:
+            for i in indices:
                 if home.setdefault(i, stage) != stage:
                     raise InputError(
                         f"region {names[i]!r} is in stage {home[i]} and in stage {stage}", "stages", "list it once"
@@ -404,8 +405,8 @@ def _matching(names: Sequence[str], patterns: Sequence[Sequence[str]]) -> list[l
 def _priced(context: Context, program: Program, options: Options) -> Context:
     """How tokens are spread, with the seconds that the dispatch of a batch weighs against each other."""
     hardware = numbers.chosen_hardware(program, options)
-    computed = [one for one in compute_dtypes(program).values() if one.is_floating_point]  # not packed weights
-    dtype = str(min(computed, key=lambda one: one.itemsize)).removeprefix("torch.")
+    computed = [dtype for dtype in compute_dtypes(program).values() if dtype.is_floating_point]  # not packed weights
+    dtype = str(min(computed, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     wire = hardware.within if context.ranks <= hardware.ranks_per_node else hardware.between
     return replace(
         context,
@@ -429,9 +430,9 @@ def stage_of(program: Program, index: int, rank: int, regions: Sequence[Region],
         tables.append(program.loss_tokens)
     needed = g.ancestors(shared_outputs(program, tables))
     roles = [n.meta["role"] for n in g.placeholders(program.shared) if n in needed] if program.shared else []
-    asked = {name.rpartition(".")[0] for kind, name in roles if kind == "context"}
+    components = {name.rpartition(".")[0] for kind, name in roles if kind == "context"}
     for context in program.contexts:
-        if context.component in asked:
+        if context.component in components:
             roles += [node.meta["role"] for node in g.placeholders(context.graph)]
     roles = list(dict.fromkeys(roles))
     parameters = tuple(dict.fromkeys(name for region in regions for name in region.parameters))
@@ -445,7 +446,7 @@ def stage_of(program: Program, index: int, rank: int, regions: Sequence[Region],
         shared=tuple(tables),
         has_b=any(region.needs_dx or region.needs_dw for region in regions),
         has_w=any(region.needs_dw for region in regions),
-        contexts=tuple(context.component for context in program.contexts if context.component in asked),
+        contexts=tuple(context.component for context in program.contexts if context.component in components),
         divided=divided,
     )
 
@@ -460,8 +461,8 @@ def _weighs(program: Program, tables: Sequence[str]) -> bool:
 def shared_outputs(program: Program, tables: Sequence[str]) -> list:
     """The nodes of the shared graph that make the named tables."""
     assert program.shared is not None
-    made = dict(zip(program.shared.output_node().meta["names"], g.outputs(program.shared)))
-    return [made[table] for table in tables]
+    outputs = dict(zip(program.shared.output_node().meta["names"], g.outputs(program.shared)))
+    return [outputs[table] for table in tables]
 
 
 # --- Pass `schedule`: for every rank the order of its F, B, W, sends and receives ------------------------------------

@@ -62,7 +62,7 @@ class Fact(NamedTuple):
 
 
 def _joints(program: Program) -> bool:
-    return bool(program.templates) and all(one.joint is not None for one in program.templates.values())
+    return bool(program.templates) and all(template.joint is not None for template in program.templates.values())
 
 
 def _in_numbers(program: Program) -> bool:
@@ -84,7 +84,9 @@ FACTS: Mapping[str, Fact] = {
     "regions": Fact("the model is cut into regions", lambda program: bool(program.regions and program.templates)),
     "forward": Fact(
         "templates have forward graphs, which `differentiate` will read",
-        lambda program: bool(program.templates) and all(one.joint is None for one in program.templates.values()),
+        lambda program: (
+            bool(program.templates) and all(template.joint is None for template in program.templates.values())
+        ),
     ),
     "tensor": Fact("with tp, templates are those of one rank"),
     "sequence": Fact("with sequence_parallel, tokens are shared out between divided products"),
@@ -96,7 +98,7 @@ FACTS: Mapping[str, Fact] = {
     "features": Fact("encoders whose features come with the batch are left out"),
     "recompute": Fact("variants say what F keeps for B"),
     "split": Fact("variants have F, B and W, which are emitted", lambda program: bool(program.variants) and all(
-        one.forward is not None for one in program.variants.values()
+        variant.forward is not None for variant in program.variants.values()
     )),
     "unordered": Fact("no call of F, B and W overlaps with another or writes in place: they may still be rewritten"),
     "attention_order": Fact("attention on CPUs adds in the order that takes least time"),
@@ -110,12 +112,12 @@ LAST = "scheduled"
 
 def unmet(step: Pass, facts: Iterable[str]) -> list[str]:
     """The facts that a pass requires, and that are not among these."""
-    return [one for one in step.requires if one not in facts]
+    return [fact for fact in step.requires if fact not in facts]
 
 
 def facts_behind(step: Pass, facts: Iterable[str]) -> tuple[str, ...]:
     """The facts that hold behind a pass where these do before it."""
-    return tuple(dict.fromkeys((*(one for one in facts if one not in step.breaks), *step.establishes)))
+    return tuple(dict.fromkeys((*(fact for fact in facts if fact not in step.breaks), *step.establishes)))
 
 
 # --- The pipeline -----------------------------------------------------------------------------------------------------
@@ -131,26 +133,26 @@ class Pipeline(tuple[Pass, ...]):
 
     def before(self, name: str, *steps: Pass) -> Pipeline:
         """A pipeline with these passes in front of the one of that name. InputError if there is none, or two."""
-        at = self._place(name)
-        return Pipeline((*self[:at], *steps, *self[at:]))
+        place = self._place(name)
+        return Pipeline((*self[:place], *steps, *self[place:]))
 
     def after(self, name: str, *steps: Pass) -> Pipeline:
         """A pipeline with these passes behind the one of that name. InputError if there is none, or two."""
-        at = self._place(name) + 1
-        return Pipeline((*self[:at], *steps, *self[at:]))
+        place = self._place(name) + 1
+        return Pipeline((*self[:place], *steps, *self[place:]))
 
     def replaced(self, name: str, *steps: Pass) -> Pipeline:
         """A pipeline with these passes in place of the one of that name. InputError if there is none, or two."""
-        at = self._place(name)
-        return Pipeline((*self[:at], *steps, *self[at + 1 :]))
+        place = self._place(name)
+        return Pipeline((*self[:place], *steps, *self[place + 1 :]))
 
     def without(self, *names: str) -> Pipeline:
         """A pipeline without the passes of these names. InputError if there is none, or two, of a name."""
         left_out = {self._place(name) for name in names}
-        return Pipeline(step for at, step in enumerate(self) if at not in left_out)
+        return Pipeline(step for place, step in enumerate(self) if place not in left_out)
 
     def _place(self, name: str) -> int:
-        places = [at for at, step in enumerate(self) if step.name == name]
+        places = [place for place, step in enumerate(self) if step.name == name]
         if len(places) == 1:
             return places[0]
         names = [step.name for step in self]
@@ -171,7 +173,9 @@ OWN = Pipeline((
     InPlacePass(), PartitionPass(), SchedulePass(),
 ))  # fmt: skip
 CLASSES: Mapping[str, type[Pass]] = {step.name: type(step) for step in OWN}
-OWNERS: Mapping[str, str] = {one.name: step.name for step in OWN for one in fields(step)}  # of options: their passes
+OWNERS: Mapping[str, str] = {
+    option.name: step.name for step in OWN for option in fields(step)
+}  # of options: their passes
 
 
 def of_csc(step: Pass) -> bool:
@@ -189,7 +193,7 @@ def of_options(step: Pass, options: Options) -> Pass:
     """A pass of csc with what the options say of it; any other pass as it is."""
     if not of_csc(step):
         return step
-    return replace(step, **{one.name: getattr(options, one.name) for one in fields(step)})
+    return replace(step, **{option.name: getattr(options, option.name) for option in fields(step)})
 
 
 def tracing(options: Options) -> Pipeline:
@@ -210,7 +214,7 @@ def dividing(options: Options) -> Pipeline:
 
 def until(steps: Sequence[Pass], fact: str) -> Pipeline:
     """The passes in front of the one that establishes a fact; all where none does."""
-    return Pipeline(steps[: next((at for at, step in enumerate(steps) if fact in step.establishes), len(steps))])
+    return Pipeline(steps[: next((place for place, step in enumerate(steps) if fact in step.establishes), len(steps))])
 
 
 def traced_by_users(options: Options) -> bool:
@@ -220,7 +224,10 @@ def traced_by_users(options: Options) -> bool:
 
 def first_with(history: Sequence[Program], fact: str) -> Program:
     """The first Program of which a fact holds; the last one before it is cut where none does."""
-    return next((one for one in history if fact in one.facts), [one for one in history if "captured" in one.facts][-1])
+    return next(
+        (program_then for program_then in history if fact in program_then.facts),
+        [program_then for program_then in history if "captured" in program_then.facts][-1],
+    )
 
 
 # --- What users give --------------------------------------------------------------------------------------------------
@@ -238,43 +245,43 @@ def given(value: Any, load: Callable[[str], Any]) -> Pipeline:
             f"passes is a {type(value).__name__}", PLACE, "give a line, or a tuple of passes: csc.pipeline()"
         )
     steps = tuple(value)
-    for at, step in enumerate(steps):
-        _check_pass(step, at)
+    for place, step in enumerate(steps):
+        _check_pass(step, place)
     return Pipeline(steps)
 
 
-def _check_pass(step: Any, at: int) -> None:
-    where = f"{PLACE}[{at}]"
+def _check_pass(step: Any, place: int) -> None:
+    where = f"{PLACE}[{place}]"
     if isinstance(step, type) and issubclass(step, Pass):
         raise InputError(f"{step.__name__} is a class", where, f"make a pass of it: {step.__name__}()")
     if not isinstance(step, Pass):
-        what = "a function" if callable(step) and hasattr(step, "__code__") else f"a {type(step).__name__}"
+        kind = "a function" if callable(step) and hasattr(step, "__code__") else f"a {type(step).__name__}"
         name = f" ({step})" if isinstance(step, str) else ""
         raise InputError(
-            f"{what}{name} is no pass", where,
+            f"{kind}{name} is no pass", where,
             "make it the __call__ of a frozen dataclass of csc.Pass: docs/writing-a-pass.md",
         )  # fmt: skip
     if type(step).__call__ is Pass.__call__:
         raise InputError(f"pass {step.name} has no __call__", where, "write __call__(self, program, options)")
     if not re.fullmatch(r"[A-Za-z_][\w-]*", step.name) or step.name in TAKEN:
         raise InputError(f"{step.name!r} is no name of a pass", where, "name it with letters, digits, _ and -")
-    for said in ("requires", "establishes", "breaks"):
-        names = getattr(type(step), said)
-        if not isinstance(names, tuple) or not all(isinstance(one, str) for one in names):
-            raise InputError(f"{said} of pass {step.name} is {names!r}", where, f'write a tuple: {said} = ("split",)')
+    for field in ("requires", "establishes", "breaks"):
+        names = getattr(type(step), field)
+        if not isinstance(names, tuple) or not all(isinstance(fact, str) for fact in names):
+            raise InputError(f"{field} of pass {step.name} is {names!r}", where, f'write a tuple: {field} = ("split",)')
     check_fields(step, where)
 
 
 def said_of_options(steps: Iterable[Pass]) -> dict[str, Any]:
     """What csc's own passes among these say of options."""
-    said: dict[str, Any] = {}
+    by_passes: dict[str, Any] = {}
     for step in steps:
         if of_csc(step):
-            said |= {
-                one.name: value for one in fields(step)
-                if (value := getattr(step, one.name)) != getattr(CLASSES[step.name](), one.name)
+            by_passes |= {
+                option.name: value for option in fields(step)
+                if (value := getattr(step, option.name)) != getattr(CLASSES[step.name](), option.name)
             }  # fmt: skip
-    return said
+    return by_passes
 
 
 def plain(steps: Iterable[Pass]) -> Pipeline | None:
@@ -289,18 +296,20 @@ def check(options: Options) -> None:
     """
     steps = pipeline_of(options)
     facts: tuple[str, ...] = CAPTURED
-    for at, step in enumerate(steps):
+    for place, step in enumerate(steps):
         for fact in unmet(step, facts):
             raise InputError(
-                f"pass {step.name} requires `{fact}`, {_why_not(fact, steps, at)}", _where(steps, at),
-                _remedy(fact, steps, at),
+                f"pass {step.name} requires `{fact}`, {_why_not(fact, steps, place)}", _where(steps, place),
+                _remedy(fact, steps, place),
             )  # fmt: skip
         for fact in step.establishes:
             if fact in facts and fact not in step.breaks:
-                earlier = next((one.name for one in reversed(steps[:at]) if fact in one.establishes), "the capture")
+                earlier = next(
+                    (before.name for before in reversed(steps[:place]) if fact in before.establishes), "the capture"
+                )
                 raise InputError(
                     f"pass {step.name} establishes `{fact}`, which {earlier} has established already",
-                    _where(steps, at), f"leave one out, or say breaks = ({fact!r},) if {step.name} does it anew",
+                    _where(steps, place), f"leave one out, or say breaks = ({fact!r},) if {step.name} does it anew",
                 )  # fmt: skip
         facts = facts_behind(step, facts)
     for fact, why in _needed(options):
@@ -321,39 +330,43 @@ def _needed(options: Options) -> list[tuple[str, str]]:
 
 
 def _check_owners(steps: Sequence[Pass], options: Options) -> None:
-    there = {step.name for step in steps if of_csc(step)}
+    names = {step.name for step in steps if of_csc(step)}
     for name, owner in OWNERS.items():
-        if owner not in there and getattr(options, name) != getattr(Options(), name):
+        if owner not in names and getattr(options, name) != getattr(Options(), name):
             raise InputError(
                 f"{name} is an option of pass {owner}, which is not among the passes", PLACE,
                 f"leave {name} out, or put {owner} back",
             )  # fmt: skip
 
 
-def _where(steps: Sequence[Pass], at: int) -> str:
-    neighbours = [f"behind {steps[at - 1].name}" if at else "at the beginning"]
-    return f"{PLACE}: {steps[at].name}, {neighbours[0]}"
+def _where(steps: Sequence[Pass], place: int) -> str:
+    neighbours = [f"behind {steps[place - 1].name}" if place else "at the beginning"]
+    return f"{PLACE}: {steps[place].name}, {neighbours[0]}"
 
 
-def _why_not(fact: str, steps: Sequence[Pass], at: int) -> str:
-    broken = next((one.name for one in reversed(steps[:at]) if fact in one.breaks), None)
+def _why_not(fact: str, steps: Sequence[Pass], place: int) -> str:
+    broken = next((before.name for before in reversed(steps[:place]) if fact in before.breaks), None)
     if broken is not None:
         return f"which {broken} broke"
     return "which nothing before it establishes"
 
 
-def _remedy(fact: str, steps: Sequence[Pass], at: int) -> str:
+def _remedy(fact: str, steps: Sequence[Pass], place: int) -> str:
     """Where in the line what should stand."""
-    name = steps[at].name if at < len(steps) else "the end"
-    breaks = next((one.name for one in reversed(steps[:at]) if fact in one.breaks), None)
+    name = steps[place].name if place < len(steps) else "the end"
+    breaks = next((before.name for before in reversed(steps[:place]) if fact in before.breaks), None)
     if breaks is not None:
-        return f"put {name} in front of {breaks}" if at < len(steps) else f"leave {breaks} out"
-    later = next((one.name for one in steps[at + 1 :] if fact in one.establishes), None)
+        return f"put {name} in front of {breaks}" if place < len(steps) else f"leave {breaks} out"
+    later = next((after.name for after in steps[place + 1 :] if fact in after.establishes), None)
     if later is not None:
         return f"{later} establishes it: put {name} behind {later}"
-    own = next((one.name for one in OWN if fact in one.establishes), None)
-    if own is not None:
-        return f"{own} establishes it: put {own} in front of {name}" if at < len(steps) else f"put {own} at the end"
+    own_step = next((known_step.name for known_step in OWN if fact in known_step.establishes), None)
+    if own_step is not None:
+        return (
+            f"{own_step} establishes it: put {own_step} in front of {name}"
+            if place < len(steps)
+            else f"put {own_step} at the end"
+        )
     close = difflib.get_close_matches(fact, FACTS, n=1)
     hint = f"did you mean `{close[0]}`? " if close else ""
     return f"{hint}no pass of csc or of the line establishes it; csc's facts are {', '.join(FACTS)}"
@@ -361,5 +374,5 @@ def _remedy(fact: str, steps: Sequence[Pass], at: int) -> str:
 
 def named_alike(names: Sequence[str], name: str) -> str:
     """A name for one more pass of a history that has passes of these names."""
-    count = sum(one == name or one.startswith(f"{name}#") for one in names)
+    count = sum(other == name or other.startswith(f"{name}#") for other in names)
     return f"{name}#{count + 1}" if count else name

@@ -27,14 +27,14 @@ from csc.simulation.pipeline import Link, Network, RankNodes
 def profiles(program: Program, options: Options) -> tuple[Hardware, ...]:
     """By pipeline rank what the options name, else one for the device that the program was captured on."""
     named = options.hardware or devices.profile(program.device)
-    each = named if isinstance(named, tuple) else (named,) * options.mesh.pp
-    known = {name: hardware(name) for name in each}
-    return tuple(known[name] for name in each)
+    names = named if isinstance(named, tuple) else (named,) * options.mesh.pp
+    known = {name: hardware(name) for name in names}
+    return tuple(known[name] for name in names)
 
 
 def chosen_hardware(program: Program, options: Options) -> Hardware:
     """The profile of the pipeline ranks; of several the slowest, for which the others wait."""
-    return min(profiles(program, options), key=lambda one: one.peak["bfloat16"] * one.matmul_efficiency)
+    return min(profiles(program, options), key=lambda profile: profile.peak["bfloat16"] * profile.matmul_efficiency)
 
 
 def batch_loss_bytes(program: Program, options: Options) -> int:
@@ -46,8 +46,8 @@ def batch_loss_bytes(program: Program, options: Options) -> int:
 
 def problem(program: Program, options: Options) -> Problem:
     """Units are the regions in order. The memory limit is the options', else what hardware chosen by name leaves."""
-    own = profiles(program, options)
-    costs = _costs(program, own[0], options)
+    hardware = profiles(program, options)
+    costs = _costs(program, hardware[0], options)
     of_variant = {name: working(variant, fuse=options.fuse) for name, variant in program.variants.items()}
     besides = recorded(program, options)
     head = batch_loss_bytes(program, options)
@@ -70,37 +70,38 @@ def problem(program: Program, options: Options) -> Problem:
     )
     most = limits(program, options)
     left = [None] * options.mesh.pp if most is None else list(most)
-    found = Problem(
-        units, values(program, options.mesh), options.mesh.pp, options.microbatches, left[0], links(own, options.mesh),
-        scale=None, gathering=gathering(own, options), waiting=True, action=max(one.action for one in own),
-        handling=max(one.handling for one in own),
+    result = Problem(
+        units, values(program, options.mesh), options.mesh.pp, options.microbatches, left[0],
+        links(hardware, options.mesh),
+        scale=None, gathering=gathering(hardware, options), waiting=True,
+        action=max(profile.action for profile in hardware), handling=max(profile.handling for profile in hardware),
     )  # fmt: skip
     alike: dict[tuple[str, float | None], list[int]] = {}
     for rank in range(options.mesh.pp):
         named = options.hardware[rank] if isinstance(options.hardware, tuple) else ""
         alike.setdefault((named, left[rank]), []).append(rank)
     if len(alike) == 1:
-        return found
+        return result
     kinds = [
         RankKind(
-            own[members[0]].name,
+            hardware[members[0]].name,
             tuple(members),
             tuple(
                 (cost.forward, cost.backward_input, cost.backward_weight)
-                for cost in _costs(program, own[members[0]], options)
+                for cost in _costs(program, hardware[members[0]], options)
             ),
             memory,
         )
         for (_, memory), members in alike.items()
     ]
-    return unequal(found, kinds)
+    return unequal(result, kinds)
 
 
 def recorded(program: Program, options: Options) -> dict[str, int]:
     """By variant the bytes that cuda_graphs takes on the device."""
     takes = options.cuda_graphs and devices.records(program.device)
     stored = stored_dtypes(program)
-    return {name: recorded_bytes(one, stored[name]) if takes else 0 for name, one in program.variants.items()}
+    return {name: recorded_bytes(variant, stored[name]) if takes else 0 for name, variant in program.variants.items()}
 
 
 def _costs(program: Program, profile: Hardware, options: Options) -> list[RegionTimes]:
@@ -113,27 +114,29 @@ def gathering(own: Sequence[Hardware], options: Options) -> Link:
     """How data-parallel ranks get each other's shards: all but its own come to each, over the slowest of its links."""
     shared = options.mesh.replicas_share_ranks  # at positions in front, which have fewer to gather from
     ranks = options.mesh.group(Group.DATA, 0, [options.mesh.pp - 1] if shared else None)
-    others = len(ranks) - 1
-    if not others:
+    count = len(ranks) - 1
+    if not count:
         return Link()
-    apart = [len({rank // one.ranks_per_node for rank in (ranks[0], ranks[-1])}) > 1 for one in own]
-    wires = [one.between if far else one.within for one, far in zip(own, apart)]
+    apart = [len({rank // profile.ranks_per_node for rank in (ranks[0], ranks[-1])}) > 1 for profile in own]
+    wires = [profile.between if far else profile.within for profile, far in zip(own, apart)]
     latency, bandwidth = max(wire.latency for wire in wires), min(wire.bandwidth for wire in wires)
-    return Link(latency * others, bandwidth * len(ranks) / others)
+    return Link(latency * count, bandwidth * len(ranks) / count)
 
 
 def limits(program: Program, options: Options) -> tuple[float, ...] | None:
     """What each pipeline rank may hold, in bytes; None: nobody says."""
-    given = options.memory
-    if given is not None:
-        return tuple(map(float, given)) if isinstance(given, tuple) else (float(given),) * options.mesh.pp
-    return tuple(one.memory - one.reserved for one in profiles(program, options)) if options.hardware else None
+    memory = options.memory
+    if memory is not None:
+        return tuple(map(float, memory)) if isinstance(memory, tuple) else (float(memory),) * options.mesh.pp
+    return (
+        tuple(profile.memory - profile.reserved for profile in profiles(program, options)) if options.hardware else None
+    )
 
 
 def limit(program: Program, options: Options) -> float | None:
     """What the rank may hold that may hold the most; None: nobody says."""
-    found = limits(program, options)
-    return None if found is None else max(found)
+    limits_found = limits(program, options)
+    return None if limits_found is None else max(limits_found)
 
 
 def network(profile: Hardware) -> Network:
@@ -158,12 +161,12 @@ def links(own: Sequence[Hardware], mesh: Mesh) -> Network:
     most = max(range(mesh.pp), key=lambda position: math.prod(mesh.extent(position)))
     widest = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pp == most]
     nodes = [[of_device[mesh.sender(rank, position)] for rank in widest] for position in range(mesh.pp)]
-    found = network(own[0])
-    in_a_row = all(one == [rank // own[0].ranks_per_node] for rank, one in enumerate(nodes))
-    if in_a_row and all(one == own[0] for one in own):
-        return found
-    places = (RankNodes(tuple(one), _link(p.within), _link(p.between)) for one, p in zip(nodes, own))
-    return replace(found, places=tuple(places))
+    known = network(own[0])
+    in_a_row = all(node == [rank // own[0].ranks_per_node] for rank, node in enumerate(nodes))
+    if in_a_row and all(profile == own[0] for profile in own):
+        return known
+    places = (RankNodes(tuple(profile), _link(p.within), _link(p.between)) for profile, p in zip(nodes, own))
+    return replace(known, places=tuple(places))
 
 
 def _link(wire: Wire) -> Link:
@@ -180,17 +183,19 @@ def values(program: Program, mesh: Mesh | None = None) -> tuple[Value, ...]:
             of_value = readers.setdefault(value, {})
             of_value[position[region.name]] = of_value.get(position[region.name], False) or needed
     sizes = value_bytes(program)
-    found = []
+    values_found = []
     for region in program.regions:
         for value in region.outputs:
             if value in readers:
                 maker = position[region.name]
-                there, back = _receivers(mesh, components, maker, readers[value])
+                tp_there, back = _receivers(mesh, components, maker, readers[value])
                 size, gradient = sizes[value]
-                found.append(
-                    Value(maker, tuple(readers[value]), tuple(readers[value].values()), size * there, gradient * back)
+                values_found.append(
+                    Value(
+                        maker, tuple(readers[value]), tuple(readers[value].values()), size * tp_there, gradient * back
+                    )
                 )
-    return tuple(found)
+    return tuple(values_found)
 
 
 def _receivers(mesh: Mesh | None, components: Sequence[str], maker: int, readers: Collection[int]) -> tuple[int, int]:
@@ -202,8 +207,8 @@ def _receivers(mesh: Mesh | None, components: Sequence[str], maker: int, readers
     replicas, here = mesh.extent_of(components[maker])
     others = [mesh.extent_of(components[reader]) for reader in readers if components[reader] != components[maker]]
     several = mesh.dp // min([replicas, *(other for other, _ in others)])
-    there = max((tp for _, tp in others), default=here)
-    return several * max(1, there // here), several * max(1, here // there)
+    tp_there = max((tp for _, tp in others), default=here)
+    return several * max(1, tp_there // here), several * max(1, here // tp_there)
 
 
 def names(program: Program) -> tuple[str, ...]:
@@ -231,6 +236,8 @@ def encoded_ahead(program: Program, decided: PipelinePlan, options: Options) -> 
     size = sum(sizes[value][0] for value in apart.values)
     most = limits(program, options) or [float("inf")] * options.mesh.pp
     left = [limit - peak for limit, peak in zip(most, decided.peak_memory, strict=True)]
-    room = [one / size - options.microbatches * (rank in readers) for rank, one in enumerate(left)]  # the step's own
+    room = [
+        room_of_rank / size - options.microbatches * (rank in readers) for rank, room_of_rank in enumerate(left)
+    ]  # the step's own
     seconds = sum(cost.forward for cost in costs)
     return fit_ahead(decided.pipeline, decided.schedule, seconds, readers, room)

@@ -84,7 +84,7 @@ class PrecisionPass(Pass):
 
 def _kept(program: Program, patterns: Collection[str]) -> set[str]:
     """The paths of the modules that the patterns name: a component, a dotted part of the path, or a glob."""
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in patterns:
         matched = {path for path in program.modules if _matches(pattern, path, program)}
         if not matched:
@@ -92,8 +92,8 @@ def _kept(program: Program, patterns: Collection[str]) -> set[str]:
                 f"no module of {program.name} matches {pattern!r}", "keep_fp32",
                 "give a component, a part of a module's path such as 'norm', or a glob over paths",
             )  # fmt: skip
-        found |= matched
-    return found
+        names |= matched
+    return names
 
 
 def _matches(pattern: str, path: str, program: Program) -> bool:
@@ -139,7 +139,10 @@ class _Lowering:
 
     def _only_in_float32(self, parameter: fx.Node) -> bool:
         readers = parameter.users
-        return all(one.op == "call_function" and (self._raises(one) or _as_it_is(parameter, one)) for one in readers)
+        return all(
+            reader.op == "call_function" and (self._raises(reader) or _as_it_is(parameter, reader))
+            for reader in readers
+        )
 
     def _raises(self, node: fx.Node) -> bool:
         return g.op_name(node) in FLOAT32 or node.meta.get("module", "") in self.kept
@@ -152,14 +155,14 @@ class _Lowering:
             self.losses.add(node)
         raises = self._raises(node) or node in self.losses
         if node in self.tables:
-            given = {used: self.made[used] for used in inputs}  # what the batch alone decides keeps its precision
+            operands = {used: self.made[used] for used in inputs}  # what the batch alone decides keeps its precision
         else:
-            given = {used: self._operand(used, node, raises) for used in inputs}
-        if self._mixed(node, given):
-            given = {used: self._cast(new, HIGH, node) for used, new in given.items()}
+            operands = {used: self._operand(used, node, raises) for used in inputs}
+        if self._mixed(node, operands):
+            operands = {used: self._cast(new, HIGH, node) for used, new in operands.items()}
         if not _serves(node):
-            given = {used: self._cast(new, HIGH, node) for used, new in given.items()}
-        self.made[node] = g.copy_node(self.new, node, given)
+            operands = {used: self._cast(new, HIGH, node) for used, new in operands.items()}
+        self.made[node] = g.copy_node(self.new, node, operands)
         self.writer.evaluate(self.made[node])
 
     def _operand(self, used: fx.Node, reader: fx.Node, raises: bool) -> fx.Node:
@@ -174,12 +177,12 @@ class _Lowering:
             new = self._cast(new, LOW, None)
         return self._cast(new, HIGH, reader) if raises and not _as_it_is(used, reader) else new
 
-    def _mixed(self, node: fx.Node, given: dict[fx.Node, fx.Node]) -> bool:
+    def _mixed(self, node: fx.Node, operands: dict[fx.Node, fx.Node]) -> bool:
         """True for a call that promotes no operands by itself and has some of each dtype."""
         if not isinstance(node.target, OpOverload) or torch.Tag.pointwise in node.target.tags:
             return False
-        given = {used: new for used, new in given.items() if not _as_it_is(used, node)}
-        return {LOW, HIGH} <= {v.dtype for new in given.values() if (v := g.tensor_value(new)) is not None}
+        operands = {used: new for used, new in operands.items() if not _as_it_is(used, node)}
+        return {LOW, HIGH} <= {v.dtype for new in operands.values() if (v := g.tensor_value(new)) is not None}
 
     def _cast(self, new: fx.Node, dtype: torch.dtype, reader: fx.Node | None) -> fx.Node:
         """A value of one dtype in the other: lowered where it is made, raised in the module that reads it."""

@@ -40,11 +40,11 @@ class PrunePass(Pass):
         for region in program.regions:
             template = program.templates[region.template]
             dx = tuple(
-                found and i in template.inexact and value in needy
-                for i, (value, found) in enumerate(zip(region.activations, template.activation_gradients))
+                differs and i in template.inexact and value in needy
+                for i, (value, differs) in enumerate(zip(region.activations, template.activation_gradients))
             )
             dw = tuple(
-                found and name in trainable for name, found in zip(region.parameters, template.parameter_gradients)
+                differs and name in trainable for name, differs in zip(region.parameters, template.parameter_gradients)
             )
             reached = gradient_flow.outputs_reached(
                 template.graph, dx, dw, len(template.activations), len(template.shared)
@@ -53,14 +53,20 @@ class PrunePass(Pass):
             marked.append(replace(region, dx=dx, dw=dw))
         _check_chain(marked, program)
 
-        given = {LOSS, *(v for region in marked for v, found in zip(region.activations, region.dx) if found)}
+        gradients_given = {
+            LOSS,
+            *(v for region in marked for v, has_gradient in zip(region.activations, region.dx) if has_gradient),
+        }
         variants: dict[str, Variant] = {}
         by_need: dict[Any, str] = {}
         final: list[Region] = []
         for region in marked:
             template = program.templates[region.template]
             tangents = tuple(
-                i in template.differentiable and v in needy and v in given and (region.needs_dx or region.needs_dw)
+                i in template.differentiable
+                and v in needy
+                and v in gradients_given
+                and (region.needs_dx or region.needs_dw)
                 for i, v in enumerate(region.outputs)
             )
             key = (region.template, region.dx, region.dw, tangents)

@@ -84,11 +84,11 @@ class RecomputePass(Pass):
 
 def saves_of(program: Program) -> tuple[tuple[str, Choice], ...]:
     """The choices that give every region what it has now, whatever the memory, the mesh and the sizes are."""
-    found: list[tuple[str, Choice]] = []
+    choices: list[tuple[str, Choice]] = []
     for region in program.regions:
         saves = program.variants[region.variant].saves
-        found.append((region.name, NONE if saves is None else saves))
-    return tuple(found)
+        choices.append((region.name, NONE if saves is None else saves))
+    return tuple(choices)
 
 
 def default_choice(options: Options) -> str:
@@ -98,11 +98,11 @@ def default_choice(options: Options) -> str:
 
 def choices_of(program: Program, options: Options) -> dict[str, Choice]:
     """The choice for every region. InputError for a pattern that no region matches."""
-    found: dict[str, Choice] = dict.fromkeys([region.name for region in program.regions], default_choice(options))
+    choices: dict[str, Choice] = dict.fromkeys([region.name for region in program.regions], default_choice(options))
     for pattern, choice in options.recompute:
         matched = [region.name for region in program.regions if _matches(pattern, region)]
         if not matched and not options.part:
-            names = [*dict.fromkeys(region.component for region in program.regions), *found]
+            names = [*dict.fromkeys(region.component for region in program.regions), *choices]
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
             raise InputError(
                 f"no region matches {pattern!r}",
@@ -110,8 +110,8 @@ def choices_of(program: Program, options: Options) -> dict[str, Choice]:
                 (f"did you mean {' or '.join(map(repr, close))}? " if close else "")
                 + "give the name of a component or a region, or a glob; `csc explain` lists them",
             )
-        found |= dict.fromkeys(matched, choice)
-    return found
+        choices |= dict.fromkeys(matched, choice)
+    return choices
 
 
 def _matches(pattern: str, region: Region) -> bool:
@@ -138,7 +138,7 @@ def _with(program: Program, saves: Mapping[str, Saves]) -> Program:
 
 
 def _fitting(
-    program: Program, options: Options, candidates: _Candidates, automatic: list[Region], given: Mapping[str, Saves]
+    program: Program, options: Options, candidates: _Candidates, automatic: list[Region], fixed: Mapping[str, Saves]
 ) -> dict[str, Saves]:
     """What the automatic regions keep at the price of a second whose plan takes the least time.
 
@@ -151,27 +151,27 @@ def _fitting(
             "recompute='auto' does not know what a rank may hold", "recompute", "give memory=, or hardware= by name"
         )
     nothing = {r.name: candidates.saves(r, default_choice(options)) for r in automatic}
-    plain = candidates.makespan(_with(program, {**given, **nothing}), options)
-    if plain <= candidates.makespan(_with(program, {**given, **nothing}), options, limited=False) * NEAR:
+    plain = candidates.makespan(_with(program, {**fixed, **nothing}), options)
+    if plain <= candidates.makespan(_with(program, {**fixed, **nothing}), options, limited=False) * NEAR:
         return nothing
     corners = {r.variant: candidates.corners(program.variants[r.variant]) for r in automatic}
-    prices = sorted({corner.price for found in corners.values() for corner in found}, reverse=True)
+    prices = sorted({corner.price for corner_list in corners.values() for corner in corner_list}, reverse=True)
     prices = [prices[i * (len(prices) - 1) // (PRICES - 1)] for i in range(PRICES)]
 
     def at(price: float) -> dict[str, Saves]:
         kept = {
-            name: candidates.names(program.variants[name], [c for c in found if c.price >= price][-1])
-            for name, found in corners.items()
+            name: candidates.names(program.variants[name], [c for c in corner_list if c.price >= price][-1])
+            for name, corner_list in corners.items()
         }
         return {r.name: kept[r.variant] for r in automatic}
 
     @cache
     def makespan(place: int) -> float:
-        return candidates.makespan(_with(program, {**given, **at(prices[place])}), options)
+        return candidates.makespan(_with(program, {**fixed, **at(prices[place])}), options)
 
     last = len(prices) - 1
     if makespan(last) == math.inf:
-        candidates.planned(_with(program, {**given, **at(prices[last])}), options)  # it says what would fit
+        candidates.planned(_with(program, {**fixed, **at(prices[last])}), options)  # it says what would fit
     first = bisect_left(range(last), True, key=lambda place: makespan(place) < math.inf)
     tried = sorted({first + round(i * (last - first) / (TRIED - 1)) for i in range(TRIED)})
     best = min(tried, key=makespan)
@@ -308,10 +308,11 @@ def _stands_alone(node: fx.Node) -> bool:
     if call is None:  # a view, an item, a number
         return False
     read = max(
-        (dense_bytes(one) for one in node.all_input_nodes if isinstance(one.meta["val"], torch.Tensor)), default=0
+        (dense_bytes(operand) for operand in node.all_input_nodes if isinstance(operand.meta["val"], torch.Tensor)),
+        default=0,
     )
-    made = node.meta["val"]
-    smaller = isinstance(made, torch.Tensor) and SMALLER * dense_bytes(node) <= read
+    value = node.meta["val"]
+    smaller = isinstance(value, torch.Tensor) and SMALLER * dense_bytes(node) <= read
     return not fusible(node) or (smaller and not is_elementwise(node))
 
 

@@ -43,12 +43,12 @@ class RegionsPass(Pass):
         )
         for run in runs:
             builder.plan(run)
-        found = _sources_late([builder.build(index) for index in range(len(runs))], builder.templates)
-        thread = _threads(found, builder.templates)
+        built = _sources_late([builder.build(index) for index in range(len(runs))], builder.templates)
+        thread = _threads(built, builder.templates)
         final: list[Region] = []
         templates: dict[str, Template] = {}
         names: dict[str, str] = {}
-        for region, threaded in zip(found, thread):
+        for region, threaded in zip(built, thread):
             template = replace(
                 builder.templates[region.name], threaded=tuple(i for i, flag in enumerate(threaded) if flag)
             )
@@ -64,26 +64,26 @@ class RegionsPass(Pass):
         )
 
 
-def _sources_late(found: list[Region], templates: dict[str, Template]) -> list[Region]:
+def _sources_late(built: list[Region], templates: dict[str, Template]) -> list[Region]:
     """Regions that read no other move to their first reader: the embedding of the text joins the LLM that reads it,
     though the model runs it before its encoders. Random ones stay: what they draw depends on their turn.
     """
     waiting = {
         value: region
-        for region in found
+        for region in built
         if not region.activations and not any(is_random(node) for node in g.calls(templates[region.name].graph))
         for value in region.outputs
     }
     moving = {region.name for region in waiting.values()}
     ordered: dict[str, Region] = {}
-    for region in found:
+    for region in built:
         if region.name in moving and LOSS not in region.outputs:
             continue
         for value in region.activations:
             if value in waiting:
                 ordered.setdefault(waiting[value].name, waiting[value])
         ordered[region.name] = region
-    return [*ordered.values(), *(region for region in found if region.name not in ordered)]
+    return [*ordered.values(), *(region for region in built if region.name not in ordered)]
 
 
 def _placeholder_role(node: fx.Node) -> Any:
@@ -91,7 +91,7 @@ def _placeholder_role(node: fx.Node) -> Any:
     return (kind, name) if kind == "parameter" else kind
 
 
-def _threads(found: list[Region], templates: dict[str, Template]) -> list[tuple[bool, ...]]:
+def _threads(built: list[Region], templates: dict[str, Template]) -> list[tuple[bool, ...]]:
     """Per region and activation: does a later region add to the same value's gradient?
 
     The gradient of a value visits its readers from the last to the first, each adding its own share to what it is
@@ -99,7 +99,7 @@ def _threads(found: list[Region], templates: dict[str, Template]) -> list[tuple[
     """
     read_later: set[str] = set()
     flags: list[tuple[bool, ...]] = []
-    for region in reversed(found):
+    for region in reversed(built):
         inexact = set(templates[region.name].inexact)
         flags.append(tuple(i in inexact and v in read_later for i, v in enumerate(region.activations)))
         read_later.update(v for i, v in enumerate(region.activations) if i in inexact)

@@ -50,14 +50,20 @@ def contracts(steps: Pipeline) -> list[Contract]:
 
 def _contract(step: Pass) -> Contract:
     text = inspect.getdoc(type(step)) or ""
-    told = {}
+    fields_told = {}
     for field in ("Ensures", "Before", "After"):
         part = re.search(rf"^{field}\s+(.*?)(?=^\w+\s\s|\Z)", text, flags=re.DOTALL | re.MULTILINE)
-        told[field.lower()] = re.sub(r"\s+", " ", part[1]).strip() if part else ""
+        fields_told[field.lower()] = re.sub(r"\s+", " ", part[1]).strip() if part else ""
     summary = re.split(r"\n\s*\n|\nEnsures", text)[0]
-    options = tuple(f"{one.name}: {type_text(one)}" for one in fields(step))
+    options = tuple(f"{option.name}: {type_text(option)}" for option in fields(step))
     return Contract(
-        step.name, re.sub(r"\s+", " ", summary).strip(), step.requires, step.establishes, step.breaks, options, **told
+        step.name,
+        re.sub(r"\s+", " ", summary).strip(),
+        step.requires,
+        step.establishes,
+        step.breaks,
+        options,
+        **fields_told,
     )
 
 
@@ -111,9 +117,9 @@ class _Checks:
             ) from error
         where = f"pass {name} ({inspect.getsourcefile(type(step)) or type(step).__module__})"
         if not isinstance(program, Program):
-            given = "nothing" if program is None else f"a {type(program).__name__}"
+            kind_given = "nothing" if program is None else f"a {type(program).__name__}"
             raise InputError(
-                f"the pass gave {given}, and not a Program", where,
+                f"the pass gave {kind_given}, and not a Program", where,
                 "return dataclasses.replace(program, ...), or the program itself where there is nothing to do",
             )  # fmt: skip
         if (changed := _changed(state, _state(before))) is not None:
@@ -145,16 +151,16 @@ class _Checks:
             verify_on(self._options.mesh, program, name, self._placed)
         for fact in program.facts:
             if fact in FACTS and not FACTS[fact].holds(program):
-                said = "establishes it" if fact in step.establishes else "does not break it"
+                promise = "establishes it" if fact in step.establishes else "does not break it"
                 raise VerificationError(
-                    f"`{fact}` does not hold ({FACTS[fact].meaning}), and the pass says that it {said}",
+                    f"`{fact}` does not hold ({FACTS[fact].meaning}), and the pass says that it {promise}",
                     f"after pass {name}", "report it: a pass of csc is wrong",
                 )  # fmt: skip
         return program
 
 
 def _trains(program: Program) -> dict[str, bool]:
-    return {one.name: one.trainable for one in program.parameters}
+    return {parameter.name: parameter.trainable for parameter in program.parameters}
 
 
 def _state(program: Program) -> dict[str, Hashable]:

@@ -96,17 +96,17 @@ class TokenRows:
     def _larger(self) -> set[fx.Node]:
         """Products that would be gathered in the end and are larger than what they are made of: whole logits."""
         ends: set[fx.Node] = set()
-        found: set[fx.Node] = set()
+        larger: set[fx.Node] = set()
         for node in reversed(g.calls(self._graph)):
             users = [user for user in node.users if user.op == "call_function"]
-            if node not in self.rows or node in self._leaving or any(one.target is SHARE for one in users):
+            if node not in self.rows or node in self._leaving or any(user.target is SHARE for user in users):
                 continue
             if all(user in ends or user not in self.rows for user in users):
                 ends.add(node)
                 operands = [used.meta["val"].numel() for used in node.all_input_nodes if used in self.rows]
                 if g.op_name(node) in PRODUCTS and node.meta["val"].numel() > sum(operands):
-                    found.add(node)
-        return found
+                    larger.add(node)
+        return larger
 
     def _keep_sums(self) -> None:
         """Sums that nothing reads row by row are what they were; then the views of what is left."""
@@ -114,9 +114,9 @@ class TokenRows:
             if node.target is ALL_REDUCE:
                 chain = _until_view(node)
                 if chain[-1] not in self._leaving and not any(user in self.rows for user in chain[-1].users):
-                    for one in chain:
-                        self.rows.pop(one, None)
-                        self.flat.pop(one, None)
+                    for node_of_chain in chain:
+                        self.rows.pop(node_of_chain, None)
+                        self.flat.pop(node_of_chain, None)
             elif (
                 node not in self.rows and DIVIDED not in node.meta and (is_view(node) or g.op_name(node) in SIZED_VIEWS)
             ):
@@ -145,7 +145,7 @@ class TokenRows:
 
     def _linked(self, uses: Sequence[Use], val: torch.Tensor) -> RowShards | None:
         """The rows of a result that walks along with those of all its operands."""
-        found: set[RowShards] = set()
+        shards: set[RowShards] = set()
         for use in uses:
             if use.node in self.rows:
                 dim, length = self.rows[use.node]
@@ -154,8 +154,8 @@ class TokenRows:
                     continue
                 if use.link.count(dim) != 1:
                     return None
-                found.add(RowShards(use.link.index(dim), length))
-        if len(found) != 1 or val.shape[(rows := found.pop()).dim] != rows.length:
+                shards.add(RowShards(use.link.index(dim), length))
+        if len(shards) != 1 or val.shape[(rows := shards.pop()).dim] != rows.length:
             return None
         beside = [use.node.meta["val"].shape[along] for use in uses if (along := use.link[rows.dim]) is not None]
         return rows if all(size == rows.length for size in beside) else None
@@ -164,25 +164,25 @@ class TokenRows:
         """Parameters, and what is made of these alone, that calls on shards read and no other: their gradients are
         parts, which nothing adds up in the graph. whole: names of parameters of which none may be.
         """
-        found: set[fx.Node] = set()
+        unsummed: set[fx.Node] = set()
         for node in self._graph.nodes:
             if node.op == "placeholder":
                 kind, name = node.meta["role"]
-                found |= {node} if kind == "parameter" and name not in whole else set()
+                unsummed |= {node} if kind == "parameter" and name not in whole else set()
             elif node.op == "call_function" and DIVIDED not in node.meta and node.all_input_nodes:
-                found |= {node} if all(used in found for used in node.all_input_nodes) else set()
+                unsummed |= {node} if all(used in unsummed for used in node.all_input_nodes) else set()
         left: set[fx.Node] = set()
-        while left != found:
-            left = found
-            found = {
+        while left != unsummed:
+            left = unsummed
+            unsummed = {
                 node for node in left
                 if node.users and all(self._reads_parts(user, left) for user in node.users)
                 and all(used in left for used in node.all_input_nodes)
             }  # fmt: skip
-        return found
+        return unsummed
 
-    def _reads_parts(self, user: fx.Node, found: Collection[fx.Node]) -> bool:
-        return user in self.rows or user in found or (DIVIDED in user.meta and user.target is not SHARE)
+    def _reads_parts(self, user: fx.Node, unsummed: Collection[fx.Node]) -> bool:
+        return user in self.rows or user in unsummed or (DIVIDED in user.meta and user.target is not SHARE)
 
     def takes(self, node: fx.Node) -> bool:
         """Whether a call reads a shard as such, or divided calls do, whose gradient is then scattered."""
@@ -195,8 +195,8 @@ class TokenRows:
 def _reshaped(rows: RowShards, before: Sequence[int], after: Sequence[int]) -> RowShards | None:
     """Where a reshape leaves the rows whole, in one dimension of their own."""
     ahead = prod(before[: rows.dim])
-    found = (p for p, size in enumerate(after) if size == rows.length and prod(after[:p]) == ahead)
-    return next((RowShards(place, rows.length) for place in found), None)
+    places = (p for p, size in enumerate(after) if size == rows.length and prod(after[:p]) == ahead)
+    return next((RowShards(place, rows.length) for place in places), None)
 
 
 def _until_view(node: fx.Node) -> list[fx.Node]:
@@ -255,7 +255,7 @@ class TokenShards:
         self.old, self.arriving, self.leaving, self.ranks = graph, arriving, leaving, ranks
         self.number, self.groups = number, groups
         may = {node for node, how in zip(g.outputs(graph), leaving) if how.may}
-        self.tokens = TokenRows(graph, {node: one.rows for node, one in arriving.items()}, may)
+        self.tokens = TokenRows(graph, {node: arrival.rows for node, arrival in arriving.items()}, may)
         self.rows, self.views, self.flat = self.tokens.rows, self.tokens.views, self.tokens.flat
         self.unsummed = self.tokens.unsummed(whole)
         self.parts = frozenset(node.meta["role"][1] for node in self.unsummed if node.op == "placeholder")
@@ -281,9 +281,9 @@ class TokenShards:
             elif node in self.rows:
                 self._on_shards(node)
             else:
-                whole = {used: self._whole(used) for used in node.all_input_nodes}
-                g.copy_node(self.graph, node, whole)
-                self.mapping[node] = whole[node]
+                wholes = {used: self._whole(used) for used in node.all_input_nodes}
+                g.copy_node(self.graph, node, wholes)
+                self.mapping[node] = wholes[node]
         results = []
         for node, how in zip(g.outputs(self.old), self.leaving):
             rows = self.rows.get(node) if how.may and self._is_dense(node) else None
@@ -320,12 +320,12 @@ class TokenShards:
 
     def _scatter(self, node: fx.Node, part: fx.Node) -> None:
         """A sum of which each rank gets its rows."""
-        given = self.mapping[part]
+        rows_in = self.mapping[part]
         if node in self.flat:
             sizes = list(self.flat[node].meta["val"].shape)
-            given = self.writer.named(f"{given.name}_rows", node, aten.view.default, given, sizes)
+            rows_in = self.writer.named(f"{rows_in.name}_rows", node, aten.view.default, rows_in, sizes)
         rest = (*self.rows[node], self.ranks, True, self.group)
-        self.mapping[node] = self.writer.named(node.name, node, REDUCE_SCATTER, given, *rest)
+        self.mapping[node] = self.writer.named(node.name, node, REDUCE_SCATTER, rows_in, *rest)
 
     def _on_shards(self, node: fx.Node) -> None:
         rows = self.rows[node]
@@ -335,8 +335,8 @@ class TokenShards:
         if g.op_name(node) == "csc::dropout":
             self._dropout(node, rows)
             return
-        given = {used: self._operand(node, used, rows) for used in node.all_input_nodes}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        operands = {used: self._operand(node, used, rows) for used in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
         if g.op_name(node) in SIZED_VIEWS:
             sizes = list(node.meta["val"].shape)
             sizes[rows.dim] = slots(rows.length, self.ranks)
@@ -352,10 +352,10 @@ class TokenShards:
             along = use.link[rows.dim]
             if use.node is used and along is not None and used.meta["val"].shape[along] == rows.length:
                 return self._shard(used, RowShards(along, rows.length))
-        whole = self._whole(used)
+        whole_value = self._whole(used)
         if used not in self.carrying or used in self.unsummed:
-            return whole
-        return self._once((used, SHARE), f"{used.name}_shared", used, SHARE, whole, self.group)
+            return whole_value
+        return self._once((used, SHARE), f"{used.name}_shared", used, SHARE, whole_value, self.group)
 
     def _dropout(self, node: fx.Node, rows: RowShards) -> None:
         """A rank's rows of the mask that the whole would have."""
@@ -372,10 +372,10 @@ class TokenShards:
             dropped = self.writer.named(node.name, node, DROPOUT, self._whole(x), *rest)
             self.mapping[node] = self._cut(dropped, node, rows)
             return
-        own = self._once(
+        own_numbers = self._once(
             (node, "own"), f"{node.name}_own", node, OWN_PART, every, 0, rows.length, self.ranks, True, self.group
         )  # fmt: skip
-        rest = (chance, self.mapping[seed], index, own, dim, whole)
+        rest = (chance, self.mapping[seed], index, own_numbers, dim, whole)
         self.mapping[node] = self.writer.named(node.name, node, DROPOUT, self.mapping[x], *rest)
 
     # forms of a value
@@ -483,19 +483,19 @@ class _Handing:
     def program(self) -> Program:
         """With the values that settle."""
         while True:
-            found, shards = self._swept()
-            if not (self._to_hand_on(found, shards) or self._to_add_up(found)):
-                return self._applied(found)
+            handed, shards = self._swept()
+            if not (self._to_hand_on(handed, shards) or self._to_add_up(handed)):
+                return self._applied(handed)
 
     def _swept(self) -> tuple[dict[str, _HandedOn], dict[str, Arriving]]:
         shards: dict[str, Arriving] = {}
-        found: dict[str, _HandedOn] = {}
+        handed: dict[str, _HandedOn] = {}
         for region in self.before.regions:
-            one = found[region.name] = self._region(region, shards)
-            for value, rows, node in zip(region.outputs, one.leaves, g.outputs(one.template.graph)):
+            handed_on = handed[region.name] = self._region(region, shards)
+            for value, rows, node in zip(region.outputs, handed_on.leaves, g.outputs(handed_on.template.graph)):
                 if rows is not None:
                     shards[value] = Arriving(rows, node.meta["val"])
-        return found, shards
+        return handed, shards
 
     def _region(self, region: Region, shards: Mapping[str, Arriving]) -> _HandedOn:
         template = self.before.templates[region.template]
@@ -509,7 +509,9 @@ class _Handing:
         )
         local = zip(region.parameters, template.parameters, strict=True)
         summed = frozenset(own for name, own in local if name in self.summed)
-        shapes = tuple((place, one.rows, tuple(one.val.shape), one.val.stride()) for place, one in arriving.items())
+        shapes = tuple(
+            (place, arrival.rows, tuple(arrival.val.shape), arrival.val.stride()) for place, arrival in arriving.items()
+        )
         groups = tuple(local for name, local in zip(region.shared, template.shared, strict=True) if name in self.tables)
         key = (region.template, shapes, leaving, summed, groups)
         if key not in self.made:
@@ -520,11 +522,11 @@ class _Handing:
         self, template: Template, arriving: Mapping[int, Arriving], leaving: tuple[Leaving, ...],
         summed: frozenset[str], groups: tuple[str, ...],
     ) -> _HandedOn:  # fmt: skip
-        given = g.placeholders(template.graph)
-        inexact = [given[place] for place in template.inexact]
+        inputs = g.placeholders(template.graph)
+        inexact = [inputs[place] for place in template.inexact]
         tokens = TokenShards(
-            template.graph, {given[place]: one for place, one in arriving.items()}, leaving, self.ranks, self.number,
-            groups, self.evaluate, inexact, summed,
+            template.graph, {inputs[place]: value for place, value in arriving.items()}, leaving, self.ranks,
+            self.number, groups, self.evaluate, inexact, summed,
         ).run()  # fmt: skip
         if not tokens.rows and not any(tokens.leaves):
             return _HandedOn(template, tuple(tokens.leaves), frozenset(), frozenset(tokens.parts), False)
@@ -532,17 +534,17 @@ class _Handing:
         counts = dict.fromkeys(rows.length for rows in (*tokens.rows.values(), *filter(None, tokens.leaves)))
         axes = tuple(DividedAxis("tokens", count, self.ranks, ()) for count in counts)
         changed = replace(template, graph=tokens.graph, shared=shared, divided=(*template.divided, *axes))
-        taken = frozenset(place for place in arriving if given[place] in tokens.taken)
+        taken = frozenset(place for place in arriving if inputs[place] in tokens.taken)
         meets = len(shared) > len(template.shared)
         return _HandedOn(changed, tuple(tokens.leaves), taken, frozenset(tokens.parts), meets)
 
-    def _to_hand_on(self, found: Mapping[str, _HandedOn], shards: Mapping[str, Arriving]) -> bool:
+    def _to_hand_on(self, handed: Mapping[str, _HandedOn], shards: Mapping[str, Arriving]) -> bool:
         """Whether values are to be handed on in another way."""
-        taken = {region.activations[place] for region in self.before.regions for place in found[region.name].taken}
-        whole = shards.keys() - taken
+        taken = {region.activations[place] for region in self.before.regions for place in handed[region.name].taken}
+        undivided = shards.keys() - taken
         kinds: dict[tuple[str, int], RowShards] = {}
         for region in self.before.regions:
-            for place in found[region.name].taken:
+            for place in handed[region.name].taken:
                 kinds[(region.template, place)] = shards[region.activations[place]].rows
         vals = {
             value: node.meta["val"] for region in self.before.regions
@@ -553,36 +555,36 @@ class _Handing:
             if value not in shards and value not in self.whole
             and kinds.get((region.template, place), ()) == rows_of(vals[value])
         }  # fmt: skip
-        changed = bool(whole - self.whole or cut - self.cut)
-        self.whole |= whole
+        changed = bool(undivided - self.whole or cut - self.cut)
+        self.whole |= undivided
         self.cut = (self.cut | cut) - self.whole
         return changed
 
-    def _to_add_up(self, found: Mapping[str, _HandedOn]) -> bool:
+    def _to_add_up(self, handed: Mapping[str, _HandedOn]) -> bool:
         """Whether gradients of a parameter are parts in one region and whole in another."""
         parts: set[str] = set()
-        others: set[str] = set()
+        elsewhere: set[str] = set()
         for region in self.before.regions:
-            one = found[region.name]
-            for name, local in zip(region.parameters, one.template.parameters, strict=True):
-                (parts if local in one.parts else others).add(name)
-        changed = bool((parts & others) - self.summed)
-        self.summed |= parts & others
+            handed_on = handed[region.name]
+            for name, local in zip(region.parameters, handed_on.template.parameters, strict=True):
+                (parts if local in handed_on.parts else elsewhere).add(name)
+        changed = bool((parts & elsewhere) - self.summed)
+        self.summed |= parts & elsewhere
         return changed
 
-    def _applied(self, found: Mapping[str, _HandedOn]) -> Program:
+    def _applied(self, handed: Mapping[str, _HandedOn]) -> Program:
         templates: dict[str, Template] = {}
         names: dict[int, str] = {}
         regions: list[Region] = []
         parts: set[str] = set()
         for region in self.before.regions:
-            one = found[region.name]
-            if id(one) not in names:
-                names[id(one)] = unique(one.template.name, templates)
-                templates[names[id(one)]] = replace(one.template, name=names[id(one)])
-            tables = (*region.shared, self.tables[-1]) if one.meets else region.shared
-            regions.append(replace(region, template=names[id(one)], shared=tables))
-            local = zip(region.parameters, one.template.parameters, strict=True)
-            parts |= {name for name, own in local if own in one.parts}
+            handed_on = handed[region.name]
+            if id(handed_on) not in names:
+                names[id(handed_on)] = unique(handed_on.template.name, templates)
+                templates[names[id(handed_on)]] = replace(handed_on.template, name=names[id(handed_on)])
+            tables = (*region.shared, self.tables[-1]) if handed_on.meets else region.shared
+            regions.append(replace(region, template=names[id(handed_on)], shared=tables))
+            local = zip(region.parameters, handed_on.template.parameters, strict=True)
+            parts |= {name for name, own in local if own in handed_on.parts}
         held = tuple(replace(p, parts=p.parts or (p.name in parts and not p.boxes)) for p in self.before.parameters)
         return replace(self.before, templates=templates, regions=tuple(regions), parameters=held)

@@ -66,10 +66,10 @@ def _lowered(program: Program, mode: FakeTensorMode) -> fx.Graph:
             graph.output(fx.map_arg(node.args[0], mapping.__getitem__))
         else:
             _lower(node, graph, mapping, values, evaluate, program)
-            made = mapping[node]
-            if isinstance(made, fx.Node) and not learned.isdisjoint(made.all_input_nodes):
-                mapping[node] = _filled(made) or made
-                learned |= {mapping[node]} if mapping[node] is made else set()
+            new = mapping[node]
+            if isinstance(new, fx.Node) and not learned.isdisjoint(new.all_input_nodes):
+                mapping[node] = _filled(new) or new
+                learned |= {mapping[node]} if mapping[node] is new else set()
     g.erase_dead(graph)
     return graph
 
@@ -140,33 +140,33 @@ def _misfit(node: fx.Node, error: Exception, inputs: Sequence[Input]) -> InputEr
             "select with torch.where or masked_scatter instead of boolean indexing or nonzero, or make the selection "
             "in the data loader",
         )
-    said = f"{g.op_name(node)}: {str(error).splitlines()[0]}"
-    labels = next((one for one in inputs if one.name == "labels"), None)
-    tokens = next((one for one in inputs if labels is not None and _beside(one, labels)), None)
+    fault = f"{g.op_name(node)}: {str(error).splitlines()[0]}"
+    labels = next((entry for entry in inputs if entry.name == "labels"), None)
+    tokens = next((entry for entry in inputs if labels is not None and _beside(entry, labels)), None)
     if labels is not None and tokens is not None and labels.shape != tokens.shape:
         return InputError(
             f"the batch entry 'labels' is {list(labels.shape)} and {tokens.name!r} {list(tokens.shape)}, which do not "
-            f"fit together ({said})",
+            f"fit together ({fault})",
             where,
             "give a label for each token, -100 where none is to be learned; models of transformers shift them",
         )
-    sizes = ", ".join(f"{one.name} {list(one.shape)}" for one in inputs)
+    sizes = ", ".join(f"{entry.name} {list(entry.shape)}" for entry in inputs)
     axes = "".join(
-        f"; the samples of {one.name!r} are taken to lie along its dimension {one.samples}: if it is the first,"
-        f" say csc.compile(divide={{{one.name!r}: 0}})"
-        for one in inputs
-        if one.samples
+        f"; the samples of {entry.name!r} are taken to lie along its dimension {entry.samples}: if it is the first,"
+        f" say csc.compile(divide={{{entry.name!r}: 0}})"
+        for entry in inputs
+        if entry.samples
     )
     return InputError(
-        f"the batch's shapes do not fit the model: {said}",
+        f"the batch's shapes do not fit the model: {fault}",
         where,
         f"check the shapes of the batch entries against what the model expects: a microbatch has {sizes}{axes}",
     )
 
 
-def _beside(one: Input, labels: Input) -> bool:
+def _beside(entry: Input, labels: Input) -> bool:
     """Whether an entry has token ids, for all that its name says."""
-    return one is not labels and len(one.shape) == len(labels.shape) > 1 and not one.dtype.is_floating_point
+    return entry is not labels and len(entry.shape) == len(labels.shape) > 1 and not entry.dtype.is_floating_point
 
 
 def _same_layout(before: Any, after: Any) -> bool:

@@ -52,13 +52,13 @@ class Views:
 
 def moved(node: fx.Node) -> set[fx.Node]:
     """Returns a value, with all that it is a mere view or copy of."""
-    found: set[fx.Node] = set()
+    moved_nodes: set[fx.Node] = set()
     here: Any = node
     while isinstance(here, fx.Node):
-        found.add(here)
+        moved_nodes.add(here)
         moves = here.op == "call_function" and (is_view(here) or g.op_name(here) in SIZED_VIEWS | COPIES)
         here = here.args[0] if moves else None
-    return found
+    return moved_nodes
 
 
 # --- What a program says of tokens that are spread -------------------------------------------------------------------
@@ -97,8 +97,8 @@ class SpreadMasks:
     def number(self, packed: fx.Node | None) -> int:
         """Which mask a layer has: it counts as one more that reads it."""
         if packed not in self._parts:
-            made: Any = packed.args[:3] if packed is not None else (None, None, None)
-            self._parts[packed] = _MaskParts(made[0], made[1], made[2], 0)
+            fields: Any = packed.args[:3] if packed is not None else (None, None, None)
+            self._parts[packed] = _MaskParts(fields[0], fields[1], fields[2], 0)
         self._parts[packed] = replace(self._parts[packed], layers=self._parts[packed].layers + 1)
         return list(self._parts).index(packed)
 
@@ -188,21 +188,21 @@ class TokenSums:
         """
         name = g.op_name(node)
         if any(used in self.parts for used in node.all_input_nodes):
-            found = self._linear(node, name)
+            summed = self._linear(node, name)
         elif place is None:
             return None
         elif name in LABELS and not node.meta["val"].dim():
-            found = self._loss(node, place)
+            summed = self._loss(node, place)
         elif name in ELEMENTS and not node.meta["val"].dim():
-            found = self._of_elements(node, place)
+            summed = self._of_elements(node, place)
         elif name in ("aten::sum", "aten::mean") and self._reduces(node):
             bound = g.bind(node)
             shard = self.spread.given(bound["self"], place)
-            found = self._sum(node, place, bound["self"], shard, name == "aten::mean")
+            summed = self._sum(node, place, bound["self"], shard, name == "aten::mean")
         else:
             return None
         self.parts.add(node)
-        return found
+        return summed
 
     def _loss(self, node: fx.Node, place: Place) -> fx.Node:
         """Over labels: those of slots without a token are ignored. A mean is a sum over the labels of all ranks."""
@@ -212,7 +212,7 @@ class TokenSums:
             raise self.spread.mixed(node, "is a loss over probabilities")
         if target in self.spread.local:  # in slots without a token it would be some label
             raise self.spread.mixed(node, "is a loss over labels that the model computes")
-        logits, labels = (self.spread.given(one, place) for one in (bound["self"], target))
+        logits, labels = (self.spread.given(operand, place) for operand in (bound["self"], target))
         classes = self.spread.mapping[weight] if isinstance(weight, fx.Node) else None
         rest = [bound["label_smoothing"]] if "label_smoothing" in bound else []
         summed = (logits, labels, classes, SUM, ignored, *rest)
@@ -236,26 +236,28 @@ class TokenSums:
     def _of_elements(self, node: fx.Node, place: Place) -> fx.Node:
         """A loss entry by entry, of operands that are as large as each other."""
         bound = g.bind(node)
-        value = next(one for one in node.all_input_nodes if self.spread.dims(one))
-        if any(one.meta["val"].shape != value.meta["val"].shape for one in node.all_input_nodes):
+        value = next(operand for operand in node.all_input_nodes if self.spread.dims(operand))
+        if any(operand.meta["val"].shape != value.meta["val"].shape for operand in node.all_input_nodes):
             raise self.spread.mixed(node, "broadcasts its operands")
-        arguments = {name: fx.map_arg(one, lambda used: self.spread.given(used, place)) for name, one in bound.items()}
-        each = self.spread.call(node, node.target, **{**arguments, "reduction": NONE})
-        return self._sum(node, place, value, each, bound["reduction"] == MEAN)
+        arguments = {
+            name: fx.map_arg(argument, lambda used: self.spread.given(used, place)) for name, argument in bound.items()
+        }
+        losses = self.spread.call(node, node.target, **{**arguments, "reduction": NONE})
+        return self._sum(node, place, value, losses, bound["reduction"] == MEAN)
 
     def _sum(self, node: fx.Node, place: Place, value: fx.Node, shard: fx.Node, mean: bool) -> fx.Node:
         """Slots without a token, or with one outside the place, count nothing. value: of the old graph, with the sizes
         of what is summed; shard: what is.
         """
-        bound, own, call = g.bind(node), self.spread.own, self.spread.call
+        bound, entries, call = g.bind(node), self.spread.own, self.spread.call
         dims, shape, length = self.spread.dims(value), value.meta["val"].shape, place[1] - place[0]
         step = self.spread.order.step(value, place)
         if len(dims) != 1 or step is None or shape[dims[0]] % (length * step):
             raise self.spread.mixed(node, JOINED)
-        there = own["real"]
+        counted = entries["real"]
         for test, edge in ((aten.ge.Scalar, place[0]), (aten.lt.Scalar, place[1])):
-            there = call(node, aten.logical_and.default, there, call(node, test, own["tokens"], edge))
-        none = call(node, aten.logical_not.default, there)
+            counted = call(node, aten.logical_and.default, counted, call(node, test, entries["tokens"], edge))
+        none = call(node, aten.logical_not.default, counted)
         several = shape[dims[0]] // length
         if several > 1:  # samples, and neighbours that belong to one token
             none = call(node, aten.view.default, none, [1, -1, 1])
@@ -282,11 +284,11 @@ class TokenSums:
                 node, node.target, *terms, **({"alpha": bound["alpha"]} if bound["alpha"] != 1 else {})
             )
         if name == "aten::stack":
-            terms = [self._term(node, one) for one in bound["tensors"]]
+            terms = [self._term(node, tensor) for tensor in bound["tensors"]]
             return self.spread.call(node, node.target, terms, bound["dim"])
         if name in ("aten::mul", "aten::div"):
-            one, other = bound["self"], bound["other"]
-            scaled = (one in self.parts) + (other in self.parts)
+            left, other = bound["self"], bound["other"]
+            scaled = (left in self.parts) + (other in self.parts)
             if scaled > 1 or (name == "aten::div" and other in self.parts) or bound.get("rounding_mode") is not None:
                 raise self.spread.mixed(node, NOT_LINEAR)
         elif (
@@ -412,19 +414,19 @@ def _inside(
     graph: fx.Graph, local: Collection[fx.Node], carried: Collection[fx.Node], dims: Callable[[fx.Node], Any]
 ) -> set[fx.Node]:
     """The values without tokens that lead to calls on shards alone, made of nothing else that carries a gradient."""
-    found: set[fx.Node] = set()
+    inside: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in carried and node not in local and not dims(node):
-            found |= {node} if all(user in local or user in found for user in node.users) else set()
+            inside |= {node} if all(user in local or user in inside for user in node.users) else set()
     while True:
         torn = {
-            node for node in found
-            if any(used in carried and used not in found for used in node.all_input_nodes)
-            or any(user not in local and user not in found for user in node.users)
+            node for node in inside
+            if any(used in carried and used not in inside for used in node.all_input_nodes)
+            or any(user not in local and user not in inside for user in node.users)
         }  # fmt: skip
         if not torn:
-            return found
-        found -= torn
+            return inside
+        inside -= torn
 
 
 # --- What pass `context` does to the calls that run on shards: each again, on a rank's own tokens --------------------
@@ -456,7 +458,7 @@ class Spreading:
         self.local, self.last, self.leaving = local, last, leaving
         self.edge, self.over = edge, f"{edge.axis}={ranks}"
         self.without = "leave cp at 1" if last else remedy(edge.axis, component)
-        self.labels = {one: none for node, none in labels for one in moved(node)}
+        self.labels = {label: none for node, none in labels for label in moved(node)}
         self.sums = TokenSums(self) if sums else None
         self.views = Views(program.fake_mode)
         self.new = fx.Graph()
@@ -507,9 +509,9 @@ class Spreading:
             real = torch.empty_like(tokens, dtype=torch.bool)
             plan = torch.empty((), dtype=torch.int64, device=tokens.device)  # its number
         self.own = {}
-        for what, val in {"tokens": tokens, "real": real, "plan": plan}.items():
-            name = what if self.last else f"{identifier(self.component)}_{what}"
-            self.own[what] = g.add_placeholder(self.new, name, val, ("context", f"{self.component}.{what}"))
+        for kind, val in {"tokens": tokens, "real": real, "plan": plan}.items():
+            name = kind if self.last else f"{identifier(self.component)}_{kind}"
+            self.own[kind] = g.add_placeholder(self.new, name, val, ("context", f"{self.component}.{kind}"))
         self.edge.start(self.new)
 
     def _gathered(self, node: fx.Node, reader: fx.Node) -> fx.Node:
@@ -577,22 +579,22 @@ class Spreading:
             node, node.target, *arguments, **fx.map_arg(node.kwargs, lambda n: self.given(n, place))
         )
 
-    def _routed(self, node: fx.Node, place: Place, found: SortedRows | str) -> None:
+    def _routed(self, node: fx.Node, place: Place, routed: SortedRows | str) -> None:
         """A call on tokens that are sorted by expert: the same on a rank's own, of which there are fewer."""
-        if isinstance(found, str) and found != TOKENS:
-            raise self.mixed(node, found)
-        if not self.order.keep(node, place, found):
+        if isinstance(routed, str) and routed != TOKENS:
+            raise self.mixed(node, routed)
+        if not self.order.keep(node, place, routed):
             raise self.mixed(node, OTHER_ORDER)
         self.places[node] = place
         if g.op_name(node) in SIZED_VIEWS:
             self.mapping[node] = self._reshaped(node, self.given(node.args[0], place), place)
             return
         numbers = positions(node)
-        given = {used: self.given(used, place) for used in node.all_input_nodes if used is not numbers}
+        operands = {used: self.given(used, place) for used in node.all_input_nodes if used is not numbers}
         if numbers is not None:
             length = g.bind(node)["self"].meta["val"].shape[0] // (place[1] - place[0]) * self.sizes.shard
-            given[numbers] = self.call(numbers, aten.arange.default, length, **numbers.kwargs)
-        arguments, keywords = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+            operands[numbers] = self.call(numbers, aten.arange.default, length, **numbers.kwargs)
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
         self.mapping[node] = self.call(node, node.target, *arguments, **keywords)
 
     def _dropout(self, node: fx.Node, place: Place) -> None:
@@ -601,9 +603,9 @@ class Spreading:
         dims = self.dims(node)
         if place != (0, self.sizes.tokens) or [node.meta["val"].shape[dim] for dim in dims] != [self.sizes.tokens]:
             raise self.mixed(node, "drops out tokens joined with something else, or a part of the sequence")
-        given, seed = self.given(x, place), self.mapping[seed]  # type: ignore[index]
+        x_here, seed = self.given(x, place), self.mapping[seed]  # type: ignore[index]
         self.mapping[node] = self.call(
-            node, node.target, given, p, seed, index, self.own["tokens"], dims[0], self.sizes.tokens
+            node, node.target, x_here, p, seed, index, self.own["tokens"], dims[0], self.sizes.tokens
         )
         self.places[node] = place
 
@@ -666,20 +668,22 @@ class Spreading:
         """A concatenation of consecutive places: every token from the operand in whose place it is."""
         bound = g.bind(node)
         dim = bound["dim"] % node.meta["val"].dim()
-        lengths = [one.meta["val"].shape[dim] for one in bound["tensors"]]
+        lengths = [tensor.meta["val"].shape[dim] for tensor in bound["tensors"]]
         starts = [
-            self.places[one][0] - sum(lengths[:i]) for i, one in enumerate(bound["tensors"]) if one in self.places
+            self.places[tensor][0] - sum(lengths[:i])
+            for i, tensor in enumerate(bound["tensors"])
+            if tensor in self.places
         ]
         if len(set(starts)) > 1 or any(
-            self.places[one][1] - self.places[one][0] != size for one, size in zip(bound["tensors"], lengths)
-            if one in self.places
+            self.places[tensor][1] - self.places[tensor][0] != size for tensor, size in zip(bound["tensors"], lengths)
+            if tensor in self.places
         ):  # fmt: skip
             raise self.mixed(node, "moves tokens to other places in the sequence")
         edge = first = starts[0] if starts else 0
         result: fx.Node | None = None
-        for one, length in zip(bound["tensors"], lengths):
-            entering = one not in self.places
-            shard = self._dispatch(one, (edge, edge + length), dim) if entering else self.mapping[one]
+        for tensor, length in zip(bound["tensors"], lengths):
+            entering = tensor not in self.places
+            shard = self._dispatch(tensor, (edge, edge + length), dim) if entering else self.mapping[tensor]
             if result is None:
                 result = shard
             else:
@@ -702,7 +706,7 @@ class Spreading:
             raise self.mixed(node, "attends within a part of the sequence")
         if self.dims(key) and not self.dims(query):  # type: ignore[arg-type]
             raise self.mixed(node, "lets queries that are not of the sequence see its tokens")
-        q, k, v = (self.given(one, place) for one in (query, key, value))
+        q, k, v = (self.given(operand, place) for operand in (query, key, value))
         if self.dims(key):  # type: ignore[arg-type]
             number = self.masks.number(packed if isinstance(packed, fx.Node) else None)
             last: tuple[Any, ...] = (self.own["plan"], number, self.sizes.tokens, scale, softcap)
@@ -715,7 +719,7 @@ class Spreading:
     def _packed_again(self, packed: fx.Node, place: Place) -> fx.Node:
         """The mask of a rank's queries over keys that are not spread (cross-attention)."""
         ranges, admits, kinds, *sizes = packed.args
-        of_queries = [self._queries(one, place) if isinstance(one, fx.Node) else None for one in (ranges, admits)]
+        of_queries = [self._queries(table, place) if isinstance(table, fx.Node) else None for table in (ranges, admits)]
         return self.call(packed, packed.target, *of_queries, fx.map_arg(kinds, self.mapping.__getitem__), *sizes)
 
     def _queries(self, node: fx.Node, place: Place) -> fx.Node:
@@ -748,13 +752,13 @@ class Spreading:
                 f"spread over {self.over}", node.meta.get("source") or node.name, self.without,
             )  # fmt: skip
         fill = self.labels.get(node, 0)
-        whole = self.wholes[node]
+        padded = self.wholes[node]
         if place != (0, self.sizes.tokens):
             behind = node.meta["val"].dim() - 1 - dims[0]
             pads = [0, 0] * behind + [place[0], self.sizes.tokens - place[1]]
-            whole = self.call(node, aten.constant_pad_nd.default, whole, pads, fill)
+            padded = self.call(node, aten.constant_pad_nd.default, padded, pads, fill)
         like = self.reader if node.op == "placeholder" else node  # a parameter is of the module that reads it
-        taken = self.edge.own(partial(self.call, like), node, whole, self.own, dims[0], self.sizes.shard)
+        taken = self.edge.own(partial(self.call, like), node, padded, self.own, dims[0], self.sizes.shard)
         if node in self.labels:
             shape = [-1 if d == dims[0] else 1 for d in range(node.meta["val"].dim())]
             real = self.call(node, aten.view.default, self.own["real"], shape)
@@ -784,5 +788,5 @@ class Spreading:
     def mixed(self, node: fx.Node, why: str) -> InputError:
         where = g.place(node)
         notes = "".join(f" ({note})" for note in self.program.notes if note.startswith(where.split(",")[0]))
-        what = f"{g.op_name(node)} {why}, and with {self.over} the tokens are on different ranks{notes}"
-        return InputError(what, where, f"{self.without}, or move this operation in front of the first layer")
+        fault = f"{g.op_name(node)} {why}, and with {self.over} the tokens are on different ranks{notes}"
+        return InputError(fault, where, f"{self.without}, or move this operation in front of the first layer")

@@ -38,7 +38,7 @@ class SimplifyPass(Pass):
     establishes: ClassVar = ("simplified",)
 
     def __call__(self, program: Program, options: Options) -> Program:
-        return replace(program, templates={name: shorter(one) for name, one in program.templates.items()})
+        return replace(program, templates={name: shorter(template) for name, template in program.templates.items()})
 
 
 def shorter(template: Template) -> Template:
@@ -63,7 +63,7 @@ def _same(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) ->
     """What gives the same as a call of the old graph, for less; None: nothing is known."""
     if g.op_name(node) == "aten::add":
         return _joined(graph, node, mapping)
-    if g.op_name(node) == "aten::mul" and all(isinstance(one, fx.Node) for one in node.args):
+    if g.op_name(node) == "aten::mul" and all(isinstance(operand, fx.Node) for operand in node.args):
         return _doubled_first(graph, node, mapping)
     operand, number = _by_number(node)
     if operand is None:
@@ -77,7 +77,7 @@ def _same(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) ->
 
 def _joined(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
     """The gradients of two parts that are all of a value, side by side; None for any other sum."""
-    parts = [_part(one) for one in node.args] if len(node.args) == 2 and not node.kwargs else []
+    parts = [_part(operand) for operand in node.args] if len(node.args) == 2 and not node.kwargs else []
     if None in parts or len(parts) != 2:
         return None
     (low, dim, start, middle), (high, other_dim, begin, end) = sorted(filter(None, parts), key=lambda part: part[2])
@@ -112,8 +112,8 @@ def _by_number(node: fx.Node) -> tuple[Any, Any]:
     return (operand, number) if is_number and isinstance(operand, fx.Node) else (None, None)
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+def _alike(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return first.dtype == other.dtype and first.shape == other.shape and first.stride() == other.stride()
 
 
 def _scaled_first(
@@ -137,7 +137,7 @@ def _doubled_first(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.
     """The product of an expanded value and one that is doubled (or made larger by another power of two) for this alone,
     as the backward of a square has it: the smaller value is doubled instead. None for any other product.
     """
-    factors = [one for one in node.args if isinstance(one, fx.Node)]
+    factors = [operand for operand in node.args if isinstance(operand, fx.Node)]
     for first, scaled in (factors, factors[::-1]):
         operand, number = _by_number(scaled)
         expanded = mapping[first]  # as it is now: an earlier step may have put a scale before it
@@ -153,10 +153,10 @@ def _doubled_first(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.
         writer = Writer(graph, val.fake_mode)
         doubled = writer.named(scaled.name, scaled, scaled.target, small, number)
         again = writer.named(f"{scaled.name}_expand", expanded, expanded.target, doubled, *expanded.args[1:])
-        given = (again if one is first else mapping[operand] for one in factors)
-        found = writer.named(node.name, node, node.target, *given)
-        if _alike(found.meta["val"], val):  # what is not dense lies otherwise once it is scaled
-            return found
+        operands = (again if factor is first else mapping[operand] for factor in factors)
+        doubled_product = writer.named(node.name, node, node.target, *operands)
+        if _alike(doubled_product.meta["val"], val):  # what is not dense lies otherwise once it is scaled
+            return doubled_product
     return None
 
 
@@ -169,8 +169,8 @@ def _is_blind(reader: fx.Node, old: fx.Node, value: torch.Tensor) -> bool:
     """Whether a call gives the same for this expanded value in the place of another one, laid out as before."""
     if g.op_name(reader) not in ARITHMETIC:
         return False
-    given = fx.map_arg(reader.args, lambda one: value if one is old else one.meta["val"])
+    arguments = fx.map_arg(reader.args, lambda operand: value if operand is old else operand.meta["val"])
     val = reader.meta["val"]
     with val.fake_mode:
-        found = reader.target(*given, **values_of(reader.kwargs))  # type: ignore[operator]
-    return _alike(found, val)
+        result = reader.target(*arguments, **values_of(reader.kwargs))  # type: ignore[operator]
+    return _alike(result, val)

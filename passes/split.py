@@ -144,7 +144,7 @@ class _Parts:
         calls that it is to make `again`. made: by the part before; saved: what that one was given.
         """
         inside = {node for node in part if node.op == "call_function"}
-        found: set[fx.Node] = set()
+        needed: set[fx.Node] = set()
         stack = [used for node in inside for used in node.all_input_nodes]
         stack += [r for r in results if isinstance(r, fx.Node)]
         seen: set[fx.Node] = set()
@@ -156,10 +156,10 @@ class _Parts:
             if node not in saved and (is_cheap(node) or (node in again and node.op == "call_function")):
                 stack.extend(node.all_input_nodes)
             else:
-                found.add(node)
+                needed.add(node)
         read = inside | seen
         whole = set(results)
-        return sorted({_as_read(node, read, made, whole) for node in found}, key=self.order.__getitem__)
+        return sorted({_as_read(node, read, made, whole) for node in needed}, key=self.order.__getitem__)
 
     def extract(
         self, part: set[fx.Node], results: Any, saved: list[fx.Node] | None, entry: list[Role],
@@ -226,12 +226,17 @@ def _may_write_over(node: fx.Node) -> bool:
     """
     if g.op_name(node) != "aten::mul":
         return False
-    made, by = node.args
-    if not isinstance(made, fx.Node) or made is by or made.target is not operator.getitem or len(made.users) != 1:
+    target, by = node.args
+    if (
+        not isinstance(target, fx.Node)
+        or target is by
+        or target.target is not operator.getitem
+        or len(target.users) != 1
+    ):
         return False
-    before, after = made.meta["val"], node.meta["val"]
+    before, after = target.meta["val"], node.meta["val"]
     same = before.dtype is after.dtype and before.shape == after.shape and before.stride() == after.stride()
-    return same and g.op_name(made.all_input_nodes[0]) in g.HEADS
+    return same and g.op_name(target.all_input_nodes[0]) in g.HEADS
 
 
 def is_cheap(node: fx.Node) -> bool:

@@ -58,8 +58,8 @@ def seconds_behind(
 def least_behind(program: Program, options: Options) -> float:
     """Seconds that no plan falls below: some rank holds an equal part at least of what is trained."""
     names = {name for region in program.regions for name in region.parameters}
-    trained = [one for one in program.parameters if one.trainable and one.name in names]
-    size = sum(_local(one) * one.dtype.itemsize for one in trained) / options.mesh.pp
+    trained = [parameter for parameter in program.parameters if parameter.trainable and parameter.name in names]
+    size = sum(_local(parameter) * parameter.dtype.itemsize for parameter in trained) / options.mesh.pp
     profile = profiles(program, options)[0]
     ends = (_end({Group.DATA: size}, replace(options, mesh=mesh), profile, 0) for mesh in options.mesh.orders())
     return min(end.seconds for end in ends)
@@ -69,16 +69,16 @@ def _ends(program: Program, options: Options, regions: Sequence[Collection[str]]
     """By the hardware profile of each rank; nothing is taken to run beside the last actions. regions: by pipeline rank,
     their names.
     """
-    trained = {one.name: one for one in program.parameters if one.trainable}
+    trained = {parameter.name: parameter for parameter in program.parameters if parameter.trainable}
     of_region = {region.name: region.parameters for region in program.regions}
-    found = []
+    ends = []
     for rank, profile in enumerate(profiles(program, options)):
         sizes: Counter[Group] = Counter()
         for name in {name for region in regions[rank] for name in of_region[region]} & trained.keys():
-            one = trained[name]
-            sizes[gradient_placement(one).parts or Group.DATA] += _local(one) * one.dtype.itemsize
-        found.append(_end(sizes, options, profile, rank))
-    return found
+            parameter = trained[name]
+            sizes[gradient_placement(parameter).parts or Group.DATA] += _local(parameter) * parameter.dtype.itemsize
+        ends.append(_end(sizes, options, profile, rank))
+    return ends
 
 
 def _end(sizes: Mapping[Group, float], options: Options, profile: Hardware, rank: int) -> StepEnd:
@@ -87,8 +87,8 @@ def _end(sizes: Mapping[Group, float], options: Options, profile: Hardware, rank
     """
     steps_on = len(options.mesh.group(Group.DATA, 0, [rank])) if options.zero else 1
     seconds = MOVED * sum(sizes.values()) / steps_on / profile.reached_bandwidth
-    groups = {what: options.mesh.group(what, 0, [rank]) for what in sizes}
-    return StepEnd(sum(_reduced(sizes[what], groups[what], profile, options.zero) for what in sizes), seconds)
+    groups = {group: options.mesh.group(group, 0, [rank]) for group in sizes}
+    return StepEnd(sum(_reduced(sizes[group], groups[group], profile, options.zero) for group in sizes), seconds)
 
 
 def _local(parameter: Parameter) -> int:
@@ -100,10 +100,10 @@ def _local(parameter: Parameter) -> int:
 
 def _reduced(size: float, group: tuple[int, ...], profile: Hardware, zero: int) -> float:
     """Gradients to where they are needed, and with zero=1 and 2 parameters back to all."""
-    others = len(group) - 1
-    if not others or not size:
+    count = len(group) - 1
+    if not count or not size:
         return 0.0
     nodes = {rank // profile.ranks_per_node for rank in group}
     wire: Wire = profile.within if len(nodes) == 1 else profile.between
     rounds = 1 if zero >= 3 else 2
-    return rounds * (others * wire.latency + size * others / len(group) / wire.bandwidth)
+    return rounds * (count * wire.latency + size * count / len(group) / wire.bandwidth)

@@ -135,8 +135,10 @@ class _TemplateSearch:
 
     def choice(self, whole: Collection[str]) -> ShardChoice:
         axes: list[_Axis] = []
-        made: ShardedGraph | None = None
-        for axis in self._by_worth([one for one in self._candidates() if not set(one.parameters) & set(whole)]):
+        sharded: ShardedGraph | None = None
+        for axis in self._by_worth(
+            [candidate for candidate in self._candidates() if not set(candidate.parameters) & set(whole)]
+        ):
             if self._meets(axis, axes):
                 continue
             if axis.division(self.ranks) is None:
@@ -146,26 +148,26 @@ class _TemplateSearch:
                     self.odd.append(OddAxis(axis.what, axis.dim.size, axis.readers, axis.parameters[0]))
                 continue
             try:
-                made = self._divided([*axes, axis], self.ranks)
+                sharded = self._divided([*axes, axis], self.ranks)
             except Undivided as error:
                 self._refuse(axis, error)
                 continue
             axes.append(axis)
-        if made is None:
+        if sharded is None:
             reads = frozenset(self.template.parameters)
             return ShardChoice(
                 equal_reads=reads, odd=tuple(self.odd), reasons=self._reasons({}), unknown=self._unknown({}, whole)
             )  # fmt: skip
         boxes = self._boxes(axes)
         return ShardChoice(
-            graph=made.graph,
-            meets=made.meets,
+            graph=sharded.graph,
+            meets=sharded.meets,
             axes=tuple(
                 DividedAxis(axis.what, axis.dim.size, self.ranks, axis.parameters, axis.readers) for axis in axes
             ),
             boxes=boxes,
-            shared_reads=frozenset(made.shared_reads),
-            equal_reads=frozenset(made.equal_reads),
+            shared_reads=frozenset(sharded.shared_reads),
+            equal_reads=frozenset(sharded.equal_reads),
             operators=frozenset(self.operators),
             odd=tuple(self.odd),
             reasons=self._reasons(boxes),
@@ -179,8 +181,8 @@ class _TemplateSearch:
         if not allowed:
             self.whole.append((axis, error))
             return
-        found = OddAxis(axis.what, axis.dim.size, axis.readers, axis.parameters[0], str(error), (1, *allowed))
-        self.odd.append(found)
+        odd_axis = OddAxis(axis.what, axis.dim.size, axis.readers, axis.parameters[0], str(error), (1, *allowed))
+        self.odd.append(odd_axis)
 
     def _allows(self, axis: _Axis, ranks: int) -> bool:
         """Whether so many ranks can divide an axis."""
@@ -227,7 +229,7 @@ class _TemplateSearch:
             held = sharded(self.trees, dim)
             if name.startswith(POSITIONS):
                 continue
-            of_matrices = any(len(self.trees.parameters[one]) > 1 for one in held)
+            of_matrices = any(len(self.trees.parameters[parameter]) > 1 for parameter in held)
             if held and not dim.whole:
                 yield _Axis(name, dim, tuple(held), self.trees.groups(dim))
             elif of_matrices and not dim.blocked:
@@ -239,7 +241,7 @@ class _TemplateSearch:
         """Those that can be divided, by what it saves; each alone, by as many ranks as it has entries if they do not
         divide. Query heads are divided with their key heads, if these can be.
         """
-        found: list[tuple[float, _Axis]] = []
+        ranked: list[tuple[float, _Axis]] = []
         for axis in candidates:
             try:
                 tried = self._divided([axis], self.ranks if axis.division(self.ranks) is not None else axis.dim.size)
@@ -247,9 +249,9 @@ class _TemplateSearch:
                 self._refuse(axis, error)
                 continue
             if tried.flops >= LEAST_WORTH * tried.summed or axis.what == VOCABULARY:
-                found.append((tried.flops / max(tried.summed, 1), axis))
-        read = [axis.groups for _, axis in found]
-        return [axis for _, axis in sorted(found, key=lambda one: -one[0]) if axis.dim not in read]
+                ranked.append((tried.flops / max(tried.summed, 1), axis))
+        read = [axis.groups for _, axis in ranked]
+        return [axis for _, axis in sorted(ranked, key=lambda pair: -pair[0]) if axis.dim not in read]
 
     def _meets(self, axis: _Axis, others: Sequence[_Axis]) -> bool:
         """Whether a parameter has the axis and another one."""
@@ -306,14 +308,14 @@ class TensorPass(Pass):
         program = _templates_apart(program, fewer)
         ranks = {region.template: fewer.get(region.component, mesh.tp) for region in program.regions}
         whole = _of_shards(program) | _uses(program, lambda region, _: fewer.get(region.component) == 1)
-        copied = {one.name for one in program.parameters if one.copied}
+        copied = {parameter.name for parameter in program.parameters if parameter.copied}
         alike = _uses(program, lambda region, name: region.component in mesh.held_in_copies and name not in copied)
         # copies compute alike what they do not share out: REDUCE adds up over all of tp or none, so graphs add up
-        found = _Agreement(program, ranks, number, whole, alike, options.replicate).choices()
+        choices_found = _Agreement(program, ranks, number, whole, alike, options.replicate).choices()
         for size in sorted({mesh.tp, *(tp for tp in mesh.own("tp").values() if tp > 1)} & set(ranks.values())):
-            choices = {name: one for name, one in found.items() if ranks[name] == size}
+            choices = {name: choice for name, choice in choices_found.items() if ranks[name] == size}
             _check(program, choices, size, mesh)
-        return _applied(program, found, number, ranks, mesh)
+        return _applied(program, choices_found, number, ranks, mesh)
 
 
 def _templates_apart(program: Program, ranks: Mapping[str, int]) -> Program:
@@ -324,12 +326,12 @@ def _templates_apart(program: Program, ranks: Mapping[str, int]) -> Program:
     first |= {region.template: 0 for region in program.regions if region.component not in ranks}
     templates, regions, names = dict(program.templates), [], dict[tuple[str, int], str]()
     for region in program.regions:
-        name, own = region.template, ranks.get(region.component, 0)
-        if own != first[name]:
-            if (name, own) not in names:
-                names[name, own] = unique(name, templates)
-                templates[names[name, own]] = replace(templates[name], name=names[name, own])
-            region = replace(region, template=names[name, own])
+        name, size = region.template, ranks.get(region.component, 0)
+        if size != first[name]:
+            if (name, size) not in names:
+                names[name, size] = unique(name, templates)
+                templates[names[name, size]] = replace(templates[name], name=names[name, size])
+            region = replace(region, template=names[name, size])
         regions.append(region)
     return replace(program, templates=templates, regions=tuple(regions)) if names else program
 
@@ -350,24 +352,24 @@ class _Agreement:
     replicated: Collection[str] = ()
 
     def choices(self) -> dict[str, ShardChoice]:
-        found: dict[str, ShardChoice] = {}
+        choices: dict[str, ShardChoice] = {}
         ids = _made_of_the_batch(self.program)
         changed = set(self.ranks)
         while changed:
             for name in sorted(changed):
                 template = self.program.templates[name]
-                found[name] = chosen(
+                choices[name] = chosen(
                     template, self.program.fake_mode, self.number, self.ranks[name], self._of(name, self.whole),
                     self._of(name, self.operators), ids, self.replicated,
                 )  # fmt: skip
-            changed = self._apart(found)
-        return found
+            changed = self._apart(choices)
+        return choices
 
     @staticmethod
     def _of(template: str, uses: Collection[Use]) -> set[str]:
         return {parameter for name, parameter in uses if name == template}
 
-    def _apart(self, found: Mapping[str, ShardChoice]) -> set[str]:
+    def _apart(self, choices: Mapping[str, ShardChoice]) -> set[str]:
         """The templates to choose for again, since uses of one parameter do not agree."""
         uses: dict[str, set[Use]] = {}
         for region in self.program.regions:
@@ -376,14 +378,20 @@ class _Agreement:
                 uses.setdefault(name, set()).add((region.template, local))
         changed: set[Use] = set()
         for same in uses.values():
-            if len({found[template].boxes.get(local, ()) for template, local in same}) > 1:
+            if len({choices[template].boxes.get(local, ()) for template, local in same}) > 1:
                 changed |= same - self.whole
                 self.whole |= same
                 continue
-            shared = {(one, local) for one, local in same if local in found[one].shared_reads} - self.operators
+            shared = {
+                (template, local) for template, local in same if local in choices[template].shared_reads
+            } - self.operators
             apart = len({self.ranks[template] for template, _ in same}) > 1
             if shared and (
-                apart or any(local in found[one].equal_reads or (one, local) not in shared for one, local in same)
+                apart
+                or any(
+                    local in choices[template].equal_reads or (template, local) not in shared
+                    for template, local in same
+                )
             ):
                 changed |= shared
                 self.operators |= shared
@@ -392,7 +400,7 @@ class _Agreement:
 
 def _of_shards(program: Program) -> set[Use]:
     """Uses of parameters whose gradients are parts since ranks share out samples: those stay whole."""
-    parts = {one.name for one in program.parameters if one.parts}
+    parts = {parameter.name for parameter in program.parameters if parameter.parts}
     return _uses(program, lambda _, name: name in parts)
 
 
@@ -411,7 +419,9 @@ def _made_of_the_batch(program: Program) -> set[str]:
     assert program.shared is not None
     tables = zip(program.shared.output_node().meta["names"], g.outputs(program.shared), strict=True)
     return {
-        name for name, node in tables if any(one.meta.get("role", ("",))[0] == "input" for one in g.ancestors([node]))
+        name
+        for name, node in tables
+        if any(ancestor.meta.get("role", ("",))[0] == "input" for ancestor in g.ancestors([node]))
     }
 
 
@@ -427,48 +437,51 @@ class Indivisible(InputError):
         self.axes = axes or {}
 
 
-def _check(program: Program, found: Mapping[str, ShardChoice], ranks: int, mesh: Mesh) -> None:
+def _check(program: Program, choices: Mapping[str, ShardChoice], ranks: int, mesh: Mesh) -> None:
     """Indivisible if an axis does not divide, InputError if none was found. ranks: tp, or that of the components with
     so many of their own.
     """
-    asked, what = f"tp={ranks}", "this model"
+    request, parts = f"tp={ranks}", "this model"
     if ranks < mesh.tp:
-        asked, what = ", ".join(f"{component}.tp={tp}" for component, tp in mesh.own("tp").items() if tp == ranks), "it"
-    _refuse_unknown(program, found, asked)
-    odd = [odd for choice in found.values() for odd in choice.odd]
+        request, parts = (
+            ", ".join(f"{component}.tp={tp}" for component, tp in mesh.own("tp").items() if tp == ranks),
+            "it",
+        )
+    _refuse_unknown(program, choices, request)
+    odd = [odd for choice in choices.values() for odd in choice.odd]
     if odd:
-        sizes = {(axis.size, axis.groups) for choice in found.values() for axis in choice.axes}
+        sizes = {(axis.size, axis.groups) for choice in choices.values() for axis in choice.axes}
         largest = next(
             n for n in range(ranks - 1, 0, -1)
-            if (ranks == mesh.tp or mesh.tp % n == 0) and all(one.divides(n) for one in odd)
+            if (ranks == mesh.tp or mesh.tp % n == 0) and all(axis.divides(n) for axis in odd)
             and all(fits(size, groups, n) for size, groups in sizes)
         )  # fmt: skip
         first = odd[0]
         used = dict.fromkeys((region.component, region.template) for region in program.regions)
         raise Indivisible(
-            f"{first.size} {first.what} of {first.parameter} cannot be divided by {asked}{_readers(first, ranks)}",
-            "mesh", f"the largest tp below it that divides {what} is {largest}",
-            {component: found[name].odd for component, name in used if name in found and found[name].odd},
+            f"{first.size} {first.what} of {first.parameter} cannot be divided by {request}{_readers(first, ranks)}",
+            "mesh", f"the largest tp below it that divides {parts} is {largest}",
+            {component: choices[name].odd for component, name in used if name in choices and choices[name].odd},
         )  # fmt: skip
-    if not any(choice.graph is not None for choice in found.values()):
-        reasons = list(dict.fromkeys(reason for choice in found.values() for reason in choice.reasons))
+    if not any(choice.graph is not None for choice in choices.values()):
+        reasons = list(dict.fromkeys(reason for choice in choices.values() for reason in choice.reasons))
         less = max(n for n in (1, *mesh.divisions, *mesh.own("tp").values()) if n < ranks)
         raise InputError(
-            f"{asked} divides nothing of {what}: csc found neither heads nor hidden features in a layer", "mesh",
+            f"{request} divides nothing of {parts}: csc found neither heads nor hidden features in a layer", "mesh",
             "; ".join([f"make tp {less}" if less > 1 else "leave tp at 1", *reasons[:3]]),
         )  # fmt: skip
 
 
-def _refuse_unknown(program: Program, found: Mapping[str, ShardChoice], asked: str) -> None:
+def _refuse_unknown(program: Program, choices: Mapping[str, ShardChoice], request: str) -> None:
     """InputError where layers could be divided but for a call that csc has no rule for."""
     several = len({region.component for region in program.regions}) > 1
     for region in program.regions:
-        for what, why in found[region.template].unknown if region.template in found else ():
+        for axis, why in choices[region.template].unknown if region.template in choices else ():
             name = why.split(" at ")[0]
             alone = f"{region.component}.tp=1" if several else "tp=1"
             tag = f"if {name} works entry by entry, register it with tags=(torch.Tag.pointwise,); "
             raise InputError(
-                f"{asked} cannot divide {what} in {region.name}: {why}", "mesh",
+                f"{request} cannot divide {axis} in {region.name}: {why}", "mesh",
                 f"{tag * (name.split('::')[0] != 'aten')}replicate=['{name}'] lets every rank make it of whole "
                 f"operands, with whole weights around it; {alone} leaves all of {region.component} whole",
             )  # fmt: skip
@@ -484,7 +497,7 @@ def _readers(odd: OddAxis, ranks: int) -> str:
 
 
 def _applied(
-    program: Program, found: Mapping[str, ShardChoice], number: torch.Tensor, ranks: Mapping[str, int], mesh: Mesh
+    program: Program, choices: Mapping[str, ShardChoice], number: torch.Tensor, ranks: Mapping[str, int], mesh: Mesh
 ) -> Program:
     """The program with these choices."""
     assert program.shared is not None
@@ -493,22 +506,22 @@ def _applied(
         region.name: str(Group.division(ranks[region.template]))
         if ranks[region.template] < mesh.tp or region.component in held else "tp" for region in program.regions
     }  # fmt: skip
-    met = {within[region.name] for region in program.regions if found[region.template].meets}
+    met = {within[region.name] for region in program.regions if choices[region.template].meets}
     for axis in sorted(met):
         name, role = ("tp", GROUP) if axis == "tp" else group_number(axis)
         tables[axis] = unique(name, set(shared.output_node().meta["names"]))
         shared = _with_group(shared, tables[axis], number, role)
-    templates = {name: _template(one, found[name]) for name, one in program.templates.items()}
+    templates = {name: _template(template, choices[name]) for name, template in program.templates.items()}
     regions = tuple(
-        replace(region, shared=(*region.shared, tables[within[region.name]])) if found[region.template].meets
+        replace(region, shared=(*region.shared, tables[within[region.name]])) if choices[region.template].meets
         else region for region in program.regions
     )  # fmt: skip
-    reasons = dict.fromkeys(reason for name, one in found.items() if ranks[name] > 1 for reason in one.reasons)
+    reasons = dict.fromkeys(reason for name, choice in choices.items() if ranks[name] > 1 for reason in choice.reasons)
     return replace(
         program,
         templates=templates,
         regions=regions,
-        parameters=_parameters(program, found, mesh),
+        parameters=_parameters(program, choices, mesh),
         shared=shared,
         notes=(*program.notes, *(f"on each tp rank whole: {reason}" for reason in reasons)),
     )
@@ -521,12 +534,12 @@ def _template(template: Template, choice: ShardChoice) -> Template:
     return replace(template, graph=choice.graph, shared=tuple(shared), divided=choice.axes)
 
 
-def _parameters(program: Program, found: Mapping[str, ShardChoice], mesh: Mesh) -> tuple[Parameter, ...]:
+def _parameters(program: Program, choices: Mapping[str, ShardChoice], mesh: Mesh) -> tuple[Parameter, ...]:
     """Where fewer of all ranks divide one, each group of these holds the same."""
     boxes: dict[str, tuple[Box, ...]] = {}
     parts: set[str] = set()
     for region in program.regions:
-        choice, template = found[region.template], program.templates[region.template]
+        choice, template = choices[region.template], program.templates[region.template]
         for name, local in zip(region.parameters, template.parameters, strict=True):
             held = choice.boxes.get(local, ())
             ranks = max(mesh.tp, mesh.extent_of(region.component).width)

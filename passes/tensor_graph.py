@@ -68,7 +68,7 @@ class LocalValues:
         return self._trees.of.get(node, [[]])
 
     def division(self, dim: Dim) -> Division | None:
-        return next((one for one in self._divisions if one.takes(dim)), None)
+        return next((division for division in self._divisions if division.takes(dim)), None)
 
     def is_cut(self, node: fx.Node) -> bool:
         return any(self.division(dim) is not None for dims in self.dims(node) for dim in dims)
@@ -88,13 +88,16 @@ class LocalValues:
         groups may be a dimension of their own.
         """
         for dims in self.dims(node):
-            having = [(dim, one) for dim in dims for one in self._divisions if one.takes(dim)]
-            with_axis = [(dim, one) for dim, one in having if contains(dim, one.axis)]
-            rest = [dim for dim, one in having if not contains(dim, one.axis)]
-            twice = any(one.groups is not None and contains(dim, one.groups) for dim, one in with_axis) and rest
+            having = [(dim, division) for dim in dims for division in self._divisions if division.takes(dim)]
+            with_axis = [(dim, division) for dim, division in having if contains(dim, division.axis)]
+            rest = [dim for dim, division in having if not contains(dim, division.axis)]
+            twice = (
+                any(division.groups is not None and contains(dim, division.groups) for dim, division in with_axis)
+                and rest
+            )
             if having and (len(with_axis) != 1 or len(rest) > 1 or twice):
                 raise Undivided(node, "would be divided in two ways")
-            if any(not divides_all(dim, one.axis) for dim, one in with_axis):
+            if any(not divides_all(dim, division.axis) for dim, division in with_axis):
                 raise Undivided(node, "joins what is divided to what is not")
 
     def check_pieces(self, parameter: fx.Node) -> None:
@@ -148,7 +151,7 @@ def stretch(
     division = values.division(dims[dim])
     assert division is not None
     try:
-        start, stop = (division.index(dims[dim], one, pieces) for one in (start, stop))
+        start, stop = (division.index(dims[dim], bound, pieces) for bound in (start, stop))
     except ValueError as error:
         raise Undivided(node, f"cuts where no shard ends ({error})") from error
     return (node.target, given(operand), dim, start, stop, step)
@@ -170,10 +173,10 @@ def divided_dropout(
     dim = values.dims(node)[0][places[0]]
     division = values.division(dim)
     assert division is not None
-    own = [_entries(writer, node, division, dim, group), places[0], dim.size]
+    own_entries = [_entries(writer, node, division, dim, group), places[0], dim.size]
     x, seed, tokens = (fx.map_arg(bound[name], given) for name in ("x", "seed", "tokens"))
     of_tokens = [] if tokens is None else [tokens, bound["dim"], bound["whole"]]
-    return [x, bound["p"], seed, bound["index"], *of_tokens, *own]
+    return [x, bound["p"], seed, bound["index"], *of_tokens, *own_entries]
 
 
 def _entries(writer: Writer, node: fx.Node, division: Division, dim: Dim, group: fx.Node) -> fx.Node:
@@ -182,16 +185,16 @@ def _entries(writer: Writer, node: fx.Node, division: Division, dim: Dim, group:
     """
     ranks, whole = division.ranks, dim.size
     stretches = division.ranges(dim, 0)
-    turns, each = len(stretches), stretches[0][1] - stretches[0][0]
+    turns, size_each = len(stretches), stretches[0][1] - stretches[0][0]
     in_turn = [
-        [((turn * ranks + rank) * each, (turn * ranks + rank + 1) * each) for turn in range(turns)]
+        [((turn * ranks + rank) * size_each, (turn * ranks + rank + 1) * size_each) for turn in range(turns)]
         for rank in range(ranks)
     ]
     if division.misfit(dim) or [division.ranges(dim, rank) for rank in range(ranks)] != in_turn:
         raise Undivided(node, "draws random numbers for what ranks divide in stretches of their own")
     numbers = writer.named(f"{node.name}_all", node, aten.arange.default, whole, device=node.meta["val"].device)
     if turns > 1:
-        numbers = writer.named(f"{node.name}_turns", node, aten.view.default, numbers, [turns, ranks, each])
+        numbers = writer.named(f"{node.name}_turns", node, aten.view.default, numbers, [turns, ranks, size_each])
         numbers = writer.named(f"{node.name}_ranks", node, aten.transpose.int, numbers, 0, 1)
         numbers = writer.named(f"{node.name}_order", node, aten.reshape.default, numbers, [whole])
     return writer.named(f"{node.name}_own", node, OWN_PART, numbers, 0, whole, ranks, True, group)
@@ -223,8 +226,8 @@ def fewer_sums(graph: fx.Graph, group: str, inexact: Collection[str], evaluate: 
     """
 
     def named() -> tuple[fx.Node, set[fx.Node]]:
-        given = {node.name: node for node in g.placeholders(graph)}
-        return given[group], carrying_calls(graph, [given[name] for name in inexact])
+        inputs = {node.name: node for node in g.placeholders(graph)}
+        return inputs[group], carrying_calls(graph, [inputs[name] for name in inexact])
 
     number, carries = named()
     _share_earlier(graph, number, carries, Writer(graph, evaluate))
@@ -242,40 +245,40 @@ def entries_summed(graph: fx.Graph) -> int:
 
 def _late(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """The late calls, and the operands that are parts then; none of a sum itself."""
-    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    late: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in g.calls(graph):
         if node.target is ALL_REDUCE:
-            found[node] = ()
+            late[node] = ()
         elif DIVIDED not in node.meta and isinstance(node.meta["val"], torch.Tensor):
-            parts = _parts(node, found)
-            if parts and all(len(one.users) == 1 and _dtype(one) is _dtype(node) for one in parts):
-                found[node] = parts
-    return found
+            parts = _parts(node, late)
+            if parts and all(len(part.users) == 1 and _dtype(part) is _dtype(node) for part in parts):
+                late[node] = parts
+    return late
 
 
 def _parts(node: fx.Node, late: Collection[fx.Node]) -> tuple[fx.Node, ...]:
     """The operands that a call is linear in, all of them late; none if it is linear in none."""
-    given = node.all_input_nodes
-    parts = tuple(one for one in given if one in late)
+    operands = node.all_input_nodes
+    parts = tuple(operand for operand in operands if operand in late)
     if not parts or draws(node):
         return ()
     name = g.op_name(node)
     if name in ADDING:
         return parts if len(parts) == 2 and _alike(*parts) else ()
     if name in SCALES:
-        places = [place for place, one in enumerate(node.args) if one is parts[0]]
+        places = [place for place, operand in enumerate(node.args) if operand is parts[0]]
         once = places in ([0], [1]) if node.target is aten.mul.Tensor else places == [0] and not node.kwargs
-        return parts if len(parts) == 1 and once and not any(map(is_parameter, given)) else ()
+        return parts if len(parts) == 1 and once and not any(map(is_parameter, operands)) else ()
     if parts != (node.args[0],):
         return ()
-    return parts if _hands_on(node) or (len(given) == 1 and name == "aten::sum") else ()
+    return parts if _hands_on(node) or (len(operands) == 1 and name == "aten::sum") else ()
 
 
 def _hands_on(node: fx.Node) -> bool:
     """Whether a call is linear in its only operand, or looks up entries of it."""
-    given = node.all_input_nodes
-    looked_up = g.op_name(node) in LOOK_UPS and not any(map(g.is_inexact, given[1:]))
-    return looked_up or (len(given) == 1 and is_linear(node))
+    operands = node.all_input_nodes
+    looked_up = g.op_name(node) in LOOK_UPS and not any(map(g.is_inexact, operands[1:]))
+    return looked_up or (len(operands) == 1 and is_linear(node))
 
 
 def _sum_beside_each_other(graph: fx.Graph, late: dict[fx.Node, tuple[fx.Node, ...]], writer: Writer) -> None:
@@ -285,27 +288,27 @@ def _sum_beside_each_other(graph: fx.Graph, late: dict[fx.Node, tuple[fx.Node, .
         if len(node.users) == 1 and next(iter(node.users)) in adding:
             continue  # its reader's terms are looked at
         terms, inner = _terms(node, adding)
-        sums = [one for one in terms if _is_sum(one, node, late)]
-        rest = [one for one in terms if not _is_sum(one, node, late)]
+        sums = [term for term in terms if _is_sum(term, node, late)]
+        rest = [term for term in terms if not _is_sum(term, node, late)]
         if len(sums) < 2 or not rest:
             continue
         with graph.inserting_before(node):
             beside, together = rest[0], sums[0]
-            for one in rest[1:]:
-                beside = writer.named(f"{node.name}_rest", node, aten.add.Tensor, beside, one)
-            for one in sums[1:]:
-                before, together = together, writer.named(f"{node.name}_sums", node, aten.add.Tensor, together, one)
-                late[together] = (before, one)
+            for term in rest[1:]:
+                beside = writer.named(f"{node.name}_rest", node, aten.add.Tensor, beside, term)
+            for term in sums[1:]:
+                before, together = together, writer.named(f"{node.name}_sums", node, aten.add.Tensor, together, term)
+                late[together] = (before, term)
         node.args = (beside, together)
-        for one in inner:
-            graph.erase_node(one)
+        for node_of_tree in inner:
+            graph.erase_node(node_of_tree)
 
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether a call adds two values, of one dtype and times 1."""
-    given = node.all_input_nodes
-    plain = node.target is aten.add.Tensor and len(given) == 2 and not node.kwargs
-    return plain and all(_dtype(one) is _dtype(node) for one in given)
+    operands = node.all_input_nodes
+    plain = node.target is aten.add.Tensor and len(operands) == 2 and not node.kwargs
+    return plain and all(_dtype(operand) is _dtype(node) for operand in operands)
 
 
 def _terms(node: fx.Node, adding: Collection[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -314,12 +317,12 @@ def _terms(node: fx.Node, adding: Collection[fx.Node]) -> tuple[list[fx.Node], l
     inner: list[fx.Node] = []
     stack = node.all_input_nodes[::-1]
     while stack:
-        one = stack.pop()
-        if one in adding and len(one.users) == 1:
-            inner.append(one)
-            stack += one.all_input_nodes[::-1]
+        term = stack.pop()
+        if term in adding and len(term.users) == 1:
+            inner.append(term)
+            stack += term.all_input_nodes[::-1]
         else:
-            terms.append(one)
+            terms.append(term)
     return terms, inner
 
 
@@ -343,9 +346,13 @@ def _summed(
     """
     beside, least, better = dict[fx.Node, int](), dict[fx.Node, int](), set[fx.Node]()
     for node, parts in late.items():
-        others = [one for one in node.all_input_nodes if one not in parts and one in carries] if parts else []
-        beside[node] = sum(beside[one] for one in parts) + sum(map(_size, others))
-        here, early = _size(node) + beside[node], sum(least[one] for one in parts)
+        more = (
+            [operand for operand in node.all_input_nodes if operand not in parts and operand in carries]
+            if parts
+            else []
+        )
+        beside[node] = sum(beside[part] for part in parts) + sum(map(_size, more))
+        here, early = _size(node) + beside[node], sum(least[part] for part in parts)
         least[node] = min(here, early) if parts else here
         better |= {node} if parts and here < early else set()
     makes_parts = set[fx.Node]()
@@ -384,8 +391,12 @@ class _Later:
     def _part(self, node: fx.Node, group: fx.Node, parts: Collection[fx.Node], is_summed: bool) -> None:
         """A call on parts; what else it reads is shared, as its gradient is parts then."""
 
-        def given(one: fx.Node) -> Any:
-            return self.mapping[one] if one in parts or one not in self.carries else self._shared(one, group)
+        def given(operand: fx.Node) -> Any:
+            return (
+                self.mapping[operand]
+                if operand in parts or operand not in self.carries
+                else self._shared(operand, group)
+            )
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), given)
         part = self.writer.named(f"{node.name}_part", node, node.target, *args, **kwargs)
@@ -398,9 +409,9 @@ class _Later:
     def _shared(self, node: fx.Node, group: fx.Node) -> fx.Node:
         """As calls on parts read it, once for all of them."""
         if node not in self.shared:
-            made = self.writer.named(f"{node.name}_shared", node, SHARE, self.mapping[node], self.mapping[group])
-            made.meta[DIVIDED] = True
-            self.shared[node] = made
+            shared = self.writer.named(f"{node.name}_shared", node, SHARE, self.mapping[node], self.mapping[group])
+            shared.meta[DIVIDED] = True
+            self.shared[node] = shared
         return self.shared[node]
 
 
@@ -411,7 +422,7 @@ def _share_earlier(graph: fx.Graph, group: fx.Node, carries: Collection[fx.Node]
     shared = {node.args[0]: node for node in graph.nodes if node.target is SHARE}
     for share in [node for node in graph.nodes if node.target is SHARE]:
         chain = _handing_on(share.args[0], carries)
-        sizes = [_size(one) for one in chain]
+        sizes = [_size(node_of_chain) for node_of_chain in chain]
         if not chain or min(sizes) >= _size(share):
             continue
         chain = chain[: sizes.index(min(sizes)) + 1]
@@ -421,8 +432,8 @@ def _share_earlier(graph: fx.Graph, group: fx.Node, carries: Collection[fx.Node]
             shared[source].meta[DIVIDED] = True
         source.append(shared[source])  # before all that reads it
         last.replace_input_with(source, shared[source])
-        for one in (share.args[0], *chain[:-1]):
-            one.meta[DIVIDED] = True
+        for node_of_chain in (share.args[0], *chain[:-1]):
+            node_of_chain.meta[DIVIDED] = True
         share.replace_all_uses_with(share.args[0])
         graph.erase_node(share)
 
@@ -433,12 +444,12 @@ def _handing_on(node: fx.Node, carries: Collection[fx.Node]) -> list[fx.Node]:
     """
     chain: list[fx.Node] = []
     while node.op == "call_function" and len(node.users) == 1 and DIVIDED not in node.meta and not draws(node):
-        given = node.all_input_nodes
-        if not given or node.args[0] is not given[0] or given[0] not in carries or is_parameter(given[0]):
+        operands = node.all_input_nodes
+        if not operands or node.args[0] is not operands[0] or operands[0] not in carries or is_parameter(operands[0]):
             break
-        if not _hands_on(node) or _dtype(given[0]) is not _dtype(node):
+        if not _hands_on(node) or _dtype(operands[0]) is not _dtype(node):
             break
-        node = given[0]
+        node = operands[0]
         chain.append(node)
     return chain
 
@@ -610,11 +621,11 @@ class ShardedGraph:
         elif name in (ATTENTION, CONTEXT_ATTENTION, SDPA):
             self._attention(node)
         elif name in PARTS:
-            found = stretch(self.values, node, self._given, self.keeps)
-            if found is None:
+            stretched = stretch(self.values, node, self._given, self.keeps)
+            if stretched is None:
                 self._same(node)
             else:
-                self._put(node, *found)
+                self._put(node, *stretched)
         elif name in SIZED_VIEWS or name in MAKES_SHARDS:
             self._sized(node)
         elif name in SAME_ON_SHARDS or RULES.get(name, table.broadcasting) in ENTRY_BY_ENTRY:
@@ -641,21 +652,21 @@ class ShardedGraph:
 
     def _put(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> None:
         """The call that stands for a node; Undivided unless it gives what the trees say."""
-        made = self._made(node, node.name, target, *args, **kwargs)
-        for result, val in enumerate(_results(made.meta["val"])):
+        sharded = self._made(node, node.name, target, *args, **kwargs)
+        for result, val in enumerate(_results(sharded.meta["val"])):
             sizes = self.values.sizes(node, result)
             if list(val.shape) != sizes:
                 raise Undivided(node, f"gives {list(val.shape)} on shards, where {sizes} was expected")
-        self.mapping[node] = made
+        self.mapping[node] = sharded
 
     def _made(self, node: fx.Node, name: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         try:
-            made = self.writer.named(name, node, target, *args, **kwargs)
+            sharded = self.writer.named(name, node, target, *args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            said = (str(error).strip().splitlines() or [""])[0]
-            raise Undivided(node, f"does not run on shards ({said})") from error
-        made.meta[DIVIDED] = True
-        return made
+            cause = (str(error).strip().splitlines() or [""])[0]
+            raise Undivided(node, f"does not run on shards ({cause})") from error
+        sharded.meta[DIVIDED] = True
+        return sharded
 
     def _same(self, node: fx.Node) -> None:
         if not self.values.is_cut(node):
@@ -675,7 +686,7 @@ class ShardedGraph:
         assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
         one_head = key.meta["val"].shape[-3] == 1 and not self.values.is_cut(key) and not self.values.is_cut(value)
         by_heads = (query,) if one_head else (query, key, value)
-        if any(self.values.cut_dims(one) != [one.meta["val"].dim() - 3] for one in by_heads):
+        if any(self.values.cut_dims(operand) != [operand.meta["val"].dim() - 3] for operand in by_heads):
             raise Undivided(node, "can be divided by its heads alone")
         self.flops += 4 * query.meta["val"].numel() * key.meta["val"].shape[-2]
         self._same(node)
@@ -695,7 +706,11 @@ class ShardedGraph:
             raise Undivided(node, "sums over key heads that several ranks have")
         apart = g.op_name(node) in GROUPED  # what it reads beside says where groups end
         rest = fx.map_arg((node.args[2:], node.kwargs), self._given) if apart else ((), {})
-        added = [one for one in node.args if isinstance(one, fx.Node) and one not in (left, right) and not apart]
+        added = [
+            operand
+            for operand in node.args
+            if isinstance(operand, fx.Node) and operand not in (left, right) and not apart
+        ]
         factors = [factor for name, factor in g.bind(node).items() if name in ("alpha", "beta")]
         if any(factor != 1 for factor in factors) or (node.kwargs and not apart):
             raise Undivided(node, "scales its operands")
@@ -758,7 +773,11 @@ class ShardedGraph:
         """A head and its loss in chunks of tokens: each rank makes the logits of its words."""
         bound = g.bind(node)
         x, weight, bias = bound["x"], bound["weight"], bound["bias"]
-        apart = [one for one in (weight, bias) if one is not None and self.values.cut_dims(one) != [0]]
+        apart = [
+            parameter
+            for parameter in (weight, bias)
+            if parameter is not None and self.values.cut_dims(parameter) != [0]
+        ]
         if apart or self.values.is_cut(x) or g.is_inexact(bound["labels"]):
             raise Undivided(node, "can be divided by its words alone")
         tokens = bound["labels"].meta["val"].numel()
@@ -778,14 +797,14 @@ class ShardedGraph:
 
     def _is_unread(self, node: fx.Node, operand: fx.Node) -> bool:
         """Whether an operand is looked at for its type alone."""
-        found = relation_of_features(node)
-        uses = [use for use in found.uses if use.node is operand] if found is not None else []
+        relation = relation_of_features(node)
+        uses = [use for use in relation.uses if use.node is operand] if relation is not None else []
         return bool(uses) and all(use.rest.how == "unread" for use in uses)
 
     def _ends(self, node: fx.Node, operand: fx.Node, how: str) -> bool:
         """Whether the divided dimension of an operand ends so in a call."""
-        found = relation_of_features(node)
-        uses = [use for use in found.uses if use.node is operand] if found is not None else []
+        relation = relation_of_features(node)
+        uses = [use for use in relation.uses if use.node is operand] if relation is not None else []
         return any(
             (end := use.end(dim)) is not None and end.how == how
             for use in uses

@@ -33,13 +33,13 @@ class ViewsPass(Pass):
     establishes: ClassVar = ("views",)
 
     def __call__(self, program: Program, options: Options) -> Program:
-        return replace(program, templates={name: fewer(one) for name, one in program.templates.items()})
+        return replace(program, templates={name: fewer(template) for name, template in program.templates.items()})
 
 
 def fewer(template: Template) -> Template:
     """A template with a joint graph that does the same with fewer views."""
     assert template.joint is not None
-    graph, mapping, made = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
+    graph, mapping, node_of_view = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
     kept = set(template.joint.output_node().all_input_nodes)  # a result is a tensor of its own
     shared = _shared(template.joint) - kept
     for node in template.joint.nodes:
@@ -51,9 +51,9 @@ def fewer(template: Template) -> Template:
             g.copy_node(graph, node, mapping)
         else:
             view = _view(node, mapping)
-            same = None if node in kept else view.same or made.get(view.told)
+            same = None if node in kept else view.same or node_of_view.get(view.told)
             mapping[node] = view.written(graph, node, node in shared) if same is None else same
-            made.setdefault(view.told, mapping[node])
+            node_of_view.setdefault(view.told, mapping[node])
     g.erase_dead(graph)
     return replace(template, joint=graph)
 
@@ -80,7 +80,7 @@ class _View:
 
 def _view(node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> _View:
     """What a view is in the new graph: a `view` of what its operand is one of, where that can be."""
-    args, kwargs = (fx.map_arg(given, mapping.__getitem__) for given in (node.args, node.kwargs))
+    args, kwargs = (fx.map_arg(nested, mapping.__getitem__) for nested in (node.args, node.kwargs))
     assert isinstance(args, tuple) and isinstance(kwargs, dict)
     if g.op_name(node) not in RESHAPES:
         return _View(node.target, args, kwargs)

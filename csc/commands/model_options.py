@@ -112,42 +112,42 @@ SHARED = inspect.signature(_options, eval_str=True).parameters
 
 def on_target(command: Command) -> Command:
     """The command with the options above in front of its own; its first parameter is the Opening."""
-    own = inspect.signature(command, eval_str=True)
-    parameters = [*SHARED.values(), *list(own.parameters.values())[1:]]
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [*SHARED.values(), *list(signature.parameters.values())[1:]]
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
 
     @functools.wraps(command)
-    def run(**given: Any) -> Any:
-        shared = {name: given.pop(name) for name in SHARED}
-        return command(_opened(shared), **given)
+    def run(**values: Any) -> Any:
+        shared = {name: values.pop(name) for name in SHARED}
+        return command(_opened(shared), **values)
 
-    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
 
 
 @contextlib.contextmanager
-def _opened(given: Mapping[str, Any]) -> Iterator[Any]:
+def _opened(values: Mapping[str, Any]) -> Iterator[Any]:
     from csc.capture.trace.meta_init import meta_init
     from csc.commands.target import load_target, overridden
 
     with (
         contextlib.redirect_stdout(sys.stderr),  # what the user's file prints is no part of what a command prints
-        meta_init() if given["fake"] else contextlib.nullcontext(),  # as long as a factory may be called
+        meta_init() if values["fake"] else contextlib.nullcontext(),  # as long as a factory may be called
         shown(Console(stderr=True)) as tell,
     ):
-        compiled = load_target(given["target"], given["example"])
-        changes = {name: given[name] for name in ("mesh", "schedule", "chunks", "hardware", "memory", "microbatches")}
-        changes |= {"precision": given["precision"], "keep_fp32": listed(given["keep_fp32"])}
-        changes |= {"freeze": listed(given["freeze"]), "cuts": listed(given["cut"])}
-        changes |= {"fuse": given["fuse"], "loss_chunk": given["loss_chunk"], "zero": given["zero"]}
-        changes |= {"cuda_graphs": given["cuda_graphs"], "sequence_parallel": given["sequence_parallel"]}
-        changes["recompute"] = _choices(listed(given["recompute"]))
-        changes["stages"] = [listed([stage]) for stage in given["stage"]] if given["stage"] else None
-        changes["replicate"] = listed(given["replicate"])
-        changes["context"] = _context(given["context"])
-        changes["passes"] = given["passes"]
-        compiled = overridden(compiled, {**changes, "check": given["check"]})
+        compiled = load_target(values["target"], values["example"])
+        changes = {name: values[name] for name in ("mesh", "schedule", "chunks", "hardware", "memory", "microbatches")}
+        changes |= {"precision": values["precision"], "keep_fp32": listed(values["keep_fp32"])}
+        changes |= {"freeze": listed(values["freeze"]), "cuts": listed(values["cut"])}
+        changes |= {"fuse": values["fuse"], "loss_chunk": values["loss_chunk"], "zero": values["zero"]}
+        changes |= {"cuda_graphs": values["cuda_graphs"], "sequence_parallel": values["sequence_parallel"]}
+        changes["recompute"] = _choices(listed(values["recompute"]))
+        changes["stages"] = [listed([stage]) for stage in values["stage"]] if values["stage"] else None
+        changes["replicate"] = listed(values["replicate"])
+        changes["context"] = _context(values["context"])
+        changes["passes"] = values["passes"]
+        compiled = overridden(compiled, {**changes, "check": values["check"]})
         compiled.inspected.progress = tell
         yield compiled
 
@@ -159,11 +159,11 @@ def over(pp: int | None, compiled: Any) -> Any:
     return compiled.with_options(mesh=replace(compiled.options.mesh, pp=pp))
 
 
-def _choices(given: list[str] | None) -> list[tuple[str, str]] | None:
+def _choices(values: list[str] | None) -> list[tuple[str, str]] | None:
     """`full` is a choice for all regions, `vision_tower=none` one for some."""
-    if given is None:
+    if values is None:
         return None
-    return [(regions or "*", choice) for regions, _, choice in (item.rpartition("=") for item in given)]
+    return [(regions or "*", choice) for regions, _, choice in (item.rpartition("=") for item in values)]
 
 
 def listed(given: list[str] | None) -> list[str] | None:
@@ -171,11 +171,11 @@ def listed(given: list[str] | None) -> list[str] | None:
     return [name.strip() for item in given for name in item.split(",") if name.strip()] if given else None
 
 
-def _context(given: list[str] | None) -> dict[str, int] | None:
+def _context(values: list[str] | None) -> dict[str, int] | None:
     """`vision_tower=2` as a mapping."""
     from csc.errors import InputError
 
-    pairs = [item.partition("=") for item in listed(given) or ()]
+    pairs = [item.partition("=") for item in listed(values) or ()]
     for component, _, ranks in pairs:
         if not component or not ranks.strip().isdigit():
             raise InputError(f"--context has {component!r}", "command line", "write component=ranks, as vision_tower=2")

@@ -71,7 +71,7 @@ def instead(name: str, there: list[str], model: nn.Module | None) -> AttributeEr
         return AttributeError(f"a compiled model has no {name!r}: {INSTEAD[name]}")
     if name in dir(model):  # without running the model's code
         return AttributeError(f"a compiled model has no {name!r}; its eager model has: compiled.model.{name}")
-    close = difflib.get_close_matches(name, [one for one in there if not one.startswith("_")], n=1)
+    close = difflib.get_close_matches(name, [attribute for attribute in there if not attribute.startswith("_")], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return AttributeError(f"a compiled model has no {name!r}{hint}")
 
@@ -480,8 +480,8 @@ class CompiledModel:
 
         On a rank of frozen layers only: one parameter without elements, since torch.optim refuses an empty list.
         """
-        own = list(self._steps.current.parameters())
-        return iter(own or [self._nothing])
+        parameters = list(self._steps.current.parameters())
+        return iter(parameters or [self._nothing])
 
     def optimizer(
         self, make: Callable[..., torch.optim.Optimizer], parameters: Iterable[Any] | None = None, **options: Any
@@ -493,8 +493,8 @@ class CompiledModel:
         for `make`. Where ranks divide parameters (tp, zero), it is tried out first whether the optimizer works entry by
         entry. Returns torch's own object. InputError if it does not, or is given parameters of another process.
         """
-        own = self.parameters() if parameters is None else parameters
-        optimizer = make_optimizer(self._steps.current, make, own, **options)
+        chosen = self.parameters() if parameters is None else parameters
+        optimizer = make_optimizer(self._steps.current, make, chosen, **options)
         self._steps.made(optimizer)
         return optimizer
 
@@ -531,8 +531,8 @@ class CompiledModel:
         """The model's tensors by name, as nn.Module's. Of several processes each has the parameters of its own ranks
         alone, or with `zero` and `tp` its parts of them: `gather().state_dict()` is the whole model there.
         """
-        own = self._steps.current.state_dict()
-        return own if several_processes() else {**self.model.state_dict(), **own}
+        state = self._steps.current.state_dict()
+        return state if several_processes() else {**self.model.state_dict(), **state}
 
     def load(self, path: str | Path, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read the weights of this process' ranks from safetensors: a file, or a directory as `save` or HF write it.

@@ -151,13 +151,13 @@ class MoreSamples:
             )
         if ONE_SAMPLE in traced.program.notes:
             return self._of_two(microbatch, key, traced, compared)
-        whole = traced.program.combination.whole
-        more = partial(repeated, microbatch, parts, whole, self.axes)
-        found = self._once((key, parts), lambda: self._unlike(microbatch, *more()), "")
-        if found:
+        whole_names = traced.program.combination.whole
+        more = partial(repeated, microbatch, parts, whole_names, self.axes)
+        refusal = self._once((key, parts), lambda: self._unlike(microbatch, *more()), "")
+        if refusal:
             raise InputError(
                 "the model computes with the number of samples in Python, and of a batch with more of them "
-                f"{found}", "model",
+                f"{refusal}", "model",
                 "use one microbatch and dp=1, with which the step is the model's own; or compute with x.shape[0] in "
                 f"tensor operations; or {possible_weights(traced.program.combination)}",
             )  # fmt: skip
@@ -169,12 +169,14 @@ class MoreSamples:
         """Of microbatches of one sample whose loss is a mean over labels. InputError if several do not prove how they
         combine, and nothing compares it.
         """
-        found = self._once((key, TRIED), lambda: self._unproven(microbatch), "a batch of two samples cannot be traced")
-        if not found:
+        refusal = self._once(
+            (key, TRIED), lambda: self._unproven(microbatch), "a batch of two samples cannot be traced"
+        )
+        if not refusal:
             return _without_note(traced)
-        if not compared or OF_OTHERS in found:  # which rows these are is a matter of values: one step does not tell
+        if not compared or OF_OTHERS in refusal:  # which rows these are is a matter of values: one step does not tell
             raise InputError(
-                f"csc cannot prove that the losses of microbatches of one sample make the loss of the batch: {found}",
+                f"csc cannot prove that the losses of microbatches of one sample make the loss of the batch: {refusal}",
                 "model",
                 ("" if compared else COMPARED) + "use one microbatch and dp=1; or, if samples do not depend on each "
                 f"other, {possible_weights(traced.program.combination)}",
@@ -182,7 +184,7 @@ class MoreSamples:
         log.warning(
             "how the losses of microbatches of one sample combine is taken to be by labels, and not proven: %s; the "
             "first step is compared with eager PyTorch; loss_weight='tokens' says that it is so",
-            found,
+            refusal,
         )
         return traced
 
@@ -199,7 +201,7 @@ class MoreSamples:
         """Why several samples do not prove that the loss is a mean over the labels of all, as a phrase; "" if they do.
         Where two do not, three may: a number of the model's own may happen to be that of the samples.
         """
-        found = ""
+        problem = ""
         for number in TRIED:
             batch, times = repeated(microbatch, number, (), self.axes)
             differs = self._unlike(microbatch, batch, times)
@@ -209,8 +211,8 @@ class MoreSamples:
             shown = combination(several, several.graph)
             if not shown.problem:
                 return ""
-            found = found or f"{shown.problem} ({shown.where})"
-        return found
+            problem = problem or f"{shown.problem} ({shown.where})"
+        return problem
 
     def prove(self, microbatch: Mapping[str, Any], one: Program, joints: Joints | None) -> Joints | None:
         """joints with how losses combine, where a capture that is for one sample alone, which tells nothing of that, is
@@ -225,11 +227,11 @@ class MoreSamples:
             two, graph = self.captured(batch)
         except CscError:
             return None
-        found, always = proven(two, two.graph)
-        if found.problem or not always:
+        combination, always = proven(two, two.graph)
+        if combination.problem or not always:
             return None
         names = named_alike(self.captured(microbatch)[1], graph)
-        return replace(joints, combinations={**joints.combinations, assumed(one): found.renamed(names)})
+        return replace(joints, combinations={**joints.combinations, assumed(one): combination.renamed(names)})
 
     def _unlike(self, microbatch: Mapping[str, Any], batch: Mapping[str, Any], times: int) -> str:
         """What is not the same in the captures of two batches, as a phrase; "" where one capture is for both."""
@@ -242,8 +244,8 @@ class MoreSamples:
 
 def _without_note(traced: TracedProgram) -> TracedProgram:
     program, *history = (
-        replace(one, notes=tuple(note for note in one.notes if note != ONE_SAMPLE))
-        for one in (traced.program, *traced.history)
+        replace(program, notes=tuple(note for note in program.notes if note != ONE_SAMPLE))
+        for program in (traced.program, *traced.history)
     )
     return replace(traced, program=program, history=tuple(history))
 
@@ -350,7 +352,7 @@ class Compiler:
         """The capture that is for a batch, and its graph in that batch's sizes."""
         match, captured = self._captured(batch, quiet, False)
         program = with_sizes_of(captured, split_batch(match.batch)[0])
-        return program, sized(program.graph, {one.name: one.shape for one in program.inputs})
+        return program, sized(program.graph, {entry.name: entry.shape for entry in program.inputs})
 
     def divided(self, traced: TracedProgram, options: Options, progress: Progress = quiet) -> Program:
         """The Program after pass `split`: F, B and W of every region, which is what is costed."""
@@ -363,10 +365,10 @@ class Compiler:
         whole: with history. Where samples meet in the loss, and there are several microbatches or replicas, those in
         which they do not.
         """
-        match, found = self._trace(microbatch, options, progress, whole)
+        match, trace = self._trace(microbatch, options, progress, whole)
         several = options.microbatches * options.mesh.dp > 1 and options.loss_weight == "auto"
-        if not several or not found.program.combination.problem:
-            return match, found
+        if not several or not trace.program.combination.problem:
+            return match, trace
         key = _key(match, options), OVER_BATCH
         if key not in self.traced:
             _, captured = self._captured(microbatch, progress, True)
@@ -392,7 +394,7 @@ class Compiler:
             if known is not None and (known.history or not whole):
                 return match, known
         match, captured = self._captured(microbatch, progress, whole)
-        from_cache = any(captured is one for one in self.restored.values())
+        from_cache = any(captured is capture for capture in self.restored.values())
         alone = replace(options, microbatches=1, mesh=options.mesh.one_replica())
         begins = with_sizes_of(captured, split_batch(match.batch)[0])
         key = from_cache, _key(match, undivided(alone))
@@ -404,10 +406,10 @@ class Compiler:
                 self.shared.begun.pop(key)
                 history = self.shared.history(key, begins, alone, progress)
         places = places_for_features(first_with(history, "sized"), first_with(history, "attention"))
-        made = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))
-        self.kept.keep_trace(made, match, options)
-        self.traced[_key(match, options)] = made
-        return match, made
+        traced = TracedProgram(history[-1], places, self.guards.copy(), () if from_cache else tuple(history))
+        self.kept.keep_trace(traced, match, options)
+        self.traced[_key(match, options)] = traced
+        return match, traced
 
     def adopt(self, guards: Guards) -> None:
         """Know what another process knows, if it is more."""
@@ -423,27 +425,27 @@ class Compiler:
         known = self.captures.get(name) or (None if whole else self.restored.get(name))
         if known is not None:
             return match, known
-        found = None if whole else self.kept.capture(match)
-        if found is not None:
+        kept_capture = None if whole else self.kept.capture(match)
+        if kept_capture is not None:
             progress(CACHED_CAPTURE)
-            self.restored[name] = found.program
-            return match, found.program
+            self.restored[name] = kept_capture.program
+            return match, kept_capture.program
         if self.captures and match.capture is None:
             log.info("%s is captured again: %s", type(self.model).__name__, match.why)
         progress(CAPTURE)
         with torch.set_grad_enabled(self.gradients):
             with self.kept.capturing(microbatch):
-                made = capture(self.model, microbatch, self.guards)
-            own = self.guards.of(name_of(made)).match(self.model, microbatch)
-        if own.capture is None:
+                captured = capture(self.model, microbatch, self.guards)
+            own_match = self.guards.of(name_of(captured)).match(self.model, microbatch)
+        if own_match.capture is None:
             raise InputError(
-                f"what the model makes of a batch on the host is not the same twice: {own.why}", "model",
+                f"what the model makes of a batch on the host is not the same twice: {own_match.why}", "model",
                 "let functions of lists and numbers depend on the batch alone, or call them in the data loader",
             )  # fmt: skip
-        self.guards.add(own.capture, instead=name)
-        self.captures[own.capture.name] = made
-        self.kept.keep_capture(Captured(made, self.guards.copy()), own)
-        return own, made
+        self.guards.add(own_match.capture, instead=name)
+        self.captures[own_match.capture.name] = captured
+        self.kept.keep_capture(Captured(captured, self.guards.copy()), own_match)
+        return own_match, captured
 
     def _as_the_model_says(self, program: Program) -> Program:
         """`requires_grad` may have changed since the capture."""
@@ -459,8 +461,8 @@ class Compiler:
         key = frozenset(tensors), among
         if among and key not in self.whole:
             try:
-                match, found = self._captured(batch, quiet, False)
-                captured = with_sizes_of(found, split_batch(match.batch)[0])
+                match, capture = self._captured(batch, quiet, False)
+                captured = with_sizes_of(capture, split_batch(match.batch)[0])
                 self.whole[key] = frozenset(combination(captured, captured.graph).whole)
             except CscError:  # its microbatches say why, or can be traced
                 self.whole[key] = frozenset()

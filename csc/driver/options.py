@@ -101,15 +101,15 @@ def changed(options: Options, **changes: Any) -> Options:
 
 def _of_passes(read: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """The passes, and what they say of options as these. given: the options that are given beside them."""
-    said = pipeline.said_of_options(read["passes"])
-    for name, value in said.items():
-        said[name] = READERS[name](name, value)
-        if name in given and read[name] != said[name]:
+    by_passes = pipeline.said_of_options(read["passes"])
+    for name, value in by_passes.items():
+        by_passes[name] = READERS[name](name, value)
+        if name in given and read[name] != by_passes[name]:
             raise InputError(
                 f"{name} is given twice: as an option {shown(read[name])}, and by pass {pipeline.OWNERS[name]} "
-                f"{shown(said[name])}", "passes", "give it once",
+                f"{shown(by_passes[name])}", "passes", "give it once",
             )  # fmt: skip
-    return {**said, "passes": pipeline.plain(read["passes"])}
+    return {**by_passes, "passes": pipeline.plain(read["passes"])}
 
 
 def closed(options: Options) -> Options:
@@ -137,11 +137,11 @@ def _nearest(name: str) -> str:
     """What csc calls an option of another library, or one that is misspelt; "" for others."""
     if name in OTHERS:
         return "Give it to csc.compile"
-    said = next((said for names, said in OTHERS_SAY.items() if name.lower() in names.split()), None)
-    if said is not None and said.startswith(NONE):
-        return said.removeprefix(NONE)[0].upper() + said.removeprefix(NONE)[1:]
-    if said is not None:
-        return f"Use {said}"
+    remedy = next((remedy for names, remedy in OTHERS_SAY.items() if name.lower() in names.split()), None)
+    if remedy is not None and remedy.startswith(NONE):
+        return remedy.removeprefix(NONE)[0].upper() + remedy.removeprefix(NONE)[1:]
+    if remedy is not None:
+        return f"Use {remedy}"
     close = difflib.get_close_matches(name, [*READERS, *OTHERS], n=1)
     return f"did you mean {close[0]}?" if close else ""
 
@@ -149,18 +149,23 @@ def _nearest(name: str) -> str:
 def _check_ranks(options: Options) -> None:
     """InputError where something is said of each pipeline rank, and there are more or fewer."""
     for name in ("hardware", "memory"):
-        given = getattr(options, name)
-        if isinstance(given, tuple) and len(given) != options.mesh.pp and not options.mesh.is_open:
+        value = getattr(options, name)
+        if isinstance(value, tuple) and len(value) != options.mesh.pp and not options.mesh.is_open:
             raise InputError(
-                f"{name} is given for {len(given)} pipeline ranks, and the mesh has pp={options.mesh.pp}", name,
+                f"{name} is given for {len(value)} pipeline ranks, and the mesh has pp={options.mesh.pp}", name,
                 "give one for each pipeline rank, or one for all",
             )  # fmt: skip
 
 
 def _check_stages(options: Options) -> None:
     """InputError if the mesh says which stages are whose, and an option says what they hold."""
-    asked = {"stages": options.stages, "cuts": options.cuts, "placement": options.placement, "chunks": options.chunks}
-    twice = next((name for name, value in asked.items() if value not in (None, 1)), None)
+    stage_options = {
+        "stages": options.stages,
+        "cuts": options.cuts,
+        "placement": options.placement,
+        "chunks": options.chunks,
+    }
+    twice = next((name for name, value in stage_options.items() if value not in (None, 1)), None)
     if options.mesh.own("pp") and twice is not None:
         raise InputError(
             f"{options.mesh} gives components pipeline stages of their own, and {twice} says what stages hold too",
@@ -168,15 +173,15 @@ def _check_stages(options: Options) -> None:
         )  # fmt: skip
 
 
-def _each(option: str, given: Any, read: Callable[[str, Any], Any]) -> Any:
+def _each(option: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
     """What holds for all pipeline ranks, or a tuple with an entry for each."""
-    if isinstance(given, str) and "," in given:
-        given = [one.strip() for one in given.split(",")]
-    if not isinstance(given, (list, tuple)):
-        return read(option, given)
-    if not given or "" in given:
-        raise InputError(f"{option} is {given!r}", "compile", "give one for each pipeline rank")
-    return tuple(read(option, one) for one in given)
+    if isinstance(value, str) and "," in value:
+        value = [item.strip() for item in value.split(",")]
+    if not isinstance(value, (list, tuple)):
+        return read(option, value)
+    if not value or "" in value:
+        raise InputError(f"{option} is {value!r}", "compile", "give one for each pipeline rank")
+    return tuple(read(option, item) for item in value)
 
 
 def shown(value: object) -> str:
@@ -185,15 +190,15 @@ def shown(value: object) -> str:
     return text if len(text) <= SHORT and "\n" not in text else f"a {type(value).__name__}"
 
 
-def _listed(option: str, given: Any) -> list[Any]:
+def _listed(option: str, value: Any) -> list[Any]:
     """What is given one by one, but for texts. InputError for what cannot be looked through, a module too."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise InputError(f"{option} is {shown(given)}", "compile", "pass a list")
-    return list(given)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise InputError(f"{option} is {shown(value)}", "compile", "pass a list")
+    return list(value)
 
 
-def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    listed = [given] if isinstance(given, str) else _listed(option, given)
+def _names(option: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    listed = [value] if isinstance(value, str) else _listed(option, value)
     for item in listed:
         if not isinstance(item, str) or not item:
             raise InputError(
@@ -203,16 +208,16 @@ def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def _stages(option: str, given: Sequence[str | Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    if isinstance(given, str):
-        raise InputError(f"{option} is the text {given!r}", "compile", "pass a list with an entry for each stage")
-    return tuple(_names(option, stage) for stage in _listed(option, given))
+def _stages(option: str, value: Sequence[str | Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    if isinstance(value, str):
+        raise InputError(f"{option} is the text {value!r}", "compile", "pass a list with an entry for each stage")
+    return tuple(_names(option, stage) for stage in _listed(option, value))
 
 
-def _placement(option: str, given: Sequence[int]) -> tuple[int, ...]:
-    listed = _listed(option, given)
+def _placement(option: str, value: Sequence[int]) -> tuple[int, ...]:
+    listed = _listed(option, value)
     if not all(isinstance(rank, int) and rank >= 0 for rank in listed):
-        raise InputError(f"{option} is {shown(given)}", "compile", "pass the pipeline rank of each stage")
+        raise InputError(f"{option} is {shown(value)}", "compile", "pass the pipeline rank of each stage")
     return tuple(listed)
 
 
@@ -222,27 +227,27 @@ def _positive(option: str, value: int) -> int:
     return value
 
 
-def _chunk(option: str, given: int) -> int:
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise InputError(f"{option} is {given!r}", "compile", "pass the tokens of a chunk, or 0 for whole logits")
-    return given
+def _chunk(option: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InputError(f"{option} is {value!r}", "compile", "pass the tokens of a chunk, or 0 for whole logits")
+    return value
 
 
-def _bytes(option: str, given: int | str) -> int:
-    if isinstance(given, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", given)
-        if found is None or found[2] not in UNITS:
-            raise InputError(f"{option} is {given!r}", "compile", "write bytes, or a size such as 40GB or 40GiB")
-        given = int(float(found[1]) * UNITS[found[2]])
-    return _positive(option, given)
+def _bytes(option: str, value: int | str) -> int:
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value)
+        if match is None or match[2] not in UNITS:
+            raise InputError(f"{option} is {value!r}", "compile", "write bytes, or a size such as 40GB or 40GiB")
+        value = int(float(match[1]) * UNITS[match[2]])
+    return _positive(option, value)
 
 
-def _recompute(option: str, given: str | Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[str, Choice], ...]:
-    if isinstance(given, str):
-        given = {"*": given}
-    if not isinstance(given, (Mapping, list, tuple)):
-        raise InputError(f"{option} is {shown(given)}", "compile", f"use one of {', '.join(CHOICES)}")
-    pairs = list(given.items()) if isinstance(given, Mapping) else [tuple(pair) for pair in given]
+def _recompute(option: str, value: str | Mapping[str, Any] | Sequence[Any]) -> tuple[tuple[str, Choice], ...]:
+    if isinstance(value, str):
+        value = {"*": value}
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise InputError(f"{option} is {shown(value)}", "compile", f"use one of {', '.join(CHOICES)}")
+    pairs = list(value.items()) if isinstance(value, Mapping) else [tuple(pair) for pair in value]
     read: list[tuple[str, Choice]] = []
     for pattern, choice in pairs:
         if isinstance(choice, str) and choice not in CHOICES:
@@ -256,37 +261,37 @@ def _recompute(option: str, given: str | Mapping[str, Any] | Sequence[Any]) -> t
     return tuple(read)
 
 
-def _precision(option: str, given: str) -> str:
-    if given not in ("model", "bf16"):
-        raise InputError(f"{option} is {given!r}", "compile", "use 'bf16', or 'model' for that of the parameters")
-    return given
+def _precision(option: str, value: str) -> str:
+    if value not in ("model", "bf16"):
+        raise InputError(f"{option} is {value!r}", "compile", "use 'bf16', or 'model' for that of the parameters")
+    return value
 
 
-def _loss_weight(option: str, given: str) -> str:
-    if given not in ("auto", "tokens", "mean", "sum"):
-        raise InputError(f"{option} is {given!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
-    return given
+def _loss_weight(option: str, value: str) -> str:
+    if value not in ("auto", "tokens", "mean", "sum"):
+        raise InputError(f"{option} is {value!r}", "compile", "use 'auto', 'tokens', 'mean' or 'sum'")
+    return value
 
 
-def _context(option: str, given: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    if not isinstance(given, Mapping):
-        raise InputError(f"{option} is {given!r}", "compile", "map components to ranks, as {'vision_tower': 2}")
-    return tuple((*_names(option, name), _positive(f"{option} of {name}", ranks)) for name, ranks in given.items())  # type: ignore[misc]
+def _context(option: str, value: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{option} is {value!r}", "compile", "map components to ranks, as {'vision_tower': 2}")
+    return tuple((*_names(option, name), _positive(f"{option} of {name}", ranks)) for name, ranks in value.items())  # type: ignore[misc]
 
 
-def _switch(option: str, given: bool) -> bool:
-    if not isinstance(given, bool):
-        raise InputError(f"{option} is {given!r}", "compile", "pass True or False")
-    return given
+def _switch(option: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{option} is {value!r}", "compile", "pass True or False")
+    return value
 
 
-def _zero(option: str, given: int) -> int:
-    if given not in LEVELS or isinstance(given, bool):
+def _zero(option: str, value: int) -> int:
+    if value not in LEVELS or isinstance(value, bool):
         raise InputError(
-            f"{option} is {given!r}", "compile",
+            f"{option} is {value!r}", "compile",
             f"use {', '.join(map(str, LEVELS[:-1]))} or {LEVELS[-1]}: see docs/zero.md",
         )  # fmt: skip
-    return given
+    return value
 
 
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -297,8 +302,8 @@ READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "placement": _placement,
     "schedule": lambda _, name: str(name),
     "chunks": _positive,
-    "hardware": lambda option, given: _each(option, given, lambda _, name: str(name)),
-    "memory": lambda option, given: _each(option, given, _bytes),
+    "hardware": lambda option, value: _each(option, value, lambda _, name: str(name)),
+    "memory": lambda option, value: _each(option, value, _bytes),
     "microbatches": _positive,
     "loss_weight": _loss_weight,
     "precision": _precision,

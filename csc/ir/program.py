@@ -532,8 +532,8 @@ class Program:
 
 def loss_stage(program: Program) -> int:
     """The stage that computes the loss, after pass `partition`."""
-    made = next(region.name for region in program.regions if LOSS in region.outputs)
-    return next(stage.index for stage in program.stages if made in stage.regions)
+    region = next(region.name for region in program.regions if LOSS in region.outputs)
+    return next(stage.index for stage in program.stages if region in stage.regions)
 
 
 @dataclass(frozen=True)
@@ -573,8 +573,10 @@ class Pass:
 
     def over(self, options: Options) -> Options:
         """The options of the compilation, with this pass's fields in place of those of the same names."""
-        known = {one.name for one in fields(options)}
-        return replace(options, **{one.name: getattr(self, one.name) for one in fields(self) if one.name in known})
+        known = {field.name for field in fields(options)}
+        return replace(
+            options, **{field.name: getattr(self, field.name) for field in fields(self) if field.name in known}
+        )
 
 
 def compute_dtypes(program: Program) -> dict[str, torch.dtype]:

@@ -106,12 +106,12 @@ class Schedule:
     @cached_property
     def placement(self) -> dict[int, int]:
         """The rank of each stage: the first one that has an action of it."""
-        found: dict[int, int] = {}
+        ranks: dict[int, int] = {}
         for rank, actions in enumerate(self.ranks):
             for action in actions:
                 if action.kind != "REDUCE":
-                    found.setdefault(action.stage, rank)
-        return dict(sorted(found.items()))
+                    ranks.setdefault(action.stage, rank)
+        return dict(sorted(ranks.items()))
 
     def __str__(self) -> str:
         lines = [f"# {self.name}, {len(self.ranks)} ranks, {self.microbatches} microbatches"]
@@ -139,14 +139,14 @@ _FORMS = "Actions are: F s mb, B s mb, W s mb, BW s mb, SEND K a>b mb, RECV K a>
 def _action(text: str, where: str) -> Action:
     if text == "REDUCE":
         return Action("REDUCE")
-    if found := _COMPUTE.fullmatch(text):
-        return Action(found[1], int(found[2]), int(found[3]))  # type: ignore[arg-type]
-    if found := _HOLD.fullmatch(text):
-        return Action(found[1], int(found[2]))  # type: ignore[arg-type]
-    if found := _MOVE.fullmatch(text):
-        channel = (found[2], int(found[3]), int(found[4]))
-        make = Action.send if found[1] == "SEND" else Action.recv
-        return make(channel, int(found[5]))
+    if match := _COMPUTE.fullmatch(text):
+        return Action(match[1], int(match[2]), int(match[3]))  # type: ignore[arg-type]
+    if match := _HOLD.fullmatch(text):
+        return Action(match[1], int(match[2]))  # type: ignore[arg-type]
+    if match := _MOVE.fullmatch(text):
+        channel = (match[2], int(match[3]), int(match[4]))
+        make = Action.send if match[1] == "SEND" else Action.recv
+        return make(channel, int(match[5]))
     raise ScheduleError(f"{text[:40]!r} is not an action", where, _FORMS)
 
 
@@ -168,17 +168,17 @@ def parse(text: str) -> Schedule:
                 raise ScheduleError("the line continues a rank, but no rank came before", where, _FORMS)
             body = line
         else:
-            found = _RANK.fullmatch(line.strip())
-            if found is None:
+            match = _RANK.fullmatch(line.strip())
+            if match is None:
                 raise ScheduleError(f"{line.strip()[:40]!r} does not start with 'rank N:'", where, _FORMS)
-            if int(found[1]) != len(ranks):
+            if int(match[1]) != len(ranks):
                 raise ScheduleError(
-                    f"rank {found[1]} stands where rank {len(ranks)} should",
+                    f"rank {match[1]} stands where rank {len(ranks)} should",
                     where,
                     "List the ranks once each, in order from 0",
                 )
             ranks.append([])
-            body = found[2]
+            body = match[2]
         parts = [part.strip() for part in body.split("|")]
         ranks[-1] += [_action(part, where) for part in parts if part]
     if not ranks:
@@ -229,14 +229,14 @@ def with_messages(name: str, orders: Sequence[Sequence[Action]], channels: Itera
 
 def fused(order: Sequence[Action]) -> list[Action]:
     """An order of F, B, W and BW in which every B whose W is the next action is one BW with it."""
-    found: list[Action] = []
+    actions: list[Action] = []
     for action in order:
         item = (action.stage, action.microbatch)
-        if action.kind == "W" and found and found[-1] == Action("B", *item):
-            found[-1] = Action("BW", *item)
+        if action.kind == "W" and actions and actions[-1] == Action("B", *item):
+            actions[-1] = Action("BW", *item)
         else:
-            found.append(action)
-    return found
+            actions.append(action)
+    return actions
 
 
 def part(
@@ -249,11 +249,11 @@ def part(
     """The schedule without the messages, Bs, Ws and gathers that a program has not, in the same order. gathered: of
     which stages parameters are gathered; None: of none.
     """
-    there = set(channels)
+    present = set(channels)
 
     def left(action: Action) -> Action | None:
         if action.kind in ("SEND", "RECV"):
-            return action if action.channel in there else None
+            return action if action.channel in present else None
         if action.kind in WHOLE:
             return action if gathered is not None and gathered[action.stage] else None
         if not action.computes or action.kind == "F":
@@ -312,10 +312,10 @@ def verify(
     placement = _placement(schedule, len(has_b))
     moved = {channel for channel in channels if placement[channel[1]] != placement[channel[2]]}
     for rank, actions in enumerate(schedule.ranks):
-        own = [stage for stage, home in placement.items() if home == rank]
+        stages_here = [stage for stage, home in placement.items() if home == rank]
         needed = {
-            stage: {kind for kind, there in (("F", True), ("B", has_b[stage]), ("W", has_w[stage])) if there}
-            for stage in own
+            stage: {kind for kind, exists in (("F", True), ("B", has_b[stage]), ("W", has_w[stage])) if exists}
+            for stage in stages_here
         }
         places = _places(schedule, rank, actions, needed, channels, moved, microbatches)
         _check_order(schedule, rank, places, needed, channels - moved)
@@ -390,8 +390,8 @@ def _places(
             raise ScheduleError(f"'{action}' is for a microbatch outside 0..{microbatches - 1}", where, "Remove it")
         for part in action.parts if action.computes else ():
             if part.kind not in needed[action.stage]:
-                what = f"'{action}' has nothing to do: stage {action.stage} has no {part.kind}"
-                raise ScheduleError(what, where, "Remove it")
+                fault = f"'{action}' has nothing to do: stage {action.stage} has no {part.kind}"
+                raise ScheduleError(fault, where, "Remove it")
         if action.kind in ("SEND", "RECV") and action.channel not in channels:
             known = ", ".join(f"{k} {a}>{b}" for k, a, b in sorted(channels)) or "none"
             raise ScheduleError(f"'{action}': there is no such message; there are: {known}", where, "Remove it")
@@ -465,21 +465,23 @@ def _check_whole(schedule: Schedule, rank: int, divided: Sequence[bool]) -> None
     for action in schedule.ranks[rank]:
         stage = action.stage
         if action.kind in WHOLE and not divided[stage]:
-            what = f"'{action}' has nothing to do: no parameters of stage {stage} are divided"
-            raise ScheduleError(what, where, "Remove it; ranks divide parameters with zero=3")
+            fault = f"'{action}' has nothing to do: no parameters of stage {stage} are divided"
+            raise ScheduleError(fault, where, "Remove it; ranks divide parameters with zero=3")
         if action.kind == "GATHER":
             if stage in used:
-                what = f"'{action}' stands there again before 'FREE {stage}'"
-                raise ScheduleError(what, where, "Remove it, or FREE the stage before")
+                fault = f"'{action}' stands there again before 'FREE {stage}'"
+                raise ScheduleError(fault, where, "Remove it, or FREE the stage before")
             used[stage] = False
         elif action.kind == "FREE":
             if not used.pop(stage, False):
-                what = f"'{action}' ends no use: it should come after 'GATHER {stage}' and what the stage computes then"
-                raise ScheduleError(what, where, "Remove it, with its GATHER if there is one")
+                fault = (
+                    f"'{action}' ends no use: it should come after 'GATHER {stage}' and what the stage computes then"
+                )
+                raise ScheduleError(fault, where, "Remove it, with its GATHER if there is one")
         elif action.computes and divided[stage]:
             if stage not in used:
-                what = f"'{action}' comes where the parameters of stage {stage} are not whole"
-                raise ScheduleError(what, where, f"Put 'GATHER {stage}' before it, and 'FREE {stage}' behind it")
+                fault = f"'{action}' comes where the parameters of stage {stage} are not whole"
+                raise ScheduleError(fault, where, f"Put 'GATHER {stage}' before it, and 'FREE {stage}' behind it")
             used[stage] = True
     if used:
         stage = min(used)
