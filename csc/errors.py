@@ -3,10 +3,6 @@
 Terms: *what* is wrong, *where* it is wrong, and the *remedy*: what to do about it. Every error that csc
 raises on purpose carries the three, and reads as one or two sentences. Anything else that escapes is a bug of
 csc.
-
-    CscError(what, where="", remedy="")    str(): "WHERE: WHAT. REMEDY."
-    user_line(error), calling_line()       `file:line: code` of the user's, where one was raised or where it runs
-    raised_in_csc(error) -> str            `file:line, in function` of csc's, where its own code raised one; ""
 """
 
 from __future__ import annotations

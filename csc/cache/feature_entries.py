@@ -7,10 +7,6 @@ Terms
   full       `limit` bytes lie in the directory: then nothing more is kept, and nothing is removed, since in every epoch
              what was written first is wanted first
 
-    cache = FeatureCache("features", limit="200GB")
-    cache.read(key) -> {name: tensor} | None        never an error
-    cache.write(key, tensors) -> bool               whether it is there now; InputError if the directory cannot be made
-
 Any number of processes may share a directory, and any number of models: keys say of what features are.
 """
 

@@ -17,16 +17,6 @@ to be told. Later steps have the same microbatches, dealt to the replicas that a
 
 Ranks tell each other of this over stores: every process has one (torch's TCPStore), that of the lowest rank alive is
 used. So it does not matter which rank dies. A death meanwhile begins it again, under another name: that of all dead.
-
-    survival = Survival(failures, mesh, meeting, seconds)     every process makes it
-    survival.trains(trainer)              one whose ranks are regrouped; before it has any step
-    survival.results(trainer, dealt, vote, drawn)            a step
-    survival.lost(seconds) -> bool        whether a member has died
-    survival.recover(error)               all members call it, sooner or later; RankLost if it cannot be
-    survival.rows(number)                 of a meeting that others have finished
-    survival.reduced(program)             as the replicas that are left run it
-    survival.waiting()      survival.admit(steps, calls)      a rank that comes back: csc.runtime.joining
-    check(mesh, failures, options)        InputError, before training
 """
 
 from __future__ import annotations
