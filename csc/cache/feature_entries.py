@@ -40,7 +40,16 @@ NEW = ".new-"
 
 
 class FeatureCache:
-    """The entries of one directory, together at most `limit` bytes."""
+    """A directory of features of frozen encoders, for `csc.compile(..., cache_features=...)`.
+
+    Args:
+        directory: Where the entries lie. Processes and models may share it.
+        limit: The most bytes that all entries take, as a number or as "400GB". A full directory takes no more entries
+            and loses none.
+
+    Raises:
+        InputError: The limit is no positive size.
+    """
 
     def __init__(self, directory: str | Path, limit: int | str = LIMIT) -> None:
         """limit: bytes, or as "200GB". InputError if it is neither."""

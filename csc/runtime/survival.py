@@ -64,13 +64,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Survive:
-    """What a job is to survive: `failures` ranks that are killed, at once or one after the other.
+    """How many killed ranks a job survives, for `csc.compile(..., survive=...)`.
 
-    copies: after every so many microbatches each rank sends the sums of its gradients to a rank of another replica,
-    where they outlive it: so many microbatches of a lost replica are done again at most, not all. It takes two more
-    gradient buffers a rank, and sends one so often. 0: nothing is sent.
+    Args:
+        failures: Ranks that may be killed, at once or one after the other.
+        copies: After this number of microbatches each rank sends its sums of gradients to a rank of another replica.
+            Then only that number of a lost replica's microbatches is computed again. It takes two more gradient buffers
+            on each rank. 0: nothing is sent.
 
-    InputError for anything but whole numbers from 0 on.
+    Raises:
+        InputError: A number is not whole, or below 0.
     """
 
     failures: int = 1
