@@ -79,9 +79,7 @@ def _options(
         list[str] | None,
         typer.Option(help="none, selective, elementwise, full, auto (needs --memory), REGIONS=CHOICE; or commas"),
     ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="bf16: compute in bfloat16, with float32 master weights")
-    ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, with float32 master weights")] = None,
     keep_fp32: Annotated[
         list[str] | None, typer.Option(help="modules that stay in float32 with --precision; repeat it, or commas")
     ] = None,
@@ -94,12 +92,8 @@ def _options(
         int | None,
         typer.Option(help="what dp ranks shard: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters"),
     ] = None,
-    sequence_parallel: Annotated[
-        bool | None, typer.Option(help="tp ranks also divide the tokens of norms and sums")
-    ] = None,
-    replicate: Annotated[
-        list[str] | None, typer.Option(help="operators without a rule that each tp rank computes whole")
-    ] = None,
+    sequence_parallel: Annotated[bool | None, typer.Option(help="tp ranks divide tokens in norms and sums")] = None,
+    replicate: Annotated[list[str] | None, typer.Option(help="operators that each tp rank computes whole")] = None,
     passes: Annotated[str | None, typer.Option(help="a line as `csc passes` shows, or path.py:name of passes")] = None,
     check: Annotated[
         bool | None,
