@@ -78,9 +78,9 @@ def compile(
         mesh: csc.Mesh, a dict or string of axis sizes, or a torch DeviceMesh with axes among dp, pp, cp, tp.
             csc.Mesh(ranks=64): csc chooses the axes for the example, and microbatches, zero and recompute where they
             are not given; see docs/planning.md. Sizes by component: see docs/tensor.md.
-        example: One global batch, or a list of ready microbatches (or a function that makes it): names, dtypes and
-            shapes are taken from it.
-        freeze: Component names or glob patterns over parameter names; None: `requires_grad` as the model has it.
+        example: One global batch, a list of ready microbatches, or a function that makes either. csc takes names,
+            dtypes and shapes from it.
+        freeze: Components by name, or glob patterns over parameter names; None: what the model's `requires_grad` says.
         cuts: Names of the regions that open the second, third, ... stage, in order of execution.
         stages: For each stage the names or glob patterns of its regions. Neither this nor cuts: csc plans the stages.
         placement: The pipeline rank that runs each stage; None: as the schedule wants it.
@@ -89,66 +89,66 @@ def compile(
         chunks: Stages that each rank runs, for schedules that allow several.
         hardware: The profile that costs are computed for (see `csc cost`): a name or a .toml file; None: by the device.
             A list has one for each pipeline rank, where they differ: `["h100", "h100", "a100", "a100"]`.
-        memory: What one rank may hold, in bytes or as "40GB"; None: what `hardware` has, if it is given. A list has one
+        memory: The memory of one rank, in bytes or as "40GB"; None: that of `hardware`, if it is given. A list has one
             for each pipeline rank.
-        microbatches: How many a step divides each replica's share of the batch into.
+        microbatches: The number of microbatches in each replica's share of a step's batch.
         loss_weight: How microbatch losses combine: "auto" (from the graph), "tokens", "mean" or "sum".
-        precision: "bf16": compute in bfloat16, with the model's float32 parameters as master weights; None: as they
-            are.
-        keep_fp32: Components, parts of paths or globs of modules that compute in float32 all the same.
-        loss_chunk: Tokens whose logits are there at once, where a loss is the cross entropy of a linear layer: 0 for
-            all of them; None: by their size (on a CPU in chunks from 256 MiB on, with `fuse` from 2 MiB on where a
-            microbatch has as many tokens as the layer is wide); see docs/memory.md.
-        recompute: What F keeps for B: "none" (all that B reads), "selective", "elementwise" (with `fuse`, where nothing
-            is said), "full" (what enters a region) or "auto" (as `memory` asks), or a mapping from names or globs of
-            regions and components to one of these; see docs/memory.md.
-        context: Over how many cp ranks the tokens of a component are spread, {"vision_tower": 2}: a divisor of cp.
-            Encoders that are not named run whole on every rank; the language model is spread over all of cp.
-        fuse: Compile the functions of each template with Inductor, as torch.compile does: a longer first step, shorter
-            later ones, sums in another order; needs a C++ compiler on CPUs. None: False; see docs/fusing.md.
-        cuda_graphs: Record what a stage launches on a GPU, and launch it at once, with the same bits: for steps of many
-            short kernels. It takes memory for each microbatch in flight. None: False; see docs/devices.md.
-        zero: What data-parallel ranks divide among each other instead of holding it alike: 1, the state of the
-            optimizer, which `compiled.optimizer` makes; 2, gradients too; 3, parameters too, frozen ones included.
-            None: 0, nothing; see docs/zero.md.
-        sequence_parallel: With tp: its ranks share out the tokens between the products that they divide (norms,
-            additions, dropout), which takes less memory; sums become a reduce-scatter and an all-gather. None: False;
-            see docs/tensor.md.
-        replicate: With tp: operators (`"mine::route"`) that every one of its ranks makes of whole operands, with whole
-            weights around them. One that csc has no rule for is an error else; see docs/tensor.md.
+        precision: "bf16": compute in bfloat16, with the model's float32 parameters as master weights; None: compute in
+            the dtypes of the model.
+        keep_fp32: Modules that stay in float32 under `precision`: components, parts of paths, or glob patterns.
+        loss_chunk: The number of tokens whose logits exist at once, where a loss is the cross entropy of a linear
+            layer. 0: all tokens. None: by their size (on a CPU in chunks from 256 MiB on, with `fuse` from 2 MiB on
+            where a microbatch has as many tokens as the layer is wide); see docs/memory.md.
+        recompute: The activations that F keeps for B: "none" recomputes nothing, "selective" what is cheap,
+            "elementwise" what B's own kernels can absorb (the default with `fuse`), "full" all but the inputs of a
+            region, "auto" the least that fits into `memory`. Or a mapping from names or globs of regions and
+            components to one of these; see docs/memory.md.
+        context: The number of cp ranks that share the tokens of an encoder, {"vision_tower": 2}: a divisor of cp.
+            Other encoders run whole on every rank. All cp ranks share the tokens of the language model.
+        fuse: Compile the functions of each template with Inductor, as torch.compile does. The first step takes longer,
+            later ones less, and sums run in another order. On CPUs it needs a C++ compiler. None: False; see
+            docs/fusing.md.
+        cuda_graphs: Record the kernels of a stage on a GPU as CUDA graphs, with the same bits: for steps of many short
+            kernels. It takes memory for each microbatch in flight. None: False; see docs/devices.md.
+        zero: What data-parallel ranks shard: 1, the optimizer's state, which `compiled.optimizer` makes; 2, gradients
+            too; 3, parameters too, frozen ones included. None: 0, nothing; see docs/zero.md.
+        sequence_parallel: With tp: its ranks also divide the tokens between divided products (norms, additions,
+            dropout), which takes less memory. Sums become a reduce-scatter and an all-gather. None: False; see
+            docs/tensor.md.
+        replicate: With tp: operators (`"mine::route"`) that every rank computes from whole operands and whole weights.
+            Other operators without a rule are an error; see docs/tensor.md.
         passes: The passes that run, your own among them: `csc.pipeline().after("split", Mine())`, or a line as
             `csc passes` shows it. None: csc's own. See docs/writing-a-pass.md.
-        directory: Where the program is written; None: a temporary directory, removed at exit.
-        cache: Take programs from the cache on disk, and keep them there; see docs/cache.md.
-        check: Compare a program with eager PyTorch before its first step, on that step's batch (see docs/check.md
-            for what that costs); a number: and at each step of which it is a divisor. None: True,
-            or False with CSC_CHECK=0.
-        timeout: Seconds without an answer until another process counts as lost.
-        divide: Whose rows are whose where the batch does not show it: maps entries to "samples" (a row each), "whole"
-            (for every microbatch), the dimension along which samples lie ({"position_ids": 1}), or a function from the
-            batch to each sample's number of rows; or one function from the batch and a number to so many microbatches;
-            see docs/guide.md.
-        cache_features: A directory. What a frozen encoder makes of images or sounds is kept there and taken from there
-            in later epochs and runs, and the program is planned without the encoder. csc.FeatureCache(directory,
-            limit=bytes) holds more or less than 100 GB; see docs/features.md.
-        encode_ahead: What a frozen encoder makes of the next batch is made during a step, by ranks that would wait, if
-            that batch is known (`train_step(batch, ahead=following)`, or `for batch in compiled.ahead(loader)`); the
-            program is planned without the encoder. See docs/features.md.
-        widths: To which widths microbatches of text are padded, so that a few programs serve all: a list; True for
-            csc's own, at most an eighth wider than the rows; False for none. None: csc's own where a trial with eager
-            PyTorch shows that loss and gradients stay the same to rounding; the example's widths stay as they are. See
+        directory: The directory of the program; None: a temporary one, removed at exit.
+        cache: Read programs from the cache on disk, and write them there; see docs/cache.md.
+        check: Compare a program with eager PyTorch before its first step, on that step's batch (docs/check.md has the
+            cost). A number n: and at every n-th step. None: True, or False with CSC_CHECK=0.
+        timeout: Seconds of silence after which another process counts as lost.
+        divide: Which rows of the batch belong to which sample, where the batch does not show it. A mapping from
+            entries to "samples" (a row each), "whole" (for every microbatch), the dimension of samples
+            ({"position_ids": 1}), or a function from the batch to each sample's number of rows. Or one function from
+            the batch and a number to that number of microbatches. See docs/guide.md.
+        cache_features: A directory for the features of a frozen encoder, from which later epochs and runs read them.
+            The program is planned without the encoder. csc.FeatureCache(directory, limit=bytes) sets another limit
+            than 100 GB; see docs/features.md.
+        encode_ahead: Compute a frozen encoder's features of the next batch during a step, on ranks that would wait,
+            where that batch is known (`train_step(batch, ahead=following)`, or `for batch in compiled.ahead(loader)`).
+            The program is planned without the encoder. See docs/features.md.
+        widths: The widths, in tokens, to which microbatches of text are padded, so that a few programs serve all: a
+            list; True: csc's own, at most an eighth wider than the rows; False: no padding. None: csc's own where a
+            trial with eager PyTorch gives the same loss and gradients to rounding. The example's widths are kept. See
             docs/data.md.
-        survive: How many ranks may be killed while they train, at once or one after the other: the others finish the
-            step and train on, with the same samples a step. Needs more replicas (dp) than that. csc.Survive(1,
-            copies=1) keeps what a lost replica had finished of the step. None: none; see docs/survive.md.
-        **misspelt: Nothing else is taken: InputError with the nearest name.
+        survive: The number of ranks that may be killed in training, at once or one after the other. The others finish
+            the step and train on, with the same samples in each step. It needs more replicas (dp) than that.
+            csc.Survive(1, copies=1) also keeps finished work of a lost replica. None: none; see docs/survive.md.
+        **misspelt: No other argument is accepted; the error names the nearest one.
 
     Returns:
-        A CompiledModel; without a model, the decorator that makes one. An instance is compiled now, a function that
-            makes one on first use; of several processes the first one compiles for all of them, on first use.
+        A CompiledModel; without a model, a decorator that makes one. An instance is compiled at once, a function on
+            first use. Of several processes the first one compiles for all of them, on first use.
 
     Raises:
-        InputError: An argument is wrong, or the model cannot be compiled; it names the place and the remedy.
+        InputError: An argument is wrong, or the model cannot be compiled. The error names the place and the remedy.
     """
     if several_processes():
         speak_in_short()

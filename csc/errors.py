@@ -3,10 +3,6 @@
 Terms: *what* is wrong, *where* it is wrong, and the *remedy*: what to do about it. Every error that csc
 raises on purpose carries the three, and reads as one or two sentences. Anything else that escapes is a bug of
 csc.
-
-    CscError(what, where="", remedy="")    str(): "WHERE: WHAT. REMEDY."
-    user_line(error), calling_line()       `file:line: code` of the user's, where one was raised or where it runs
-    raised_in_csc(error) -> str            `file:line, in function` of csc's, where its own code raised one; ""
 """
 
 from __future__ import annotations
@@ -26,7 +22,13 @@ def _sentence(text: str) -> str:
 
 
 class CscError(Exception):
-    """What is wrong, where, and what to do. `str()` joins the three into one line of prose."""
+    """An error that says what is wrong, where, and what to do. `str()` joins the three into sentences.
+
+    Args:
+        what: What is wrong.
+        where: The place: a line of the user's code, a module, an argument.
+        remedy: What to do about it.
+    """
 
     def __init__(self, what: str, where: str = "", remedy: str = "") -> None:
         super().__init__(what, where, remedy)  # all three as args: the error survives copying between processes
@@ -86,7 +88,7 @@ class ScheduleError(ProgramError):
 
 
 class DifferenceError(CscError):
-    """A program does not train what eager PyTorch trains. It is not handed out."""
+    """A program would not train what eager PyTorch trains. csc does not run it."""
 
 
 class RankLost(CscError):

@@ -3,10 +3,6 @@
 In a wheel csc.passes, csc.codegen and csc.kernels are folders of csc. In a clone they are folders beside it, which
 pyproject.toml maps (package-dir). A clone that is imported by its place, since Python was started in it, is used
 whole, whatever else is installed: its csc is never joined with the passes of a wheel or of another clone.
-
-    top_folders(package) -> [root]      what csc.__path__ takes besides, so that those of a clone are found
-    own_process(module, *words)         a command that runs a module of this csc, wherever it is started
-    warn_of_untried()                   torch or Triton is newer than what csc was tried with
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
 """Attention as one operator that knows its mask: `csc::attention`, on CPUs and GPUs, in graphs and outside them.
 
-    attention(q, k, v, mask, scale, softcap) -> out                      what a model calls
-    attention_with_lse(q, k, v, mask, scale, softcap) -> (out, lse)
-    pack(mask, block_q, block_k), blocks(device, width, dtype)           see csc.kernels.packing
-    csc::attention, csc::attention_backward, csc::pack_mask, csc::group_ranges, csc::seeing_ranges
-        registered when this is imported
-
 q: [B, H, Tq, D]; k, v: [B, Hkv, Tk, D], H a multiple of Hkv: query head h reads key head h // (H / Hkv).
 scores = scale * q.k, bent to softcap * tanh(scores / softcap) if softcap > 0; softmax over the visible keys.
 out: (B, Tq, H, D) transposed to [B, H, Tq, D], zero where nothing is seen; lse: float32 [B, H, Tq], there -inf.

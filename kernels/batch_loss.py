@@ -1,11 +1,9 @@
 """Values of microbatches that go to a loss over the whole batch, and the gradients that come back.
 
-    csc::to_batch_loss(value, index, dtype, place) -> 0-d, 0           F: hands a value of its microbatch over
-    csc::from_batch_loss(d, value, index, place) -> like value         B: that value's gradient, times d
-
 place: the number of a `HandedOver`, one for each microbatch of a step, as an int64 scalar on the CPU. index: which of
-the values that the loss takes. F of all microbatches hands values over before B of any asks for a gradient. Between the
-two the runtime computes the loss. What F adds to its microbatch's loss is 0: the loss is known once all are there.
+the values that the loss takes. `csc::to_batch_loss` hands a value over in F; `csc::from_batch_loss` gives its gradient
+in B. F of all microbatches hands values over before B of any asks for a gradient. Between the two the runtime computes
+the loss. What F adds to its microbatch's loss is 0: the loss is known once all are there.
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
 """What meets the tokens of other context-parallel ranks, as operators that a graph can hold.
 
-    csc::context_attention(q, k, v, plan, mask, keys, scale, softcap) -> (out, lse)
-    csc::context_attention_backward(d_out, q, k, v, out, lse, plan, mask, keys, scale, softcap) -> (dq, dk, dv)
-    csc::context_gather(x, plan, dim, tokens) -> whole
-    csc::context_gather_backward(d_whole, plan, dim, shard) -> dx
-    csc::context_own(x, plan, dim, shard, repeat) -> own      equal -> shard; backward: csc::context_whole
-    csc::context_whole(x, plan, dim, tokens) -> whole         shard -> equal; backward: csc::context_own
-
 q: [B, H, t, D]; k, v: [B, Hkv, t, D]: the t tokens of this rank. mask: which of the plan's masks; keys: tokens of the
 whole sequence. x: a rank's shard, t slots in `dim`; whole: the same value with all tokens, on every rank. d_whole is a
 rank's part of the gradient of the whole; dx, this rank's shard of the sum over ranks (an all-gather and its
 reduce-scatter). The last two are for wholes that are equal on all ranks, gradients included: see
 csc.kernels.collectives. Slots without a token repeat token 0, or are zeros without `repeat`. All meet the other ranks'
 through a `TokenPlan` of the batch at hand (csc.runtime.context), which no tensor holds: plan is its number, int64
-without dimensions.
-
-    numbered(plan) -> number            what stands for a plan in a call, as long as the plan lives
+without dimensions. `context_own` (equal to shard) and `context_whole` (shard to equal) are each other's backward.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Random numbers that depend on a seed and a place in the model, not on what was drawn before.
 
-    csc::dropout(x, p, seed, index, tokens, dim, whole, entries, along, total) -> like x
-    csc::uniform(seed, index, size, dtype, device), csc::normal(...) -> [size]
-    kept(sizes, p, seed, index, device) -> bool [sizes]        the mask of csc::dropout, of all tokens
-
 seed: int64 scalar on the CPU, for one region and microbatch. index: which draw of the region. A draw takes its numbers
 from a generator of its own, seeded with a hash of the two, so that it is the same however often and in whichever order
 draws are made. The backward of dropout is dropout of the gradient: nothing is saved for it. A negative seed leaves

@@ -29,10 +29,21 @@ MOST_RULES = 8  # counting tiles looks at every subset of rules
 
 @dataclass(frozen=True)
 class Mask:
-    """Who sees whom. `admits` and `kinds` are both None where ranges alone decide.
+    """Which keys each query sees, as ranges and kinds. csc.masks makes masks.
 
-    ranges: int32 [B, R, Tq, 2], slots of K and V, lo and hi (hi <= keys; lo >= hi: the rule sees nothing).
-    admits: int64 [B, R, Tq] or None.  kinds: int64 [B, Tk] or None.  keys: Tk.
+    Rule r lets query q see the keys lo to hi - 1 of `ranges[b, r, q]`, of the kinds that `admits[b, r, q]` has as bits.
+    A query sees what any of its rules lets through.
+
+    Attributes:
+        ranges: int32 [B, R, Tq, 2]: lo and hi, slots of K and V, with hi <= keys. A rule with lo >= hi lets nothing
+            through.
+        keys: Tk, the number of keys.
+        admits: int64 [B, R, Tq], the kinds of keys that the rule admits, as bits; None, with `kinds`: ranges alone
+            decide.
+        kinds: int64 [B, Tk], the kinds of each key as bits; 0 is padding.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit together.
     """
 
     ranges: torch.Tensor

@@ -4,11 +4,6 @@ MKL, which computes PyTorch's products, takes AVX-512 on its own vendor's proces
 as well, takes it wherever it is. There it needs half the time (docs/measurements.md). It adds in another order, so this
 is for what need not have eager's bits: functions that are compiled (`fuse`), and heads in chunks.
 
-    product(a, b, bias=None) -> [M, N]      a [M, K], b [K, N], bias [N]; by oneDNN if it `is_worth` that, by ATen else
-    is_worth(m, k, n) -> bool               whether a product of [m, k] and [k, n] takes oneDNN less time here
-    least_multiplications() -> int          of such a product, on this machine and as torch is set now; 0: none does
-    csc::product(a, b, bias)                by oneDNN in any case: what compiled functions call
-
 Operands may have any strides. A transposed right one is read as it is, a left one that is not contiguous is copied.
 """
 

@@ -109,20 +109,23 @@ _CALLS: dict[str, _PlainLeaves] = {}
 
 
 def opaque(module: nn.Module, like: Like = 0) -> nn.Module:
-    """Keep a module out of the trace: csc runs it eagerly inside its stage, and asks autograd for its gradients.
+    """Keep a module out of the trace: csc runs it eagerly inside its stage, and autograd computes its gradients.
 
-    For modules that take decisions from values. It must be a function of its arguments, parameters and buffers that
-    returns one tensor, and computes no gradient for anything else. It may change its buffers. Its backward runs its
-    forward again, with the same random numbers and buffers, and leaves these as they are. In eager mode nothing
-    changes.
+    This is for modules that decide by values. The module must return one tensor, and depend on its arguments,
+    parameters and buffers alone; it may write its buffers. Its backward runs the forward again with the same random
+    numbers and buffers, and restores both. In eager mode nothing changes.
 
     Args:
-        module: What to keep.
-        like: The position of the argument (counting tensors) whose shape and dtype the result has; or a function of
-            the module's own arguments that returns a tensor of the result's shape and dtype, by shapes alone.
+        module: The module to keep.
+        like: The position of the argument (among tensors) whose shape and dtype the result has; or a function of the
+            module's arguments that returns a tensor of the result's shape and dtype, from shapes alone.
 
     Returns:
-        The module itself, its forward replaced.
+        The module itself, with its forward replaced.
+
+    Raises:
+        TypeError: When the module runs: it returned something other than one tensor.
+        CscError: In its backward: run again, it returned other values.
     """
     name = type(module).__name__
     number = sum(key.startswith(f"{name}.") for key in _CALLS)

@@ -1,10 +1,5 @@
 """Values whose gradient is not that of the operations that made them: what `torch.autograd.Function` says of itself.
 
-    csc::incoming(like, place) -> like
-    csc::own_gradient(outputs, inputs, gradients, everywhere) -> outputs
-    csc::checkpointed(inputs, outputs, where) -> nothing
-    csc::with_hooks(loss, hooked) -> loss
-
 In a graph, the backward of a function stands beside its forward. It starts at calls of `incoming`, which stand for the
 gradients of its outputs, and ends at a call of `own_gradient`, whose results are the outputs, and the gradients of its
 inputs those that were computed. Pass `differentiate` runs what lies between only when gradients flow; in emitted

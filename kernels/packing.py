@@ -1,11 +1,5 @@
 """A mask and its tile lists in one tensor, so that they travel through graphs, stages and operators as one value.
 
-    pack(mask, block_q, block_k) -> int32 [B, words]
-    pack_once(mask, block_q, block_k)            the same one while the same ranges come with equal admits and kinds
-    unpack(packed, form) -> (Mask, Tiles)        views, nothing is copied or looked at
-    unpack_once(packed, form) -> (Mask, Tiles)   the same ones for each call with a tensor that nothing has written to
-    words(form) -> int                           per sample; counted_words: of sizes that are numbers, counted once
-
 A packed mask is a flat buffer of sections, each for the whole batch and dense: kinds, admits (int64, so they come
 first), ranges, and the lists by query tile and by key tile.
 """

@@ -1,8 +1,5 @@
 """Products with a quantised weight that is frozen: the weight stays packed, and is made dense while a product runs.
 
-    csc::quantised_linear(x, weight, scale, second, code, offset, bias, scheme, rows, columns, block, dtype, threshold)
-    csc::quantised_linear_backward(grad, weight, scale, ..., offset, scheme, rows, columns, block, dtype) -> d_x
-
 Terms
   weight   [rows, columns] = [features out, features in], packed as its library packs it
   scale    what a block of the weight was divided by; second, code, offset: what else the scheme has, or None

@@ -2,8 +2,6 @@
 
 Terms: an *unfit* call does more than launch work on the device's own tensors: it waits for values, draws, meets others.
 
-    unfit(operator, tensors, device) -> str         why a call is; "": it is not
-
 tensors: its arguments. device: None where tensors have no values: then nothing is said of where they lie. What asks the
 host in a way that no operator tells of shows when it is recorded.
 """

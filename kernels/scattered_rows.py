@@ -1,7 +1,5 @@
 """The gradient of what `masked_scatter` puts in place, without asking the device how much that was.
 
-    csc::masked_scatter_backward(d, mask, sizes) -> what aten::masked_scatter_backward gives, bit for bit
-
 d: the gradient of the result; mask: bool, broadcast to it; sizes: of the source. The source's i-th entry went to the
 i-th place of the mask, row by row; entries beyond have no place, and gradients of 0.
 

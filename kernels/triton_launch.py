@@ -25,7 +25,7 @@ from csc import devices
 #
 # Chosen from what compilers report: no spills with Triton 3.6 to 3.9, shared memory within the device's limit, as few
 # registers as the blocks allow (docs/attention-kernels.md has the table; tests/aot keeps it true). Those of sm_90 for
-# 64 and 128 go by times on an H100 with Triton 3.6; some spill a little: docs/measurements.md has what was tried.
+# 64 and 128 go by times on an H100 with Triton 3.6; some spill a little: docs/attention-kernels.md has the times.
 
 
 MOST_HEAD_DIM = 256

@@ -6,8 +6,6 @@ Terms
   large    with logits that take more than twice the room for those of a chunk (csc.kernels.linear_cross_entropy)
   small    with logits of less than FASTER bytes, or of fewer tokens than the layer is wide: the gradient of its weight,
            which F keeps, would take more than their logits
-
-    head(program, options) -> Program
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Terms
   stored    the dtype that a parameter has for its owner: the optimizer, checkpoints, `.grad`
   lowered   a float32 value rounded to bfloat16
   kept      a module whose own work stays in float32 because the user says so (`keep_fp32`)
-
-    precision(program, options) -> Program          COMPUTE, FLOAT32: the tables of operators (docs/memory.md)
 """
 
 from __future__ import annotations

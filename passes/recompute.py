@@ -11,9 +11,6 @@ Terms
            auto       the least that is run again with which every rank fits within its memory
            (names)    F keeps these values and what enters the region
   fixed    a call that is never run again: it draws random numbers, meets other ranks, or is an opaque module
-
-    recompute(program, options) -> Program              saves_of(program) -> choices that repeat what was decided
-    default_choice(options) -> choice                   where nothing is said
 """
 
 from __future__ import annotations

@@ -4,10 +4,6 @@ step.
 Terms: see csc.ir.groups. The ring algorithms' costs: an all-reduce moves 2 (n - 1) / n of the bytes over the slowest of
 its links, a reduce-scatter or an all-gather half of that. AdamW reads a parameter, its gradient and two moments, and
 writes all but the gradient; with `zero` each rank does its share, and the parameters go round again but with zero=3.
-
-    step_ends(program, options) -> [StepEnd]                one for each position on the pp axis
-    seconds_behind(program, options, stages, placement)     of a plan for it: of the rank that takes the longest
-    least_behind(program, options)                          of any plan, in whatever order the ranks are
 """
 
 from __future__ import annotations

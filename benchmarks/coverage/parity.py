@@ -1,7 +1,7 @@
 """Every model in every sharded mesh with every frozen set: gradients, and weights after three clipped steps of AdamW.
 
 parity(name, build) -> Parity          all ranks in this process; what eager PyTorch does is written out here
-markdown(found) -> the table of docs/measurements.md, with the reasons of what is refused
+markdown(found) -> a table as that of docs/measurements.md, with the reasons of what is refused
 
 The difference of a weight counts against its module's: a key's bias under softmax has no gradient but rounding, of
 which AdamW makes whole steps.

@@ -1,4 +1,4 @@
-"""The report of what ran on a GPU, as Markdown for docs/measurements.md.
+"""The report of what ran on a GPU, as Markdown.
 
 report(pieces, found, device, count) -> text
 """

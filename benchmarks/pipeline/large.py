@@ -2,7 +2,7 @@
 
 problem(layers, encoders, ranks, microbatches) -> Problem       round numbers: what matters is how much there is
 plan_seconds() -> seconds of processor time for one plan
-python -m benchmarks.pipeline.large        the table of docs/measurements.md, for these and larger ones
+python -m benchmarks.pipeline.large        these and larger ones, with their bounds
 """
 
 from __future__ import annotations

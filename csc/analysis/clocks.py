@@ -4,10 +4,6 @@ Terms: a *setting* is one clock with the seconds and joules of an action at it. 
 highest clock first. *Waiting watts* are what a device draws while it waits for others. A *change* is one setting of a
 new clock.
 
-    measured(settings, where) -> ClockCurve   checked: two clocks or more, no holes, power that rises with the clock
-    ClockProfile(source, waiting, ...)        a device's curves of forwards and backwards
-    curve_of(profile, kind, seconds)          what an F, B, W or BW of so many seconds takes at each clock
-
 The least energy of a step (csc.planning.energy) is made of these.
 """
 

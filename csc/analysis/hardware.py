@@ -6,9 +6,6 @@ Terms
   wire         latency and bandwidth of a message between two devices, in one direction
   measured     seconds of F, B and W of template variants, by the variant's key (csc.analysis.costs.variant_key)
   clocks       what forwards and backwards take at each clock (csc.analysis.clocks), for the energy of a step
-
-    hardware("a100") -> Hardware        hardware("mine.toml") -> Hardware        names() -> ["a100", "a40", ...]
-    toml_text(hardware) -> text of such a file
 """
 
 from __future__ import annotations

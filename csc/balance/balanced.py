@@ -40,23 +40,36 @@ def balanced(
     drop_last: bool = False,
     **options: Any,
 ) -> BalancedLoader:
-    """A loader of steps for `compiled.train_step`, their samples divided so that the step is short.
+    """A loader for `compiled.train_step` that divides the samples of each step so that the step is short.
 
-    dataset: with `len` and `dataset[i]`; Hugging Face's too. Which samples a step has is the sampler's to say (or
-    `shuffle` and `seed`: in order, or another order each epoch); never changed. Which replica, microbatch and place in
-    the order each gets is decided from lengths alone, in the DataLoader's workers (num_workers=), and is the same on
-    every rank; each process loads and collates its own replica's samples only.
-    lengths: of every sample its tokens, positions in the language model, and what else encoders pay for (tiles,
-    images, frames): a dict of columns, {"tokens": [...], "tiles": [...]}; columns may be names of the dataset's; one
-    column alone is the tokens; or a function of a sample's number that returns such a dict or a number.
-    batch_size: samples of a step, of all replicas and microbatches. drop_last: leave out a last step that has fewer.
-    collate: makes a microbatch of a list of samples: a row each, padded, or all in one row. If it takes a second
-    argument, that is the width its rows are to have; else it pads them to `multiple` itself.
-    multiple: widths are multiples of it; a size of microbatches is a program.
-    options: the DataLoader's: num_workers, pin_memory, prefetch_factor, ...
+    The sampler alone decides which samples a step has. csc decides from lengths which replica and microbatch gets each
+    sample, and in which order. It does so in the DataLoader's workers, and equally on every rank; each process loads
+    and collates the samples of its own replica. What samples cost each stage is measured once, by tracing a few of
+    them: all ranks call this.
 
-    What samples cost each stage is measured once, by tracing a few of them; all ranks call it. InputError for lengths
-    that are none or are not those of the collated samples, and for steps that do not fill all microbatches.
+    Args:
+        dataset: Has `len` and `dataset[i]`, as Hugging Face's data sets do.
+        compiled: What `csc.compile` returned.
+        lengths: For each sample its tokens (positions in the language model) and the units that encoders pay for
+            (tiles, images, frames): a dict of columns, {"tokens": [...], "tiles": [...]}, or names of the data set's
+            columns in their place; one column alone, of tokens; or a function from a sample's index to such a dict or a
+            number.
+        batch_size: Samples of a step, over all replicas and microbatches.
+        collate: Makes a microbatch of a list of samples: one row for each, padded, or all in one row. A second
+            parameter receives the width of the rows in tokens; without one it pads to `multiple` itself.
+        multiple: Widths are multiples of this number of tokens. Each size of microbatches is a program.
+        sampler: Yields the indices of the samples; None: in order, or as `shuffle` says.
+        shuffle: Take another order in each epoch.
+        seed: Decides the orders of `shuffle`.
+        drop_last: Leave out a last step with fewer samples.
+        **options: Options of torch's DataLoader: num_workers, pin_memory, prefetch_factor, ...
+
+    Returns:
+        A loader whose items are steps for `compiled.train_step`.
+
+    Raises:
+        InputError: Lengths are invalid or differ from those of the collated samples, or a step cannot fill all
+            microbatches.
     """
     mesh, microbatches = compiled.options.mesh, compiled.options.microbatches
     count = _samples_of(dataset)

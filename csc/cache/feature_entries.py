@@ -7,10 +7,6 @@ Terms
   full       `limit` bytes lie in the directory: then nothing more is kept, and nothing is removed, since in every epoch
              what was written first is wanted first
 
-    cache = FeatureCache("features", limit="200GB")
-    cache.read(key) -> {name: tensor} | None        never an error
-    cache.write(key, tensors) -> bool               whether it is there now; InputError if the directory cannot be made
-
 Any number of processes may share a directory, and any number of models: keys say of what features are.
 """
 
@@ -44,7 +40,16 @@ NEW = ".new-"
 
 
 class FeatureCache:
-    """The entries of one directory, together at most `limit` bytes."""
+    """A directory of features of frozen encoders, for `csc.compile(..., cache_features=...)`.
+
+    Args:
+        directory: Where the entries lie. Processes and models may share it.
+        limit: The most bytes that all entries take, as a number or as "400GB". A full directory takes no more entries
+            and loses none.
+
+    Raises:
+        InputError: The limit is no positive size.
+    """
 
     def __init__(self, directory: str | Path, limit: int | str = LIMIT) -> None:
         """limit: bytes, or as "200GB". InputError if it is neither."""

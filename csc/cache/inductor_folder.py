@@ -1,8 +1,5 @@
 """Where what Inductor makes of a program's functions is kept, beside the programs.
 
-    inductor_folder(store) -> Path | None       of this machine; None without a store, or if the folder is not trusted
-    machine() -> str                            of what compiles: other functions are others to whoever compares them
-
 Its files are torch's: looked up by code, sizes, dtype, device, torch and its settings. Some are pickles, which torch
 reads, so they lie where nobody else may write, not in a folder of /tmp. Of the C++ compiler and of the CPU torch's keys
 say less than machine code depends on: each pair of them has a folder of its own.

@@ -1,7 +1,4 @@
-"""What a model that cannot be traced did, and where, as a sentence.
-
-untraceable(error, model, ...) -> CscError       also where csc itself failed, which it says
-"""
+"""Errors for models that cannot be traced: what the model did, at which line, and where csc itself failed."""
 
 from __future__ import annotations
 

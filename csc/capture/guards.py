@@ -5,10 +5,6 @@ Terms
   key        of a match: the capture's name, and dtypes and sizes; microbatches of one key have the same program
   miss       what a capture assumed that does not hold (csc.ir.capture_guards)
 
-    guards.match(model, microbatch) -> Match           milliseconds only where the model's code is run without data
-    guards.changed() -> Changed                        what of the model is not as assumed (csc.capture.model_guards)
-    guards.add(capture_guards)                         guards.joined(others) -> Guards that know what both know
-
 What a match needs beside the assumptions of each capture belongs to the model: functions of its code that run on the
 host, and whether its code can be run without data to see what it calls for other values.
 """

@@ -6,10 +6,6 @@ Terms
   rest       what slots hold in turn, and classes, functions, globals (csc.capture.reached)
   structure  slots as they were: attributes, submodules, buffers with the versions of their values, hooks, modes
   parameters the parameters' identities, and which of them train
-
-    guards = ModelGuards(model, ignored, world)
-    guards.holds() -> bool                   microseconds: identities and version counters
-    guards.changed() -> Changed              what differs, in words; nothing where a value was replaced by an equal one
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Such a weight is one tensor of a class of its own, with its scales as attributes, which a trace cannot go through. So
 while csc looks at a model each linear layer that has one is replaced by a QuantisedLinear, which registers the same
 tensors under names of their own: `weight`, and `weight_absmax` and so on beside it.
-
-    stand_ins(model)             context: a model whose quantised layers are replaced, as it was afterwards
-    weights_of(model) -> {name: tensor}         the parameters of such a model by these names, the tensors themselves
 """
 
 from __future__ import annotations

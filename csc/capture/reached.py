@@ -6,10 +6,6 @@ Terms
   own      of the model or of its libraries: not torch's, not the standard library's
   reached  the functions whose name some reached function looks up, from `forward` on
 
-    reached = Reached(roots, classes, known, ignored)
-    reached.holds() -> bool         microseconds: identities, versions of tensors, bytes of arrays
-    reached.changed() -> [text]     what differs, in words; nothing where a value was replaced by an equal one
-
 The walk takes nothing twice, and goes DEEPEST values deep and MOST far.
 """
 

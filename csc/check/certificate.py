@@ -6,12 +6,6 @@ and the entry's place alone, so anybody can make them. The sums of two gradients
 whose mean square is the square of that difference's norm (Alon, Matias, Szegedy 1996): fingerprints tell how far two
 gradients are apart, not only that they are. docs/certificates.md says it with all constants; examples/certificate.py
 does it without csc.
-
-    digest(tensor) -> Digest            model_digests(model), batch_digests(batch) -> {name: Digest}
-    fingerprint(name, gradient) -> Fingerprint
-    Certificate.read(path)              .write(path)               damaged ones are errors
-    unlike(there, here) -> str          how weights or batches differ, "" if they are the same
-    compare(there, here) -> CertificateComparison
 """
 
 from __future__ import annotations

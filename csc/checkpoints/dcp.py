@@ -3,9 +3,6 @@
 Terms: a *key* is the path of an entry, joined by dots: `model.NAME`, `optim.state.NAME.KEY`, `optim.param_groups.0.lr`.
 Its `.metadata` is a pickle: it is read by an unpickler that knows the classes of such files and nothing else, so that
 no code of the file's runs. Tensors in it are read with weights_only=True.
-
-    read(directory, kind) -> DcpContents         kind: of the optimizer, whose name such a directory does not hold
-    write(directory, index, tell)                a checkpoint as `dcp.load` reads it
 """
 
 from __future__ import annotations

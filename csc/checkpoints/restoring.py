@@ -1,15 +1,6 @@
 """A checkpoint read again: everything that this process needs is checked first, then it is put in its place.
 
 Terms: a process needs the parts that have entries in common with what its ranks hold, whatever mesh wrote them.
-
-    check_model(index, expected)                  InputError unless it is of this model
-    damaged(index) -> InputError...               what is not as it was saved, of all
-    verify(index, needed)                         reads and checks parts, keeps nothing      needed: [(name, Box)]
-    fill(index, name, box, target)                the entries of a parameter, or buffer, into a tensor of them
-    whole(index, stored, what) -> tensor          all entries of a tensor
-    optimizer(index, made, own) -> state          what `load_state_dict` takes
-    state(index, process) -> {...}                of what is no tensor of the model
-    Expected(shape, dtype)
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from rich.markup import escape
 from csc.commands.printing import Column, DebugOption, JsonOption, console, print_json
 from csc.commands.printing import table as folding
 
-app = typer.Typer(no_args_is_help=True, help="What was compiled before and is kept: list it, clear it.")
+app = typer.Typer(no_args_is_help=True, help="List or clear the programs in the cache.")
 
 SHOWN = 12  # digits of a key
 
@@ -53,7 +53,7 @@ def list_command(
 
 @app.command()
 def clear(
-    prefix: Annotated[str, typer.Argument(help="remove the entries whose keys begin so; all without it")] = "",
+    prefix: Annotated[str, typer.Argument(help="remove only the entries whose keys begin with this")] = "",
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -15,10 +15,10 @@ from csc.commands.printing import Column, DebugOption, JsonOption, console, prin
 if TYPE_CHECKING:
     from csc.checkpoints.files import StepIndex
 
-app = typer.Typer(no_args_is_help=True, help="What a training run has saved: list it, show it, check it, convert it.")
+app = typer.Typer(no_args_is_help=True, help="List, show, check or convert the checkpoints of a training run.")
 
 PathArgument = Annotated[Path, typer.Argument(help="directory of a run, or a step's folder in it")]
-StepOption = Annotated[int | None, typer.Option("--step", help="of a run; the last one that was saved without it")]
+StepOption = Annotated[int | None, typer.Option("--step", help="step of the run; by default the last one saved")]
 
 
 class ConversionFormat(StrEnum):
@@ -74,7 +74,7 @@ def list_command(
 def show(
     path: PathArgument,
     step: StepOption = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="every tensor with its parts")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor with its parts")] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -169,14 +169,14 @@ def verify(
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="a checkpoint of csc, or a directory of HF or of DCP")],
-    out: Annotated[Path, typer.Argument(help="directory to make")],
+    out: Annotated[Path, typer.Argument(help="directory to create")],
     to: Annotated[
         ConversionFormat | None,
         typer.Option("--to", help="hf: weights for from_pretrained; dcp: torch.distributed.checkpoint"),
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", help="which of a run; or the number of the new one")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="step of the run, or the number of the new one")] = None,
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", help="class whose state a DCP directory has; AdamW without it")
+        str | None, typer.Option("--optimizer", help="optimizer class of a DCP directory's state; by default AdamW")
     ] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,

@@ -54,8 +54,10 @@ def _one(compiled: Any) -> str | None:
 @on_target
 def profile(
     opening: Opening,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write it, as a .toml for --hardware")] = None,
-    budget: Annotated[float, typer.Option("--seconds", min=0.0, help="how long to measure, at most")] = 20.0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="write the profile, as a .toml for --hardware")
+    ] = None,
+    budget: Annotated[float, typer.Option("--seconds", min=0.0, help="most seconds to measure")] = 20.0,
     wires: Annotated[bool, typer.Option(help="measure messages between processes and the runtime, too")] = True,
     clocks: Annotated[
         bool, typer.Option("--clocks", help="measure seconds and joules at each clock of the GPU, for csc energy")

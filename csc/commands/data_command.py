@@ -21,12 +21,12 @@ def data(
     batch_size: BatchSizeOption = 128,
     multiple: MultipleOption = 64,
     packed: PackedOption = False,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="random steps that are simulated")] = 8,
-    page: Annotated[Path | None, typer.Option("--page", help="also write an HTML page of it")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="number of random steps to simulate")] = 8,
+    page: Annotated[Path | None, typer.Option("--page", help="also write an HTML page")] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """How long samples are, what dividing them by their costs gains (csc.balanced), and which sizes are compiled."""
+    """Show the lengths of samples, the gain of dividing them by cost (csc.balanced), and the sizes to compile."""
     from csc.balance.sample_costs import of_file
     from csc.reports.data import of_lengths
     from csc.reports.data import page as page_of

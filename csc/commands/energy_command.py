@@ -22,16 +22,16 @@ def energy(
     opening: Opening,
     pp: PipelineOption = None,
     slack: Annotated[
-        str, typer.Option("--slack", help="how much longer the step may be for the clocks that are chosen: 5% or 0.05")
+        str, typer.Option("--slack", help="how much longer the step of the chosen clocks may be: 5% or 0.05")
     ] = "0%",
     changes: Annotated[
-        int | None, typer.Option("--changes", help="changes of clock that a rank may make in a step; else any number")
+        int | None, typer.Option("--changes", help="most changes of clock on a rank in a step; else any number")
     ] = None,
     straggler: Annotated[
-        float | None, typer.Option("--straggler", help="another pipeline takes so many times the step: 1.1")
+        float | None, typer.Option("--straggler", help="how many times this step another pipeline takes: 1.1")
     ] = None,
     orders: Annotated[
-        bool, typer.Option("--orders", help="other schedules and recomputations, too, by their energy at that time")
+        bool, typer.Option("--orders", help="also compare the energy of other schedules and recomputations")
     ] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the clocks, for csc.run --clocks")
@@ -41,7 +41,7 @@ def energy(
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """The joules of a step at every step time, with the clock of each action, beside a proven lower bound."""
+    """Find the clocks of the fewest joules at each step time, beside a proven lower bound."""
     from csc.reports.energy_page import energy_page, energy_picture
     from csc.reports.energy_report import energy as report_of
     from csc.reports.energy_report import slack_of

@@ -24,7 +24,7 @@ def explain(
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Components and regions: parameters, gradient needs, work of F, B and W, what was pruned and why; memory."""
+    """Show parameters, gradient needs, work and memory of components and regions, and what was pruned and why."""
     from csc.analysis.explain import explain as rows_of
     from csc.analysis.unfit_parts import unfit_parts
     from csc.passes.pipeline_problem import limit, problem

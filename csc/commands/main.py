@@ -67,9 +67,11 @@ def compile_command(
     opening: Opening,
     output: Annotated[Path, typer.Option("-o", "--output", help="directory to write")],
     weights: Annotated[bool, typer.Option("--weights", help="also write the parameters, as safetensors")] = False,
-    timings: Annotated[bool, typer.Option("--timings", help="show what each step of the compilation took")] = False,
+    timings: Annotated[
+        bool, typer.Option("--timings", help="show the seconds of each step of the compilation")
+    ] = False,
     rank: Annotated[
-        list[int] | None, typer.Option("--rank", help="write the files of this rank alone; repeat it for several")
+        list[int] | None, typer.Option("--rank", help="write only this rank's files; repeat it for several")
     ] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
@@ -153,7 +155,7 @@ def diff(
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """What changed between two passes, as a unified diff."""
+    """Show what changed between two passes, as a unified diff."""
     from csc.reports.inspection import difference
 
     with opening as compiled:

@@ -153,7 +153,7 @@ def mask(
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False,
 ) -> None:
-    """What an attention mask hides: visible pairs and tiles, the tiles of each rank, and a picture."""
+    """Show an attention mask: visible pairs and tiles, the tiles of each rank, and a picture."""
     from csc.kernels.mask import counts
     from csc.masks.gallery import parse
 

@@ -23,8 +23,8 @@ from csc.commands.printing import shown
 LENGTHS = "an .npz with a column `tokens`, and one for each kind of units"
 
 LengthsOption = Annotated[Path | None, typer.Option("--lengths", help=f"plan for samples like these: {LENGTHS}")]
-BatchSizeOption = Annotated[int, typer.Option("--batch-size", min=1, help="samples of a step, of all replicas")]
-MultipleOption = Annotated[int, typer.Option("--multiple", min=1, help="widths of rows are multiples of it")]
+BatchSizeOption = Annotated[int, typer.Option("--batch-size", min=1, help="samples of a step, over all replicas")]
+MultipleOption = Annotated[int, typer.Option("--multiple", min=1, help="round widths of rows up to a multiple of this")]
 PackedOption = Annotated[bool, typer.Option("--packed/--padded", help="samples in one row, or a row for each")]
 
 
@@ -65,35 +65,35 @@ def _options(
             help="auto, gpipe, 1f1b, eager-1f1b, interleaved-1f1b, interleaved-zb, zb-h1, zb-h2, zb-v, or your own file"
         ),
     ] = None,
-    chunks: Annotated[int | None, typer.Option(help="stages that each rank runs")] = None,
+    chunks: Annotated[int | None, typer.Option(help="number of stages on each rank")] = None,
     hardware: Annotated[
         str | None,
         typer.Option(help="profile: a40, a100, h100, h200, cpu, or a file; commas: one for each pipeline rank"),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="what one rank may hold, for example 40GB; with commas one for each pipeline rank"),
+        typer.Option(help="memory of one rank, for example 40GB; with commas one for each pipeline rank"),
     ] = None,
     microbatches: Annotated[int | None, typer.Option(help="microbatches per step")] = None,
     recompute: Annotated[
         list[str] | None,
         typer.Option(help="none, selective, elementwise, full, auto (needs --memory), REGIONS=CHOICE; or commas"),
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16: compute in it, with float32 master weights")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, with float32 master weights")] = None,
     keep_fp32: Annotated[
-        list[str] | None, typer.Option(help="modules that compute in float32 all the same; repeat it, or commas")
+        list[str] | None, typer.Option(help="modules that stay in float32 with --precision; repeat it, or commas")
     ] = None,
-    loss_chunk: Annotated[int | None, typer.Option(help="tokens whose logits are there at once; 0: all")] = None,
+    loss_chunk: Annotated[int | None, typer.Option(help="tokens whose logits exist at once; 0: all")] = None,
     fuse: Annotated[
         bool | None, typer.Option("--fuse/--no-fuse", help="compile the layers' functions with Inductor")
     ] = None,
-    cuda_graphs: Annotated[bool | None, typer.Option(help="on GPUs, launch what a stage computes at once")] = None,
+    cuda_graphs: Annotated[bool | None, typer.Option(help="on GPUs, record stages as CUDA graphs")] = None,
     zero: Annotated[
         int | None,
-        typer.Option(help="what dp ranks divide: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters"),
+        typer.Option(help="what dp ranks shard: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters"),
     ] = None,
-    sequence_parallel: Annotated[bool | None, typer.Option(help="tp ranks share out tokens in norms and sums")] = None,
-    replicate: Annotated[list[str] | None, typer.Option(help="operators without a rule, whole on tp ranks")] = None,
+    sequence_parallel: Annotated[bool | None, typer.Option(help="tp ranks divide tokens in norms and sums")] = None,
+    replicate: Annotated[list[str] | None, typer.Option(help="operators that each tp rank computes whole")] = None,
     passes: Annotated[str | None, typer.Option(help="a line as `csc passes` shows, or path.py:name of passes")] = None,
     check: Annotated[
         bool | None,
@@ -101,7 +101,7 @@ def _options(
     ] = None,
     example: Annotated[str | None, typer.Option(help="name of the example batch in the same file")] = None,
     fake: Annotated[
-        bool, typer.Option("--fake", help="make the model without weights: a mesh and a model of any size")
+        bool, typer.Option("--fake", help="make the model without weights, for a mesh and a model of any size")
     ] = False,
 ) -> None:
     """Never called: its signature is what `on_target` gives to commands."""

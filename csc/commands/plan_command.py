@@ -51,7 +51,7 @@ def plan(
     ] = SECONDS,
     lengths: LengthsOption = None,
     batch_size: BatchSizeOption = 128,
-    batches: Annotated[int, typer.Option("--batches", min=2, help="with --lengths: random steps that are tried")] = 8,
+    batches: Annotated[int, typer.Option("--batches", min=2, help="with --lengths: number of random steps to try")] = 8,
     multiple: MultipleOption = 64,
     packed: PackedOption = False,
     output: OutputOption = None,
@@ -61,8 +61,8 @@ def plan(
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """What limits the step, the alternatives with time and memory, and what changes would bring, each planned. With
-    --lengths: the mesh, microbatches and stages with the least mean step over random batches of such samples.
+    """Show what limits the step, alternatives with time and memory, and what changes would bring. With --lengths:
+    choose the mesh, microbatches and stages with the least mean step over random batches of such samples.
     """
     if lengths is not None:
         _refuse_both(ranks)

@@ -24,25 +24,27 @@ def search(
         str, typer.Argument(help="path.py:name of the arguments of csc.search, or of a function that makes them")
     ],
     directory: Annotated[
-        Path | None, typer.Option("--directory", help="where the search is kept, and goes on from")
+        Path | None, typer.Option("--directory", help="where the search is stored and resumed")
     ] = None,
     strategy: Annotated[str | None, typer.Option("--strategy", help="halving, mordal, random or grid")] = None,
     budget: Annotated[
-        float | None, typer.Option("--budget", help="samples of all trials together; below 1: a share of the grid")
+        float | None, typer.Option("--budget", help="samples over all trials; below 1: a share of the grid's")
     ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="of a training to the end")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="of projectors and the order of samples")] = None,
-    mesh: Annotated[str | None, typer.Option("--mesh", help="plan each pair's step for it, as pp=3,dp=2")] = None,
-    microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="of that step")] = None,
-    hardware: Annotated[str | None, typer.Option("--hardware", help="profile that it is planned for")] = None,
-    memory: Annotated[str | None, typer.Option("--memory", help="what one rank may hold there, as 40GB")] = None,
-    trial_mesh: Annotated[str | None, typer.Option("--trial-mesh", help="ranks of one trial, as dp=2")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="samples of a full training")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="seed of projectors and of the order of samples")] = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", help="mesh to plan each pair's step for, as pp=3,dp=2")] = None,
+    microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="microbatches of that step")] = None,
+    hardware: Annotated[str | None, typer.Option("--hardware", help="profile of the devices of that mesh")] = None,
+    memory: Annotated[str | None, typer.Option("--memory", help="memory of one rank there, as 40GB")] = None,
+    trial_mesh: Annotated[str | None, typer.Option("--trial-mesh", help="mesh of one trial, as dp=2")] = None,
     page: Annotated[Path | None, typer.Option("--page", help="also write an HTML page with pictures")] = None,
-    save: Annotated[Path | None, typer.Option("--save", help="write the winner there, as save_pretrained does")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="directory for the winner, as save_pretrained writes it")
+    ] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """The pair of encoder and language model that learns a task best, at a twelfth of the grid's samples."""
+    """Find the encoder and language model that learn a task best, at a twelfth of the grid's samples."""
     first = os.environ.get("RANK", "0") == "0"  # under torchrun the first process alone prints
     settings = {
         "directory": directory, "strategy": strategy, "samples": samples, "seed": seed, "mesh": mesh,

@@ -96,7 +96,7 @@ def simulate(
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """What the plan will take: makespan, bubble and memory by rank, the lower bound, and a frozen-agnostic baseline."""
+    """Simulate the plan: makespan, bubble and memory by rank, a lower bound, and a frozen-agnostic baseline."""
     from csc.reports.forecast import forecast, jittered, memory_forecast
     from csc.simulation.simulate import level
 
@@ -158,7 +158,7 @@ def timeline(
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Lay timelines on top of each other: what a plan expects, and what `csc.run --timeline` measured."""
+    """Compare timelines: what a plan expects, and what `csc.run --timeline` measured."""
     from csc.reports.forecast import comparison, cost_note, read
 
     timelines = [read(source) for source in sources]

@@ -1,7 +1,4 @@
-"""csc.compose: checks what is put together, and builds what is said by name.
-
-compose(encoders, projectors, language_model, placeholders) -> ComposedModel
-"""
+"""csc.compose: checks what is put together, and builds what is said by name."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
 """Towers of any library: what stands for tokens in what a user's nn.Module, timm, open_clip, torchvision or torchaudio
 gives.
 
-    Tower(module, item=(3, 224, 224), features="forward_features", entry="pixel_values", width=None, prefix=0)
-    tower_of(module) -> Tower | None           one of timm, or Hugging Face's TimmWrapperModel, which say all of that
-    outputs(modality, tower) -> Outputs        after one run on an item of zeros; InputError if that gives no tokens
-    tokens_of(outputs, module, items)          (items, tokens, width)
-
 What a tower gives may be (items, tokens, width); (items, channels, rows, columns), whose places are tokens; with
 `width`, (items, rows, columns, width) too; (items, width), which is one token; the first of a tuple or list; or an
 object with `last_hidden_state`.

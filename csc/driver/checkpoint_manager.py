@@ -203,7 +203,7 @@ def chosen(meeting: Meeting, choose: Callable[[], Path | None], where: Path) -> 
 
 
 class CheckpointManager:
-    """Saves and takes up a training run: weights, the optimizer's state, scheduler, position of the data, generators
+    """Saves and resumes a training run: weights, the optimizer's state, scheduler, position of the data, generators
     of random numbers, and what the caller adds.
 
     Each rank writes what it holds, and every entry is written once; a run that is taken up may have another mesh, level
@@ -256,12 +256,12 @@ class CheckpointManager:
 
     @property
     def steps(self) -> list[int]:
-        """Of which there is a checkpoint."""
+        """The steps that have a checkpoint, ascending."""
         return sorted(files.saved(self.directory))
 
     @property
     def latest(self) -> int | None:
-        """The last of these."""
+        """The last step with a checkpoint; None without any."""
         return max(self.steps, default=None)
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> BackgroundSave:

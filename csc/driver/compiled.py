@@ -214,10 +214,9 @@ class CompiledModel:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last `train_step`: loss, tokens, samples, seconds, tokens_per_second, samples_per_second,
-        peak_memory and planned_memory (bytes), mfu where the hardware profile says what a device can do, and grad_norm
-        once it was clipped or asked for. Seconds, rates and memory are this process'; the others are the same on every
-        rank.
+        """Figures of the last `train_step`: loss, tokens, samples, seconds, tokens_per_second, samples_per_second,
+        peak_memory and planned_memory (bytes), mfu where the hardware profile has the device's peak, and grad_norm once
+        it was clipped or read. Seconds, rates and memory are those of this process; the others are equal on all ranks.
         """
         return self._steps.metrics
 
@@ -330,12 +329,12 @@ class CompiledModel:
         return self.model.training
 
     def train(self, mode: bool = True) -> CompiledModel:
-        """The model in training mode, as a step needs it, or with False in eval mode; returns this."""
+        """Set the model to training mode, which a step needs, or with False to eval mode. Returns self."""
         self.model.train(mode)
         return self
 
     def eval(self) -> CompiledModel:
-        """The model in eval mode, for what is run of `gather()`; no step is taken until `train()`."""
+        """Set the model to eval mode, to run what `gather()` returns. `train_step` is refused until `train()`."""
         return self.train(False)
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -356,19 +355,24 @@ class CompiledModel:
         return bool(self._all.settings.check)
 
     def check(self) -> str:
-        """Compare the example's program with eager PyTorch, unless that was done: what it gave, in a sentence.
-        DifferenceError if it does not train what eager PyTorch trains.
+        """Compare the example's program with eager PyTorch, unless that was done.
+
+        Returns:
+            The outcome, as a sentence.
+
+        Raises:
+            DifferenceError: The program would not train what eager PyTorch trains.
         """
         return self._steps.check()
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the samples, of `dp_size`, this process loads for `train_step(batch, local=True)`."""
+        """The index of the share of samples that this process loads for `train_step(batch, local=True)`."""
         return place(self.options.mesh)[0]
 
     @property
     def dp_size(self) -> int:
-        """How many shares there are: under torchrun the mesh's dp; one process alone loads all samples."""
+        """The number of shares: under torchrun the mesh's dp; a single process loads all samples."""
         return place(self.options.mesh)[1]
 
     @property
@@ -380,11 +384,15 @@ class CompiledModel:
 
     @property
     def encodes_ahead(self) -> bool:
-        """Whether a step makes a frozen encoder's features of the next batch, and so has to be told of it."""
+        """Whether a step encodes features of the next batch, which `train_step(ahead=)` or `ahead()` must tell."""
         return self._steps.encodes_ahead is not None
 
     def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:
-        """A batch as `parts` microbatches of as many samples each, with what is theirs. InputError if it cannot be."""
+        """Divide a batch into `parts` microbatches with equal numbers of samples.
+
+        Raises:
+            InputError: The batch cannot be divided so.
+        """
         return self._given.cut(batch, parts)
 
     def gather(self) -> nn.Module:
@@ -406,7 +414,7 @@ class CompiledModel:
         Args:
             batch: The global batch, the same on every rank, or a list of ready microbatches (replica by replica), which
                 may differ in length. Another length is compiled once, from the same trace.
-            microbatches: How many, instead of those of the options.
+            microbatches: Their number, in place of that of the options.
             local: The batch has the samples of this process' replica alone (share `dp_rank` of `dp_size`), as many as
                 that has and of any size; loss and gradients are those of all of them together. Features that the
                 process does not need (`needs`) may be left out, or on the meta device. In one process, which runs all
@@ -488,10 +496,20 @@ class CompiledModel:
     ) -> torch.optim.Optimizer:
         """An optimizer over what trains on this process' ranks: `compiled.optimizer(torch.optim.AdamW, lr=1e-4)`.
 
-        make: a class of torch.optim or like one, or a function from parameters to an optimizer. parameters: as torch
-        takes them (groups, or pairs with names), out of `parameters()` or `named_parameters()`; None: all. options:
-        for `make`. Where ranks divide parameters (tp, zero), it is tried out first whether the optimizer works entry by
-        entry. Returns torch's own object. InputError if it does not, or is given parameters of another process.
+        Where ranks divide parameters (tp, zero), a trial shows first whether the optimizer works entry by entry.
+
+        Args:
+            make: A class of torch.optim or like one, or a function from parameters to an optimizer.
+            parameters: As torch takes them (groups, or pairs with names), out of `parameters()` or
+                `named_parameters()`; None: all.
+            **options: Further arguments of `make`.
+
+        Returns:
+            The optimizer that `make` returned.
+
+        Raises:
+            InputError: The optimizer does not work entry by entry where parameters are divided, or some are not those
+                of this process.
         """
         chosen = self.parameters() if parameters is None else parameters
         optimizer = make_optimizer(self._steps.current, make, chosen, **options)
@@ -504,7 +522,7 @@ class CompiledModel:
         of theirs.
 
         Returns:
-            How many steps the job has trained: 0 where it begins.
+            The number of steps that the job has trained: 0 at its start.
 
         Raises:
             InputError: Nothing can be survived, there is no example, or the job takes up nobody.
@@ -579,7 +597,7 @@ class CompiledModel:
 
     @property
     def survives(self) -> int:
-        """How many ranks may die."""
+        """The number of ranks that may die."""
         survive = self._all.settings.survive
         return 0 if survive is None else survive.failures
 
@@ -587,6 +605,8 @@ class CompiledModel:
         """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.
 
         `PeftModel.from_pretrained(base_model, directory)` reads them. All ranks call it, the first one writes.
-        InputError if the model is not PEFT's.
+
+        Raises:
+            InputError: The model is not PEFT's.
         """
         training_state.save_adapter(self.model, self.gather, directory)

@@ -1,7 +1,5 @@
 """The options of a compilation, from what users write.
 
-    changed(options, **changes) -> Options        InputError for a name or value that cannot be
-
 Accepted forms: mesh as of csc.Mesh.of; freeze and cuts a name or a list of names; stages a list of names or of lists
 of names; hardware and memory one for all pipeline ranks, or a list with one for each, or that as a text with commas;
 memory in bytes or as "40GB" or "40GiB"; recompute a choice for all regions, or a mapping from patterns over

@@ -2,13 +2,6 @@
 
 A field is *done* (the Trainer's own code does it, or the adapter does the same), *mapped* (it has a meaning that fits a
 compiled model), *without effect* (what it tunes is not there; no number changes), or *refused* by name.
-
-    FIELDS, ACCELERATOR                      one line for each field of TrainingArguments, and of accelerator_config
-    table(arguments) -> text                 of docs/trainer-arguments.md
-    check(args, options, model, processes)   InputError for what is refused, for what the compiled model does otherwise,
-                                             and for a field that nobody has looked at
-    apply(args, model) -> options            the model and csc.compile's options as the arguments want them
-    taken_up(args) -> args                   without what the Trainer would do to the model a second time
 """
 
 from __future__ import annotations

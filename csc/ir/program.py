@@ -488,7 +488,7 @@ CAPTURED = ("captured", "unweighed")  # facts that hold of what capture makes
 
 @dataclass(frozen=True)
 class Program:
-    """One training step. Fields below `graph` are filled by the passes, in the order they stand here."""
+    """The program of one training step. Passes fill the fields below `graph`, in the order of the fields."""
 
     name: str
     inputs: tuple[Input, ...]
@@ -538,15 +538,18 @@ def loss_stage(program: Program) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """A step of the compilation, as a value: called with a Program, it gives another one.
+    """A step of the compilation, as a value: it takes a Program and returns a new one.
 
-    Each pass is a frozen dataclass of this class. Its fields are its options: None, True or False, numbers, texts, and
-    tuples of these, so that a line can hold them (csc.passes.line).
+    A pass is a frozen dataclass of this class. Its fields are its options: None, booleans, numbers, strings, and tuples
+    of these, so that a line can hold them (csc.passes.line). See docs/writing-a-pass.md.
 
-    name: what the line and `csc dump --after` call it; without one the name of the class: `SplitPass` is `split`.
-    requires: facts that hold of the Program that it is given (csc.passes.pipeline.FACTS, or names of your own).
-    establishes: facts that hold of the Program that it gives, and did not hold before.
-    breaks: facts that hold no longer.
+    Attributes:
+        name: What the line and `csc dump --after` call the pass. By default it is made of the class's name: `SplitPass`
+            is `split`.
+        requires: Facts that must hold of the Program that the pass takes: keys of csc.passes.pipeline.FACTS, or names
+            of your own.
+        establishes: Facts that hold of the Program that it returns, and did not hold before.
+        breaks: Facts that no longer hold.
     """
 
     name: ClassVar[str]

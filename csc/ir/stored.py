@@ -5,11 +5,6 @@ Terms
   stored     what a Program is kept as: its graphs node by node, the dataclasses around them, its tensors apart
   captured   a Program as it was captured: its sizes are symbols of the trace. It is kept without the types of what its
              operations make, which pass `shapes` works out again, and can be lowered, not shown
-
-    to_tree(program, captured) -> tree, {name: tensor}          Unstorable for what has no such form
-    from_tree(tree, tensors) -> Program               equal text for text, in a fake mode of its own
-    graph_to_tree(graph) -> tree                      graph_from_tree(tree, mode) -> fx.Graph
-    bound(program) -> str                             why it means something in this process alone; "": it does not
 """
 
 from __future__ import annotations

@@ -7,12 +7,6 @@ Terms
                 encoder: they are as wide as the widest encoder's, with zeros behind a narrower one's, and as many as
                 those of the encoder with the most tokens. The weights of the zeros begin at 0 and have a gradient of 0,
                 and features behind the last placeholder are read by none, so it trains what the pair alone would
-
-    candidates = Candidates(encoders, llms, parts, features)       features: a directory
-    candidates.impossible                                {pair: why}
-    candidates.candidate(pair) -> SearchedPair              .model: its encoder remembers what it has encoded
-    trial_model(candidate, width) -> TrialModel
-    candidates.entries(candidate, batch, tokens, width) -> batch of the trial model
 """
 
 from __future__ import annotations

@@ -6,12 +6,6 @@ Terms
   torn     a line that a killed process began: no beginning of a JSON object is one, so it is passed over, and what is
            added begins a line of its own
 
-    ledger = Ledger(directory / "ledger.jsonl", head)
-    ledger.add({"kind": "trial", ...})              on the disk when it returns
-    ledger.records("trial") -> [record]             of all processes, also those written meanwhile
-    with alone(path): ...                           one process at a time
-    with sole(directory): ...                       one search at a time: InputError for a second one
-
 Several processes of one file system add to one file: a line is one write at its end.
 """
 

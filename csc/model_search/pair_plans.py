@@ -4,11 +4,6 @@ model, as a pair's step is the encoder's regions, and behind them the language m
 Terms
   front   an encoder's regions as a planning problem; they are frozen, and so have a forward alone
   rear    those of a trial model: the projector, as wide as the widest encoder's features, and the language model
-
-    front(encoder, ...) -> CompiledModel      captured with a loss that nobody trains on: a sum behind a scale
-    joined(front, rear, size) -> Problem      size: bytes of the features that go from one to the other
-    planned(problem, power, schedule) -> PairPlan
-    power_of(options) -> StepPower or None    what the devices of the options draw, where their profiles know it
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Terms
   planned   seconds and bytes of a step on the mesh that the user named
   front     the Pareto front: pairs that no other beats or equals in score, seconds and bytes at once
-
-    result.best -> PairRow      result.rows      result.model(encoder, llm) -> ComposedModel      result.winner()
-    pareto(rows) -> {pair}
 """
 
 from __future__ import annotations

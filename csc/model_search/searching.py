@@ -1,7 +1,5 @@
 """csc.search: what is asked is checked, trials are driven by a strategy, pairs are planned, and a result is made.
 
-search(encoders, llms, data, score, batch=..., directory=...) -> SearchResult
-
 Under torchrun the processes are divided into teams, each as large as the mesh of a trial, and each with the same
 strategy and ledger: of a rung every team trains its share, and waits for the records of the others.
 """

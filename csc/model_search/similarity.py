@@ -4,10 +4,6 @@ Terms
   representation   (samples, features): what one candidate makes of the probe samples; candidates differ in width
   distance         1 - linear CKA: 0 for representations that are equal up to rotation and scale, at most 1
   medoid           the member of a cluster with the least sum of distances to the others
-
-    linear_cka(x, y) -> float                          Kornblith et al., arXiv 1905.00414
-    distances(representations) -> (n, n)
-    clusters(distances, count) -> Clusters             average linkage
 """
 
 from __future__ import annotations

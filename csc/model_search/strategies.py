@@ -9,10 +9,7 @@ Terms
   curve     of a pair: (samples, score) at every rung that it was in; higher scores are better, `perfect` is the best
   error     perfect - score
 
-    strategy = STRATEGIES["halving"]                or Halving(keep=0.5), Mordal(share=0.6), ...
-    rungs = strategy.rungs(space, seed)             a generator of Rung, which is sent what was seen; returns a Choice
-    drive(strategy, space, seed, train, llm_distances) -> Choice
-
+`strategy.rungs(space, seed)` is a generator of rungs. It is sent the scores of each and returns a Choice.
 No strategy trains for more samples than the budget; InputError if that is less than its first rung.
 """
 

@@ -5,12 +5,6 @@ Terms
   score     what the user's function makes of a pair: a number, or one for each sample; higher is better
   spread    of a score: the standard error of a mean of samples; None where the score is one number
 
-    trials = PairTrials(candidates, task, settings, ledger, directory)
-    trials.train(pair, samples) -> score or None      None: it failed, and the ledger says why
-    trials.encoder_distances(), .llm_distances(encoder) -> (n, n)
-    trials.model(pair) -> ComposedModel               a copy with the weights that the pair was trained to
-    trials.restore()                                  language models as they were given
-
 A trial sees samples in one order, which is the same for all pairs. What a killed process had trained since its last
 checkpoint is trained again, and gives the same bits.
 """

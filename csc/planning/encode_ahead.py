@@ -3,8 +3,6 @@
 Terms
   encode   run a frozen encoder forward on a microbatch of the next step; any rank can do it, at any time
   place    (a rank's position, how many of its computes came before)
-
-    fit_ahead(pipeline, schedule, seconds, readers, room) -> AheadPlan
 """
 
 from __future__ import annotations

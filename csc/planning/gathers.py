@@ -5,11 +5,6 @@ the action before its use computes meanwhile; so there are at most two stages wh
 next. A stage is *kept* if it stays whole to its last use, over all microbatches; it is gathered at the start of the
 step, those that are used first first.
 
-    with_gathers(work, schedule, memory, one_by_one) -> Schedule      what has gathers already is left as it is
-    seconds_waited_for(work, schedule) -> by which a step is longer than without its gathers
-    held_whole(problem) -> Problem                        of ranks that have all their parameters whole all the time
-    on_one_rank(problem, chunks, stages) -> (stages, placement, schedule)
-
 A pipeline of one rank takes equally long in every order but for its gathers. With a microbatch after the other there
 are gathers for each of them, and little is saved; with a stage after the other there are two for all of them (Lamy-
 Poirier, Breadth-First Pipeline Parallelism, 2023), and all of them are saved at once.

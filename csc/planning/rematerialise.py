@@ -10,9 +10,6 @@ A step that B needs is there if F keeps it, or if B runs it again, for which its
 (its bytes), leaving "in" on B's side runs it again (its price), and whoever is run again pulls its inputs' ends to B's
 side.
 (PyTorch's own partitioner cuts a graph like this one; it bans costly calls where this one prices them.)
-
-    least(steps, needed, price) -> StashChoice              one cut
-    savings(steps, needed) -> [StashChoice, ...]            all that are best at some price, prices falling
 """
 
 from __future__ import annotations

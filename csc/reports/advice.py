@@ -4,11 +4,6 @@ Terms: see csc.planning.plan. An *alternative* is another schedule, number of st
 same problem; a *change* is another problem: more microbatches, ranks or memory, other links, other recomputation or
 freezing. Stages that the user gave stay as they are. Where the whole schedule was given, changes are planned with
 `auto`, as it holds for its own problem alone.
-
-    advice(compiled, seconds, tell) -> Advice
-    now_of(program, options) -> Now
-    alternatives(now) -> [Variation, ...]        changes(compiled, now) -> [Variation, ...]
-    recomputations(compiled, now) -> [Variation, ...]      as_compiled(compiled, variation) -> Variation
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The tables of `csc cost`: figures of components and regions, as numbers, expressions and seconds.
-
-report(compiled, hardware="a100", symbolic=True) -> CostReport
-"""
+"""The tables of `csc cost`: figures of components and regions, as numbers, expressions and seconds."""
 
 from __future__ import annotations
 

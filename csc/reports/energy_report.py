@@ -2,9 +2,6 @@
 
 Terms: see csc.planning.energy.frontier. The step is the simulated makespan: gradients that are added over data-parallel
 ranks and the optimizer's step come behind it and are not in it.
-
-    energy(compiled, slack, changes, straggler, orders) -> EnergyReport
-    EnergyReport.clocks_file() -> what `csc.run --clocks` reads
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What a search found, as one HTML page: the table, the learning curves, and the Pareto front.
 
-    page(result, title) -> str
-
 The page is self-contained: plain SVG, no script, and nothing is fetched. Curves have logarithmic axes, in which a power
 law is a straight line.
 """

@@ -3,9 +3,6 @@
 Terms
   length   dimensions of the batch that grow together, under one symbol; `traced`: one capture serves all its values
   sampler  lowers the model at other sizes: other values of traced lengths need no new capture
-
-    source = sampler(compiled)
-    lengths(source) -> [Length("text", ...), ...]        source.program(copies=2, sizes={text: 36}) -> Program
 """
 
 from __future__ import annotations

@@ -4,10 +4,6 @@ Terms
   message   from one process to another, as pipeline ranks send them; collective: everyone gives everyone a part
   host      what the runtime does for an F, B or W and at each end of a message (csc.reports.part_times)
 
-    measure(device) -> WireTimes                    processes of their own, over gloo, or on two GPUs
-    fastest(there_and_back(rank, size, device), device), wire(times, sizes)            for processes that there are
-    python -m csc.reports.wire_profile RANK FOLDER DEVICE          one of the two processes
-
 Both are wires with a latency and a bandwidth, from a small and a large size; the fastest tenth counts, as what else the
 machine does only ever adds to it.
 """

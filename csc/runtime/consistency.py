@@ -3,13 +3,6 @@
 Terms: a *digest* is the SHA-256 of something that must be the same everywhere. gloo accepts a message of a
 wrong dtype in silence and aborts the process on one of a wrong size, so a disagreement must be found first.
 
-    digests(program) -> {what: 32 bytes}
-    agree(program, device)                               ProgramError, on every rank, naming those that differ
-    agree_on_values(mesh, shared, values, rank, device)  the same for the values of parameters and constants
-    checksum(tensor)                                     of its values; that of a checksum is itself
-    Sample(tensor)                                       some entries, by which writes through `.data` are seen
-    read(samples) -> bytes                               of several, with one wait for a device
-
 Digests travel as uint8 tensors: nothing is unpickled.
 """
 

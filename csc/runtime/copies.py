@@ -6,13 +6,6 @@ Terms
 
 Copies go over connections of their own, by a thread: a holder that dies costs the sender nothing but its copies, and
 what a killed rank has sent arrives.
-
-    copies = Copies(rank, host, seconds)     .address
-    copies.to(address)                       whose connection it is from now on; None: nobody's
-    copies.wait()                            until what was sent last is out of this process
-    copies.send(key, about, tensors)         they may be written to afterwards
-    copies.of(rank) -> {key: Copy}           all that has come from a rank that is dead
-    copies.drop(rank, key)
 """
 
 from __future__ import annotations

@@ -7,11 +7,6 @@ Terms
 
 Each process has a connection to each other one, over which nothing is sent, and one thread that looks at all of them. A
 backend tells of a death only those that wait for the dead one; here all learn of it, whatever they wait for.
-
-    deaths = Deaths(rank, ranks, host)     .address
-    deaths.connect(addresses, seconds)     all ranks call it
-    deaths.dead -> {rank: when}     deaths.left -> {rank}     deaths.wait(among, seconds) -> bool
-    own_host() -> the address under which the other processes reach this one
 """
 
 from __future__ import annotations

@@ -3,12 +3,6 @@
 Terms: see csc.simulation.pipeline. A core that waits costs nothing, so many ranks can be measured honestly on few
 cores: what idles in the pipeline idles here, and a message takes the time that it really takes.
 
-    emulated(pipeline, schedule, name) -> Emulated                a program of waits, from numbers alone
-    emulated_program(program) -> Emulated                         from a compiled program and the times of its plan
-    run(program, transport, steps, factor) -> [[Timed]]             this process' part of each step
-    expected(program, factor) -> seconds                            what the simulator says to that
-    wait(seconds, oversleep())                                      as a stage does
-
 `factor` stretches all waits: with 100 a model of microseconds becomes measurable. Messages are real, so it does not
 stretch them.
 """

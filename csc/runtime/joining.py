@@ -7,11 +7,6 @@ Terms
 
 A rank that joins has nothing. The *source*, the lowest of those that were left, gives it weights, the state of the
 optimizer and of torch's generator, and the number of steps; then all build what ranks build at a start, in new groups.
-
-    announce(store, refuses)               where this job is asked from now on, or why nobody can join
-    ask(rank, seconds) -> Admission        of a process that joins; None: no job is under way
-    admission.enter(rank, ranks, seconds)  all ranks call it
-    exchange(admission, model, state) -> state     all ranks call it; state: of the source's optimizer
 """
 
 from __future__ import annotations

@@ -17,16 +17,6 @@ to be told. Later steps have the same microbatches, dealt to the replicas that a
 
 Ranks tell each other of this over stores: every process has one (torch's TCPStore), that of the lowest rank alive is
 used. So it does not matter which rank dies. A death meanwhile begins it again, under another name: that of all dead.
-
-    survival = Survival(failures, mesh, meeting, seconds)     every process makes it
-    survival.trains(trainer)              one whose ranks are regrouped; before it has any step
-    survival.results(trainer, dealt, vote, drawn)            a step
-    survival.lost(seconds) -> bool        whether a member has died
-    survival.recover(error)               all members call it, sooner or later; RankLost if it cannot be
-    survival.rows(number)                 of a meeting that others have finished
-    survival.reduced(program)             as the replicas that are left run it
-    survival.waiting()      survival.admit(steps, calls)      a rank that comes back: csc.runtime.joining
-    check(mesh, failures, options)        InputError, before training
 """
 
 from __future__ import annotations
@@ -74,13 +64,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Survive:
-    """What a job is to survive: `failures` ranks that are killed, at once or one after the other.
+    """How many killed ranks a job survives, for `csc.compile(..., survive=...)`.
 
-    copies: after every so many microbatches each rank sends the sums of its gradients to a rank of another replica,
-    where they outlive it: so many microbatches of a lost replica are done again at most, not all. It takes two more
-    gradient buffers a rank, and sends one so often. 0: nothing is sent.
+    Args:
+        failures: Ranks that may be killed, at once or one after the other.
+        copies: After this number of microbatches each rank sends its sums of gradients to a rank of another replica.
+            Then only that number of a lost replica's microbatches is computed again. It takes two more gradient buffers
+            on each rank. 0: nothing is sent.
 
-    InputError for anything but whole numbers from 0 on.
+    Raises:
+        InputError: A number is not whole, or below 0.
     """
 
     failures: int = 1

@@ -2,10 +2,6 @@
 
 Terms: see csc.simulation.timeline. Times of ranks on one machine come from one clock. Clocks of several machines are
 set against each other at a barrier; the error is the time that the barrier takes to let everybody go.
-
-    gathered(traces) -> {rank: [Timed]}             over all processes; every process calls it, each gets everything
-    timeline(traces, manifest, name) -> Timeline    of one data-parallel replica
-    record(path, steps, manifest, name) -> seconds  the first process writes one as JSON; every process calls it
 """
 
 from __future__ import annotations

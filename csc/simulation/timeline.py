@@ -5,11 +5,6 @@ the *makespan* runs from the first event's start to the last one's end; a rank's
 in which it is idle. Times are seconds since the run began (time 0), sizes are bytes. A *rank* is a position on the
 pp axis.
 
-    Event(rank, action, start, end)
-    Transfer(kind, source, destination, microbatch, source_rank, destination_rank, start, end, size)
-    Timeline(name, ranks, transfers, memory, state)
-    to_json(timeline) -> dict        from_json(data) -> Timeline
-
 In JSON an event is the row [action as in a schedule's text, start, end], a transfer the row of its fields, a
 point of a memory curve the row [time, bytes from then on].
 """

@@ -4,11 +4,8 @@ Torch computes what some operations give on fake tensors by other operations, wh
 `mse_loss_backward` is contiguous whatever its operands are, its fake one follows them. A trace then views what cannot
 be viewed, here or in the next region.
 
-    FakeTensorMode(...)      torch's, with the layouts of LAYOUTS
-    real_layouts()           a context: every fake mode has them, also those that torch makes itself
-
 Terms
-  layout     of a call: its result as torch computes it, its tensors -> one with the strides of the real result
+  layout     a function of a call's fake result and its tensors that gives the result with the strides of the real one
 """
 
 from __future__ import annotations

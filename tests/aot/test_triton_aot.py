@@ -48,7 +48,7 @@ ALL = [
 ]
 
 
-# Bytes that may be spilled where what is faster was measured, with more of them (Triton 3.6): docs/measurements.md
+# Bytes that may be spilled where what is faster was measured, with more of them (Triton 3.6): docs/attention-kernels.md
 SPILLED = {("forward", "sm_90", 128): 64, ("dkv", "sm_90", 128): 8}
 
 

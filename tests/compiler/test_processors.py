@@ -1,7 +1,7 @@
 """Exactness does not depend on the processor: tests that assert it run again as older processors compute.
 
 MKL, oneDNN and ATen choose their kernels by what a processor can do, and each can be told that it can do less. What
-bits rest on is in docs/measurements.md; where they are not asserted, how near results have to be in tests/exactness.py.
+bits rest on is in docs/check.md; where they are not asserted, how near results have to be in tests/exactness.py.
 """
 
 from __future__ import annotations

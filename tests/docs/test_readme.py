@@ -12,7 +12,7 @@ from tests.docs.pages import ROOT, anchors, links
 
 README = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.S | re.M)
-LINES, PARAGRAPH, READ_ON = 130, 600, 6
+LINES, PARAGRAPH, READ_ON = 115, 600, 6
 
 
 def test_it_is_short() -> None:
@@ -53,15 +53,22 @@ def test_commands_exist() -> None:
         assert {word for word in shlex.split(words) if word.startswith("-")} <= known, f"csc {name}{words}"
 
 
+def test_each_feature_says_where_it_has_run() -> None:
+    table = README.partition("| feature | |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    where = [row.rsplit("|", 2)[1].strip() for row in table.splitlines()]
+    assert set(where) == {"yes", "CPU", "GPU"}
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^make (\w+)", README, re.M))
     assert {"demo", "test"} <= targets and targets <= set(re.findall(r"^(\w+):", makefile, re.M))
 
 
-def test_extras_exist() -> None:
+def test_extras_are_those_of_the_page_on_installation() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     section = project.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
-    table = README.partition("| extra | for |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    page = (ROOT / "docs" / "installation.md").read_text()
+    table = page.partition("| extra | packages | for |\n| --- | --- | --- |\n")[2].partition("\n\n")[0]
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert named == set(re.findall(r"^(\w+) = ", section, re.M))

@@ -26,13 +26,13 @@ META = torch.device("meta")
 
 @contextmanager
 def meta_init() -> Iterator[None]:
-    """Modules that are made inside have their parameters on the meta device, each from the moment that it is set.
+    """A context in which modules get their parameters on the meta device, without values; buffers keep theirs.
 
         with csc.meta_init():
             model = LlavaForConditionalGeneration(config)
 
     Such a model is compiled, planned and simulated as any other. It trains once weights have been loaded into the
-    compiled model. Under `torch.device("meta")` buffers would have no values either.
+    compiled model. `torch.device("meta")` would leave buffers without values, too.
     """
     register = nn.Module.register_parameter
     parameters = WeakIdKeyDictionary()  # by the parameter with data, which may be set in several places

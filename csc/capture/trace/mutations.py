@@ -6,10 +6,6 @@ program does. To tell one from the other the model is run twice, and once as it 
 weights is traced again instead.
 
 Terms: a *slot* is (path of a module, name of an attribute), of a buffer (path of its module + "._buffers", name).
-
-    before = Slots(model); ...; before.written() -> {slot: (before, after)}
-    refuse_if_computed_with(model, run, changes, beside, program, again)     InputError
-    with attributes_kept(model): ...                                 nothing that is written stays behind
 """
 
 from __future__ import annotations

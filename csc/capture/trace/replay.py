@@ -4,9 +4,6 @@ Some models decide by sizes of images how they lay out features. A trace holds f
 makes the same calls (see csc.capture.values.batch_alone). To know that, the code is run once more, on tensors without
 data and with the values that it decides by: milliseconds where a trace takes seconds. Guards compare its calls with
 those of each capture (csc.ir.capture_guards).
-
-    replay(model, tensors, extra, host, layers, rows) -> Replay, or None where the code cannot run so
-    runs.of(model, tensors, extra, host, rows) -> Replay or None        the same, once for each batch
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ the device would draw while it waits for as long; a step's joules are the worth 
 waiting watts times the step. A *block* is computes of one rank that run at one clock; alone, a compute may also lie
 between two neighbours of the lower convex hull of its (seconds, worth), which makes the program linear.
 
-    relaxed(waits, blocks, watts, limit, until) -> Relaxed
-
 Every assignment of measured clocks is a point of the program, so its optimum is below them all. What is returned as
 `bound` is not the solver's objective but the value of its dual prices, taken from the numbers of the program: whatever
 the solver's tolerances, weak duality makes it a lower bound.

@@ -3,11 +3,6 @@
 Terms: see csc.planning.energy.clock_program. *Picks* are the choice of each block. The *slack* of a compute is how much
 longer it may take with the step as it is.
 
-    assigned(waits, blocks, relaxed)     -> picks, the best of a few ways to round
-    rounded(blocks, seconds)             -> picks that take no longer than so many seconds
-    raised(waits, blocks, answer, order) -> picks on the hull, rounded up in this order where the step allows it
-    filled(waits, blocks, picks, limit)  -> picks with slack given to slower clocks, most joules a second first
-
 Where the program mixes two clocks in all computes of a moment, ranks that round alike at the same moments do not wait
 for each other; so computes are rounded up one moment after the other, and not where most is gained. Which end of the
 step to begin at depends on the step: each way is made, filled and compared.

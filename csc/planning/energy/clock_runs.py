@@ -5,8 +5,6 @@ changes. The program's prices say what a second of each compute is worth in joul
 own business: a dynamic program over its computes takes the runs and clocks of the least joules and priced seconds.
 What follows from prices need not fit into the step, so with these runs the program is solved once more, and rounded.
 
-    in_runs(waits, curves, watts, answer, limit, charge, most, until) -> the setting of each compute
-
 A rank's last run is followed by its first one of the next step: where their clocks differ, that is a change as well.
 """
 

@@ -4,11 +4,6 @@ Terms: see csc.planning.energy.clock_program. The *usual* step runs every comput
 the clock of the fewest seconds. *Slack* is by what share a step may be longer than the usual one. A *change* is a clock
 that differs from that of the rank's compute before it; steps follow each other, so the first comes after the last.
 
-    EnergyProblem(pipeline, schedule, curves, watts, change_seconds)
-    of_profiles(pipeline, schedule, profiles, devices) -> EnergyProblem of a plan on such devices
-    point(problem, seconds, changes, until) -> EnergyPoint of the least joules found for so many seconds
-    frontier(problem, slacks, changes, straggler) -> EnergyFrontier
-
 Every point is run through csc's simulator with the measured seconds of its clocks, and its seconds are what that says.
 """
 

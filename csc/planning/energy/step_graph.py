@@ -4,9 +4,6 @@ Terms: see csc.ir.schedule and csc.simulation.simulate. A *node* is the start of
 message leaves behind others on its link, or parameters are whole. An *edge* (before, after, delay) says that `after`
 comes no earlier than the end of `before` plus delay; a node that is no compute ends as it starts.
 
-    waits(pipeline, schedule, least) -> Waits           least: the fewest seconds of every compute, by rank
-    Waits.starts(seconds) -> [earliest start of each node]
-
 The simulator's times are these for any seconds of at least `least`: where the seconds between two messages of a link
 may be fewer than the first of them takes, the second's departure is a node of its own.
 """

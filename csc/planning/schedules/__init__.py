@@ -3,11 +3,6 @@
 Terms: see csc.ir.schedule; `placement[s]` is the rank of stage s, `memory` the bytes that a rank has for state and
 activations (one number for all ranks, or one for each).
 
-    SCHEDULES[name](pipeline, placement, microbatches, memory=None) -> Schedule
-    timed(name, pipeline, placement, microbatches, memory=None) -> seconds of a named one, for searches over stages
-    stages_per_rank(name) -> stages that it wants on each rank
-    placement(name, ranks, chunks=None) -> the rank of each stage
-
 Every schedule is valid for any stages (csc.ir.schedule): heterogeneous, frozen, a DAG. All stages run F, B and
 W in one order of microbatches: 0, 1, ..., so that all schedules sum gradients in the same order. Only `auto` chooses
 another where microbatches differ in size, unless it is told not to.

@@ -5,9 +5,6 @@ forwards that a stage runs before its first backward. Orders are made in a world
 and W, so they depend on how the stages hang together and not on what they cost. Where B and W are not apart by design
 (zb-*), they are fused: the gradient leaves after W, and what W needs is held of one region at a time.
 
-    name(work, room) -> orders     room: bytes for activations by rank, or None; only eager-1f1b looks at it
-    ORDERS: name -> that function
-
 Bubbles and memory on a chain of p equal ranks with F = B = W: see tests/planning/test_schedules.py.
 """
 

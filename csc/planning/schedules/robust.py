@@ -2,9 +2,6 @@
 
 Terms: see work.py and csc.simulation.simulate. A *draw* is one seed's delays; all orders meet the same draws.
 
-    robust(pipeline, placement, microbatches, memory, jitter, draws, names) -> Schedule
-    mean_makespan(pipeline, schedule, jitter, draws) -> seconds
-
 A warm-up as deep as the memory allows lets a rank go on while one before it is held up; a fixed order of that kind
 comes within a few parts in a hundred of one that takes at run time whatever is ready, at equal memory, and needs no
 agreement between ranks about what is next. What it costs is memory: of orders that are about as fast the one that

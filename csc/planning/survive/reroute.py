@@ -6,8 +6,6 @@ Terms
   peers        of a lost rank: those of its stage in other replicas; they share its microbatches out in turn
   guest        a stage of a lost rank as one of its peers runs it; it has no state, as the peer has the same parameters
 
-    rerouted(template, microbatches, lost) -> Rerouted, or None if a stage has no rank left or nothing fits
-
 No parameter moves. B and W are apart and W waits until a rank has nothing else to do, so that guests find bubbles to
 run in (ReCycle, Gandhi et al. 2024, arXiv 2405.14009).
 """

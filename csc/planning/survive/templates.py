@@ -7,12 +7,6 @@ Terms
   arrangement  replicas, the microbatches of each, and ranks to spare, on a given number of ranks
   survives     how many ranks may fail at once so that a copy of every layer is left: one fewer than there are replicas
 
-    depths(ranks, least, failures, units)                   -> the depths that templates are made for
-    covered(ranks, depths, replicas)                        -> depths of that many replicas or more, which add up
-    templates(problem, depths, microbatches)                -> {depth: PipelineTemplate}, of those that fit
-    arrangements(templates, ranks, microbatches, replicas, equal) -> {number of ranks: ReplicaArrangement}, the fastest
-    survival(problem, ranks, microbatches, failures)        -> SurvivalPlan: for every number of ranks left
-
 Depths are those of Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125): from n0, the least, to N - f n0. Its guarantee:
 as long as (f + 1) n0 ranks are left, they run as f + 1 replicas or more, so any f of them may fail at once. It follows
 from n0 + ... + n0 + d = n for some d of these depths, for each n from (f + 1) n0 to N. Ranks may stay to spare here; so

@@ -10,13 +10,6 @@ Terms
             anew      the fastest arrangement of all ranks that are left
             rerouted  nobody moves: peers do the lost rank's microbatches (csc.planning.survive.reroute)
 
-    layout_of(arrangement, templates)              -> the first layout of a job, ranks counted through
-    holders(layout)                                -> for each unit the ranks that hold it
-    gradient_sums(layout, lost)                    -> [GradientSum]: units whose gradients the same ranks add, in order
-    moves(before, after, lost, sizes)              -> [StateMove]         InputError: units that nobody holds any more
-    seated(before, arrangement, templates, survivors, sizes) -> layout   ranks where they lack the fewest bytes
-    ways_back(problem, templates, before, lost, ...) -> [WayBack]        the one that gets the most done first
-
 All are pure functions of numbers: every survivor comes to the same answer.
 """
 
