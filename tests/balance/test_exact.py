@@ -52,7 +52,7 @@ def gradients(compiled: csc.CompiledModel) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in compiled.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("mesh", [long("dp=2,pp=2"), "pp=1"])
+@pytest.mark.parametrize("mesh", [long("dp=2,pp=2"), long("pp=1")])
 def test_a_step_of_several_ranks_in_one_process(mesh: str) -> None:
     compiled = compiled_for(mesh)
     dataset = Captions(40, lacking=True)

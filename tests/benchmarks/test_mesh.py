@@ -35,6 +35,7 @@ TINY = Configuration(
 )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_case_with_all_its_rivals() -> None:
     case = Case("tiny", "encoder frozen", 2, "h100")

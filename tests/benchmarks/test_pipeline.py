@@ -318,6 +318,7 @@ def test_pairs_keep_to_the_activations_of_the_baseline() -> None:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 @OF_THIS_TORCH
 def test_emulated_processes_of_both_runtimes() -> None:

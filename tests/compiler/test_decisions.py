@@ -183,7 +183,7 @@ def random_batch(seed: int) -> Batch:
         "any",
         "item",
         "listed",
-        "largest",
+        long("largest"),
         "rows",
         "written",
         "buffer",

@@ -61,6 +61,7 @@ def test_replicas_and_microbatches(models: Models) -> None:
     parity(models("llava", mesh="cp=2,dp=2", microbatches=2, context={"vision_tower": 2}), 80)
 
 
+@pytest.mark.long
 def test_speech(models: Models) -> None:
     compiled = models("whisper", mesh="cp=2,pp=2", context={"audio_tower": 2})
     parity(compiled, 59)

@@ -192,7 +192,7 @@ def test_mixed_precision() -> None:
     assert x.args[0].meta["val"].dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("mesh", ["pp=1", long("tp=2")])
+@pytest.mark.parametrize("mesh", [long("pp=1"), long("tp=2")])
 def test_inductor_leaves_the_operator_as_it_is(mesh: str) -> None:
     """In steps with other numbers of labels, too."""
     model = family("Llama", num_hidden_layers=1, vocab_size=104)

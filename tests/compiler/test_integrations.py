@@ -302,6 +302,7 @@ def test_a_model_that_encodes_ahead_is_refused(tmp_path: Path) -> None:
         CompiledModule(compiled, torch.optim.SGD)
 
 
+@pytest.mark.long
 def test_hf_trainer_balances_with_kept_features(tmp_path: Path) -> None:
     """Two epochs, the second from disk, as without features; each step has the images of other samples."""
     whole = captions.batch([[1]] * 16)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import csc
 from tests.compiler import helpers_of_lengths
+from tests.tiers import in_turn
 
 D, V = 16, 30
 
@@ -97,8 +98,7 @@ def agrees(model: nn.Module, compiled: csc.CompiledModel, given: Any) -> None:
         assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max().clamp(min=1e-6), name
 
 
-@pytest.mark.parametrize("kind", [Resampler, Helped, Wrapped])
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2", "tp=2"])
+@pytest.mark.parametrize(("kind", "mesh"), in_turn([Resampler, Helped, Wrapped], ["pp=2", "dp=2", "tp=2"]))
 def test_the_number_of_samples_may_be_any(kind: type[Resampler], mesh: str) -> None:
     torch.manual_seed(0)
     model = kind()

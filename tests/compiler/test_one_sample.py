@@ -146,7 +146,7 @@ def one_of(batch: Batch) -> Batch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", long("LLaVA-NeXT"), long("SmolVLM"), "Qwen2-Audio", long("Voxtral")])
+@pytest.mark.parametrize("name", ["Llama", long("LLaVA-NeXT"), long("SmolVLM"), long("Qwen2-Audio"), long("Voxtral")])
 def test_models_that_start_with_one_sample(name: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[name]()
@@ -177,7 +177,7 @@ def tokens(samples: int = 4) -> Batch:
 
 @pytest.mark.parametrize(
     "options",
-    [{"mesh": "pp=2", "microbatches": 4}, long({"mesh": "dp=2,tp=2", "microbatches": 2}), {"mesh": "cp=2,dp=4"}],
+    [long({"mesh": "pp=2", "microbatches": 4}), long({"mesh": "dp=2,tp=2", "microbatches": 2}), {"mesh": "cp=2,dp=4"}],
 )
 def test_two_samples_show_how_the_losses_of_one_combine(options: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import csc
 from csc.errors import InputError
 from tests.compiler.check_gradients import differing
+from tests.tiers import in_turn
 
 WIDTH, VOCABULARY = 16, 50
 
@@ -122,8 +123,7 @@ def test_one_that_says_it_is_pointwise_is_divided() -> None:
     assert differing(Model(tagged_gate), batch(), mesh="tp=2") == {}
 
 
-@pytest.mark.parametrize("operator", [gate, mixed])
-@pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}])
+@pytest.mark.parametrize(("operator", "more"), in_turn([gate, mixed], [{}, {"sequence_parallel": True}]))
 def test_one_that_is_replicated_leaves_the_rest_divided(operator: Any, more: dict[str, Any]) -> None:
     options = {"replicate": [operator._opoverload._schema.name], **more}
     assert divided(Model(operator), **options) >= ALL - {"layers.1.up.weight", "layers.1.down.weight"}

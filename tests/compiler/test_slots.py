@@ -123,6 +123,7 @@ def test_placeholders_of_the_images_that_are_there_are_counted() -> None:
         compiled(listed).train_step(wrong)
 
 
+@pytest.mark.long
 def test_smolvlm_trains() -> None:
     """A size of what a mask selects that torch finds to be made of others afterwards has no number on the way."""
     model, given = smolvlm()

@@ -80,6 +80,7 @@ def test_functions_are_kept_for_their_precision(way: Any, tmp_path: Path) -> Non
         assert one != other
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_compiled_step_of_products_in_bfloat16() -> None:
     torch.manual_seed(0)
