@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +39,37 @@ def only_records(name: str, before: Any, after: Any) -> bool:
     return kept and all(is_recorder(hook) for key, hook in after.items() if key not in before)
 
 
+# --- Where packed sequences begin: `cu_seqlens`, and the length of the longest of them, for flash kernels ------------
+
+
+BEGINNINGS = ("cu_seqlens", "cu_seq_lens", "cu_window_seqlens")
+LONGEST = ("max_length", "max_seqlen")  # beside these, another number in each batch
+
+
+def is_beginnings(name: str, tensor: torch.Tensor) -> bool:
+    """Whether an entry says where sequences begin that lie one behind the other, from 0 to where the last one ends."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    if not _speaks_of_beginnings(name) or tensor.is_meta or tensor.dim() != 1 or len(tensor) < 2 or not whole:
+        return False
+    return int(tensor[0]) == 0 and bool((tensor[1:] >= tensor[:-1]).all())
+
+
+def is_longest(name: str, batch: Iterable[str]) -> bool:
+    """Whether an entry is the length of the longest sequence. batch: the names of all entries."""
+    return name.startswith(LONGEST) and any(map(_speaks_of_beginnings, batch))
+
+
+def _speaks_of_beginnings(name: str) -> bool:
+    return any(word in name for word in BEGINNINGS)
+
+
+def _times(name: str, tensor: torch.Tensor, times: int, axis: int) -> torch.Tensor:
+    """All rows of an entry so many times; sequences begin behind those that were before."""
+    if not is_beginnings(name, tensor):
+        return torch.cat([tensor] * times, axis)
+    return torch.cat([tensor[:1], *(tensor[1:] + turn * tensor[-1] for turn in range(times))])
+
+
 # --- What a model is fed: an example batch, split into tensors (traced) and plain values (baked in) ------------------
 
 
@@ -48,7 +79,8 @@ LARGEST = 2**26  # bytes of a batch that is made of a microbatch
 
 
 def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, other values) of a batch: any mapping of keyword arguments, HF's BatchEncoding included.
+    """(tensors, other values) of a batch: any mapping of keyword arguments, HF's BatchEncoding included. The length of
+    the longest packed sequence is a tensor, whatever it came as: it is another number in each batch.
 
     Raises InputError if it is not a mapping, has no tensor, or has one that asks for a gradient or is not dense.
     """
@@ -85,6 +117,8 @@ def split_batch(batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
                     "give its parts as entries (values, indices, lengths), and put them together in forward; or pad it",
                 )
             tensors[str(name)] = value.contiguous()  # as the trace takes every batch to lie in memory
+        elif isinstance(value, int) and not isinstance(value, bool) and is_longest(str(name), map(str, batch.keys())):
+            tensors[str(name)] = torch.tensor(value)
         elif value is not None:
             extra[str(name)] = value
     if not tensors:
@@ -148,7 +182,7 @@ def twice(
     axes = {name: sample_axis(name, tensors, told) for name, tensor in tensors.items() if tensor.dim()}
     if not any(tensors[name].shape[axis] == 1 for name, axis in axes.items()):
         return None
-    return {**tensors, **{name: torch.cat([tensors[name]] * 2, axis) for name, axis in axes.items()}}
+    return {**tensors, **{name: _times(name, tensors[name], 2, axis) for name, axis in axes.items()}}
 
 
 def repeated(
@@ -163,7 +197,7 @@ def repeated(
     rows = {
         name: tensor
         if name in whole or not tensor.dim()
-        else torch.cat([tensor] * times, sample_axis(name, tensors, told))
+        else _times(name, tensor, times, sample_axis(name, tensors, told))
         for name, tensor in tensors.items()
     }
     return {**rows, **extra}, times

@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from csc.capture.batch import NOTHING_TOLD, TOKENS, check_lists, sample_axis, slices, split_batch
+from csc.capture.batch import (
+    NOTHING_TOLD,
+    TOKENS,
+    check_lists,
+    is_beginnings,
+    is_longest,
+    sample_axis,
+    slices,
+    split_batch,
+)
 from csc.check.eager import IN_HALF, EagerStep
 from csc.check.first import EXACT, too_much
 from csc.check.judge import LOSS, Reference, judge
@@ -37,6 +46,8 @@ from csc.runtime.meeting import CHANGED, OWN_SAMPLES, Meeting, StepVote, Vote, V
 #   places     tokens that stand for features of a kind, in each sample
 #   items      images, videos or recordings of a kind, those of the first sample first
 #   measure    an entry with a row for each item that tells how many places it has: a grid, a size, a mask of frames
+#   document   one of the sequences that are packed into rows of tokens: as `cu_seqlens` says, or positions that start
+#              again
 
 
 KINDS = {
@@ -52,10 +63,13 @@ MERGED = "merge_sizes"  # how many patches along each side become one token
 
 @dataclass(frozen=True)
 class Belonging:
-    """rows: of each sample, along dimension `dim`."""
+    """rows: of each sample, along dimension `dim`. begins: the entry says where sequences begin in these rows, which
+    are not its own (`cu_seqlens`).
+    """
 
     rows: tuple[int, ...]
     dim: int = 0
+    begins: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,7 @@ def belongings(tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -
     for kind in KINDS:
         of_kind = {name: tensor for name, tensor in tensors.items() if kind_of(name) == kind and tensor.dim()}
         of_kind = {name: tensor for name, tensor in of_kind.items() if tensor.shape[:2] != text.shape}
+        of_kind = {name: tensor for name, tensor in of_kind.items() if not is_beginnings(name, tensor)}
         if of_kind:
             belonging_of |= _ofkind_of(of_kind, samples, _places(kind, tensors, tokens))
     for name, tensor in tensors.items():
@@ -97,7 +112,71 @@ def belongings(tensors: Mapping[str, torch.Tensor], tokens: Mapping[str, int]) -
                 belonging_of[name] = Belonging((1,) * samples)
             elif tensor.shape[1:3] == text.shape:
                 belonging_of[name] = Belonging((1,) * samples, dim=1)
-    return belonging_of
+    return belonging_of | _beginnings(tensors, text, belonging_of)
+
+
+def _beginnings(
+    tensors: Mapping[str, torch.Tensor], text: torch.Tensor, known: Mapping[str, Belonging]
+) -> dict[str, Belonging]:
+    """Of the entries that say where sequences begin, in tokens or in rows of features (patches): in those of which
+    there are as many as where the last one ends.
+    """
+    found: dict[str, Belonging] = {}
+    mask = tensors.get("attention_mask", text)
+    tokens = [(text.shape[1],) * len(text)]
+    if mask.shape == text.shape and not mask.is_meta and int((mask != 0).sum()) != text.numel():
+        tokens.append(tuple((mask != 0).sum(1).tolist()))  # of which padding has been taken away
+    for name, tensor in tensors.items():
+        if not is_beginnings(name, tensor):
+            continue
+        kinds = KINDS if kind_of(name) is None else (kind_of(name),)
+        features = [own.rows for entry, own in known.items() if own.dim == 0 and kind_of(entry) in kinds]
+        rows_of_samples = [*features, *(tokens if kind_of(name) is None else ())]
+        fitting = {rows for rows in rows_of_samples if sum(rows) == int(tensor[-1])}
+        if len(fitting) == 1:
+            found[name] = Belonging(fitting.pop(), begins=True)
+    return found
+
+
+def by_count(name: str, tensors: Mapping[str, torch.Tensor], known: Mapping[str, Belonging]) -> Belonging | None:
+    """Of an entry whose name says nothing: as many rows of each sample as it has items of a kind, or documents, where
+    the batch has as many of them as the entry has rows. None: the batch has as many of nothing.
+
+    Raises InputError if it has as many of several, which belong to other samples, or if each sample could have equally
+    many.
+    """
+    rows = len(tensors[name])
+    items = {own.rows for entry, own in known.items() if not own.begins and own.dim == 0 and kind_of(entry)}
+    fitting = {counts for counts in items | {_documents(tensors, known)} if sum(counts) == rows}
+    if fitting and rows % samples_of(tensors) == 0:
+        samples = samples_of(tensors)
+        fitting.add((rows // samples,) * samples)
+    if len(fitting) > 1:
+        raise InputError(
+            f"the batch entry {name!r} has {rows} rows, and nothing says whose they are: of the samples, "
+            f"{' or '.join(map(str, sorted(map(list, fitting))))}", "batch",
+            f"say with csc.compile(divide={{{name!r}: ...}}) how many rows each sample has",
+        )  # fmt: skip
+    return Belonging(fitting.pop()) if fitting else None
+
+
+def _documents(tensors: Mapping[str, torch.Tensor], known: Mapping[str, Belonging]) -> tuple[int, ...]:
+    """How many each sample has; none at all where nothing says where they begin, or one is in two samples."""
+    for name, own in known.items():
+        if own.begins and kind_of(name) is None:
+            begins, ends = tensors[name], _ends(own.rows)
+            if not all(bool((begins == end).any()) for end in ends):
+                return ()
+            return tuple(int(((begins > low) & (begins <= high)).sum()) for low, high in zip([0, *ends], ends))
+    positions = tensors.get("position_ids")
+    if positions is None or positions.dim() != 2 or positions.is_meta or bool((positions[:, 0] != 0).any()):
+        return ()
+    return tuple((positions == 0).sum(1).tolist())
+
+
+def _ends(rows: Sequence[int]) -> list[int]:
+    """Where the rows of each sample end."""
+    return [sum(rows[: sample + 1]) for sample in range(len(rows))]
 
 
 def miscounted(tensors: Mapping[str, torch.Tensor], known: Collection[str]) -> tuple[str, str, int] | None:
@@ -350,6 +429,7 @@ class Dividing:
         known = self._known(tensors, compiler)
         _check_patches(tensors, known.keys() | self._said_whole)
         whole = self._said_whole | compiler.whole_entries(batch, parts, known.keys() | self._said_whole)
+        known |= _counted_rows(tensors, known, whole)
         return [microbatch | extra for microbatch in _divided(tensors, parts, known, whole)]
 
     def check(self, batch: Batch, parts: int, compiler: Compiler, whole: Set[str]) -> None:
@@ -396,6 +476,27 @@ def _check_patches(tensors: Mapping[str, torch.Tensor], known: Collection[str]) 
             "give both as the model's processor makes them; if rows are something else, say with "
             f"csc.compile(divide={{{name!r}: ...}}) how many each sample has",
         )
+
+
+def _counted_rows(
+    tensors: Mapping[str, torch.Tensor], known: Mapping[str, Belonging], whole: Set[str]
+) -> dict[str, Belonging]:
+    """Of entries of which nothing else is known. InputError for one that says where sequences begin, nobody knows in
+    what.
+    """
+    found: dict[str, Belonging] = {}
+    for name in sorted(tensors.keys() - known.keys() - whole):
+        if is_beginnings(name, tensors[name]):
+            raise InputError(
+                f"the batch entry {name!r} says where sequences begin, the last of which ends at "
+                f"{int(tensors[name][-1])}, and the batch has no rows that are as many", "batch",
+                "let it end where the tokens of all samples do, one behind the other (or those without padding, by "
+                f"attention_mask), give a list of ready microbatches, or say csc.compile(divide={{{name!r}: 'whole'}})",
+            )  # fmt: skip
+        if tensors[name].dim() and len(tensors[name]) != samples_of(tensors):
+            counted = by_count(name, tensors, known)
+            found |= {} if counted is None else {name: counted}
+    return found
 
 
 def _check(divide: Any) -> None:
@@ -474,6 +575,13 @@ def _divided(
     """Entries of which nothing is known are cut into equal slices. A microbatch lacks those that it has no row of."""
     for belonging in known.values():
         if len(belonging.rows) % parts:
+            if len(belonging.rows) == 1 and sum(_documents(tensors, known)) > 1:
+                raise InputError(
+                    f"the batch is one row of {sum(_documents(tensors, known))} packed documents, and {parts} "
+                    "microbatches x replicas ask for as many rows", "batch",
+                    f"give a list of {parts} ready microbatches, each a row of documents of its own: "
+                    f"[collator(samples[i::{parts}]) for i in range({parts})]; or pack {parts} rows of one length",
+                )  # fmt: skip
             raise InputError(
                 f"the batch has {len(belonging.rows)} samples; {parts} microbatches x replicas do not fit", "batch",
                 f"take a multiple of {parts} samples (drop_last=True), give a list of {parts} ready microbatches, or "
@@ -483,10 +591,43 @@ def _divided(
     for name, belonging in known.items():
         samples_each = len(belonging.rows) // parts
         rows = [sum(belonging.rows[i * samples_each : (i + 1) * samples_each]) for i in range(parts)]
+        if belonging.begins:
+            for microbatch, begins in zip(microbatches, _cut_beginnings(name, tensors[name], rows), strict=True):
+                microbatch.update({} if begins is None else {name: begins})
+            continue
         for microbatch, tensor in zip(microbatches, tensors[name].split(rows, belonging.dim), strict=True):
             if tensor.shape[belonging.dim] or not len(tensors[name]):
                 microbatch[name] = tensor.contiguous()
     return [{name: microbatch[name] for name in tensors if name in microbatch} for microbatch in microbatches]
+
+
+def _cut_beginnings(name: str, tensor: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor | None]:
+    """Those of each microbatch, from 0 on; None: it has none of the rows. rows: how many each microbatch has of those
+    in which sequences begin. InputError if a sequence is in two microbatches.
+    """
+    found: list[torch.Tensor | None] = []
+    for low, high in zip([0, *_ends(rows)], _ends(rows)):
+        if not bool((tensor == high).any()):
+            raise InputError(
+                f"the batch entry {name!r} has a sequence that goes on across row {high}, where a microbatch ends",
+                "batch", "let sequences end where samples do, or give a list of ready microbatches",
+            )  # fmt: skip
+        ends = tensor[(tensor > low) & (tensor <= high)] - low
+        found.append(torch.cat([tensor.new_zeros(1), ends]) if high > low else None)
+    return found
+
+
+def with_longest_of_all(microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Microbatches as a collator makes each: the longest sequence of one is that of all of them, as of a batch that is
+    divided, since an entry without a dimension is the same in all.
+    """
+    names = {name for microbatch in microbatches for name in microbatch if is_longest(name, microbatch)}
+    longest = {
+        name: torch.stack([microbatch[name] for microbatch in microbatches if name in microbatch]).amax()
+        for name in names
+        if all(getattr(microbatch.get(name), "shape", None) in (None, ()) for microbatch in microbatches)
+    }
+    return [microbatch | {name: longest[name] for name in longest if name in microbatch} for microbatch in microbatches]
 
 
 # --- Whose samples a process brings to a step, and what ranks tell each other of them before it ----------------------

@@ -15,7 +15,7 @@ from csc.cache.store import store
 from csc.capture.batch import split_batch
 from csc.capture.model_guards import Changed, ModelGuards
 from csc.check.compiling import checks
-from csc.driver.batches import Dividing, Widths, check_entries, fullest, widths_of
+from csc.driver.batches import Dividing, Widths, check_entries, fullest, widths_of, with_longest_of_all
 from csc.driver.compiler import Compiler, Progress, quiet
 from csc.driver.programs import MadeFeatures, ProgramSet
 from csc.errors import InputError
@@ -266,7 +266,7 @@ class GivenBatches:
                     "leave the step out on all ranks, or see why the loader gave nothing (drop_last=True)",
                 )  # fmt: skip
         if listed:
-            return [tensors | extra for tensors, extra in split]
+            return with_longest_of_all([tensors | extra for tensors, extra in split])
         return self.cut(batch, options.microbatches * options.mesh.dp if parts is None else parts)
 
     def cut(self, batch: Any, parts: int) -> list[dict[str, Any]]:

@@ -148,6 +148,22 @@ def tensors_of_data() -> Iterator[None]:
 
 
 @contextmanager
+def varlen_attention(computed: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """While it lasts, `torch.nn.attention.varlen.varlen_attn` is what this function gives: the attention, and the
+    logarithms of its sums [heads, queries]. It is called with the names of the operator's arguments.
+    """
+    from torch.nn.attention import varlen  # noqa: F401  # it defines the operator, for models that are traced
+
+    names = [argument.name for argument in torch.ops.torch_attn._varlen_attn.default._schema.arguments]
+
+    def called(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return *computed(**dict(zip(names, args)), **kwargs), None  # that is the state of random numbers
+
+    with patch.object(torch.ops.torch_attn, "_varlen_attn", called):
+        yield
+
+
+@contextmanager
 def without_messages() -> Iterator[None]:
     """While it lasts, torch does not log what it could not evaluate: whoever calls it says so in a sentence. Loggers
     that the user has turned up (TORCH_LOGS) stay as they are.

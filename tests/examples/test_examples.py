@@ -206,3 +206,12 @@ def test_trainers_of_trl_have_their_own_losses_compiled(name: str, tmp_path: Pat
     expected = logged_losses(eager)
     assert len(expected) >= 6 and logged_losses(alone) == pytest.approx(expected, abs=2e-3)
     assert logged_losses(ranks) == logged_losses(alone)
+
+
+@pytest.mark.long
+def test_generators_behind_language_models_train_as_in_eager_pytorch() -> None:
+    """A flow head on kept latents, with draws in forward, and a language model of image tokens."""
+    pytest.importorskip("diffusers", reason="diffusers is not installed (pip install diffusers==0.42.1)")
+    said = output("examples/generator.py")
+    assert len(re.findall(r"(?:flow|tokens) step \d: loss", said)) == 12
+    assert "flow step 5" in said and "4.0 from disk, 0.0 encoded" in said

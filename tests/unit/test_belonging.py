@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from csc.driver.batches import Belonging, belongings, miscounted, token_ids
+from csc.driver.batches import Belonging, belongings, by_count, miscounted, token_ids
+from csc.errors import InputError
 from tests.models import mixed
 
 IMAGE = {"image": 99}
@@ -129,3 +130,53 @@ def test_what_has_a_row_for_each_video_goes_with_the_videos() -> None:
     found = belongings(batch, {"video": 99})
     assert found["second_per_grid_ts"] == found["video_grid_thw"] == Belonging((2, 1))
     assert found["pixel_values_videos"] == Belonging((48, 24))
+
+
+# Documents that are packed into rows
+
+
+def beginnings(*ends: int) -> torch.Tensor:
+    return torch.tensor([0, *ends], dtype=torch.int32)
+
+
+def test_sequences_begin_in_the_tokens_of_samples_or_in_their_patches() -> None:
+    grid = torch.tensor([[1, 4, 4], [1, 4, 6], [1, 8, 4]])
+    batch = {
+        "input_ids": text([[10], [8]]), "cu_seqlens": beginnings(5, 12, 24), "pixel_values": torch.zeros(72, 5),
+        "image_grid_thw": grid, "cu_window_seqlens": beginnings(16, 40, 72), "image_cu_seqlens": beginnings(40, 72),
+    }  # fmt: skip
+    found = belongings(batch, IMAGE)
+    assert found["cu_seqlens"] == Belonging((12, 12), begins=True)
+    assert found["pixel_values"] == Belonging((40, 32))
+    assert found["cu_window_seqlens"] == found["image_cu_seqlens"] == Belonging((40, 32), begins=True)
+
+
+def test_sequences_begin_in_tokens_without_padding() -> None:
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    batch = {"input_ids": torch.ones(2, 4).long(), "attention_mask": mask, "cu_seq_lens_q": beginnings(3, 4, 6)}
+    assert belongings(batch, {})["cu_seq_lens_q"] == Belonging((4, 2), begins=True)
+    assert "cu_seq_lens_q" not in belongings(batch | {"cu_seq_lens_q": beginnings(3, 7)}, {})
+
+
+@pytest.mark.parametrize("begins", ["cu_seqlens", "position_ids"])
+def test_a_row_for_each_document_goes_with_the_documents(begins: str) -> None:
+    def batch(*lengths: int) -> dict[str, torch.Tensor]:
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        said = beginnings(*torch.tensor(lengths).cumsum(0).tolist()) if begins == "cu_seqlens" else positions.view(2, 4)
+        return {"input_ids": torch.ones(2, 4).long(), begins: said, "weights": torch.ones(len(lengths))}
+
+    five, four = batch(1, 1, 1, 1, 4), batch(1, 1, 2, 4)
+    assert by_count("weights", five, belongings(five, {})) == Belonging((4, 1))
+    with pytest.raises(InputError, match=r"'weights' has 4 rows, .* \[2, 2\] or \[3, 1\]"):
+        by_count("weights", four, belongings(four, {}))
+    assert by_count("weights", five | {"weights": torch.ones(7)}, belongings(five, {})) is None
+
+
+def test_a_document_in_two_samples_is_counted_nowhere() -> None:
+    batch = {"input_ids": torch.ones(2, 4).long(), "cu_seqlens": beginnings(3, 6, 8), "weights": torch.ones(3)}
+    assert by_count("weights", batch, belongings(batch, {})) is None
+
+
+def test_a_row_for_each_picture_goes_with_the_pictures() -> None:
+    batch = {"input_ids": text([[4, 4], [4]]), "pixel_values": torch.zeros(3, 3, 8, 8), "scores": torch.ones(3)}
+    assert by_count("scores", batch, belongings(batch, IMAGE)) == Belonging((2, 1))

@@ -1105,6 +1105,24 @@ def test_attention_that_drops() -> None:
         torch.testing.assert_close(found / 2, plain)
 
 
+def test_varlen_attention() -> None:
+    """The operator's arguments come by name; what it gives is put in its place, and the operator is back afterwards."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    own, given = torch.ops.torch_attn._varlen_attn, {}
+
+    def computed(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given.update(arguments)
+        return arguments["query"] + 1, arguments["query"].sum(-1).T
+
+    query, ends = torch.zeros(6, 2, 4), torch.tensor([0, 2, 6])
+    with private_traces.varlen_attention(computed):
+        out = varlen_attn(query, query, query, ends, ends, 4, 4, scale=0.5, window_size=(-1, 0))
+    assert bool((out == 1).all()) and given["cu_seq_q"] is given["cu_seq_k"] is ends
+    assert given["is_causal"] is True and given["scale"] == 0.5 and list(given["window_size"]) == [-1, 0]
+    assert torch.ops.torch_attn._varlen_attn is own
+
+
 def test_norms() -> None:
     tensors = [torch.randn(3, 4), torch.tensor(-2.0), torch.zeros(0)]
     assert private_lists.norms([]) == []

@@ -516,11 +516,13 @@ Rule = Callable[[SamplePropagation, fx.Node], State]
 
 
 def size_rule(following: SamplePropagation, node: fx.Node) -> State:
-    operand, dim = node.args[0], node.args[1]
+    """Of a dimension, or of all of them: how many numbers a tensor has."""
+    operand, *dim = node.args
     state = of(following, operand)
     if isinstance(state, Mixed):
         return state
-    if isinstance(state, SampleRows | RowNumbers) and state.axis[0] == dim % len(shape_of(operand)):  # type: ignore[operator]
+    counted = [size % len(shape_of(operand)) for size in dim] or range(len(shape_of(operand)))  # type: ignore[operator]
+    if isinstance(state, SampleRows | RowNumbers) and state.axis[0] in counted:
         return Whole(frozenset({(rows_of(state.entry), 1)}))
     return NewTensor() if isinstance(state, NewTensor) else Whole()
 
@@ -685,7 +687,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(RECURRENT, recurrent_rule),
     **dict.fromkeys(LOOK_UPS, look_up_rule),
     **LOSS_RULES,
-    **_each("sym_size", size_rule),
+    **_each("sym_size sym_numel", size_rule),
     **_each("arange", range_rule),
     **_each("expand repeat", expand_rule),
     **_SCALED,

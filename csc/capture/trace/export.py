@@ -40,6 +40,7 @@ from csc.torch_private.traces import (
     plain_checkpoints,
     tensors_of_data,
     unchanged_modules,
+    varlen_attention,
     without_messages,
 )
 
@@ -96,12 +97,14 @@ def _is_own(function: Any) -> bool:
     return str(function.__globals__.get("__name__", "")).partition(".")[0] not in APART
 
 
-# --- Attention over packed sequences in Hugging Face models, as one attention with a mask ----------------------------
+# --- Attention over packed sequences, as one attention with a mask ---------------------------------------------------
 #
-# Encoders for images of any size (Qwen-VL, GLM-V) pack all patches in one row and tell attention where each image or
-# window begins: `cu_seqlens`. Without FlashAttention they then split the row and attend image by image, so a trace
-# holds for these images. Attention functions of the flash kind get the whole row and `cu_seqlens`; the library lets
-# others register theirs. The one here says in tensor operations who sees whom, which pass `attention` reads as a mask.
+# `torch.nn.attention.varlen.varlen_attn` is an operator of its own, of CUDA alone, and what it sees is in its numbers.
+# A trace has the mask in tensor operations in its place, on every device. In Hugging Face models encoders
+# for images of any size (Qwen-VL, GLM-V) pack all patches in one row and tell attention where each image or window
+# begins: `cu_seqlens`. Without FlashAttention they then split the row and attend image by image, so a trace holds for
+# these images. Attention functions of the flash kind get the whole row and `cu_seqlens`; the library lets others
+# register theirs. Those here say in tensor operations who sees whom, which pass `attention` reads as a mask.
 
 
 VARLEN = "csc_flash_of_packed_rows"  # with "flash" in it, modules hand over the whole row
@@ -109,15 +112,17 @@ LIBRARY = "transformers.modeling_utils"
 LIBRARY_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 FURTHER = ("sliding_window", "softcap", "s_aux")  # what the library's attention functions may be given beside
 BEGINNINGS, LONGEST = "cu_seqlens", "max_seqlen"
+CACHES = ("seqused_k", "block_table")  # what varlen_attn is given of a cache of keys and values
 
 
 @contextmanager
 def one_attention(model: nn.Module) -> Iterator[None]:
     """While it lasts, attention modules of the model that take `cu_seqlens` and ask the library for their attention
-    function get the one of this file.
+    function get the one of this file, as `varlen_attn` does.
     """
     library = sys.modules.get(LIBRARY)
     with ExitStack() as stack:
+        stack.enter_context(varlen_attention(_varlen))
         if library is not None:
             library.ALL_ATTENTION_FUNCTIONS[VARLEN] = _attention
             stack.callback(library.ALL_ATTENTION_FUNCTIONS.pop, VARLEN)
@@ -182,15 +187,73 @@ def _attention(
     causal = bool(is_causal)
     seen = None
     if cu_seq_lens_q is not None:
-        places = torch.arange(query.shape[2], device=query.device)
-        sequence = torch.bucketize(places, cu_seq_lens_q[1:], right=True)
-        seen = sequence[:, None] == sequence[None, :]
-        seen = (seen & (places[None, :] <= places[:, None]) if causal else seen)[None, None]
+        seen = _seen(query.shape[2], cu_seq_lens_q, before=None, behind=0 if causal else None)[None, None]
     out = F.scaled_dot_product_attention(
         query, key, value, seen, dropout, seen is None and causal, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def _seen(number: int, begins: torch.Tensor, before: int | None, behind: int | None) -> torch.Tensor:
+    """bool [number, number]: the keys that each query sees, those of its sequence. before, behind: at most so many of
+    them on either side; None: all.
+    """
+    places = torch.arange(number, device=begins.device)
+    sequence = torch.bucketize(places, begins[1:], right=True)
+    seen = sequence[:, None] == sequence[None, :]
+    if behind is not None:
+        seen = seen & (places[None, :] <= (places[:, None] + behind if behind else places[:, None]))
+    return seen if before is None else seen & (places[:, None] - places[None, :] <= before)
+
+
+def _seen_across(
+    numbers: tuple[int, int], begins: tuple[torch.Tensor, torch.Tensor], before: int | None, behind: int | None
+) -> torch.Tensor:
+    """bool [queries, keys]: the same where queries begin elsewhere than keys. The last of both stand at one place."""
+    places = [torch.arange(number, device=of.device) for number, of in zip(numbers, begins)]
+    sequences = [torch.bucketize(place, of[1:], right=True) for place, of in zip(places, begins)]
+    left = [of[1:][sequence.clamp(max=len(of) - 2)] - place for of, sequence, place in zip(begins, sequences, places)]
+    seen = sequences[0][:, None] == sequences[1][None, :]
+    distance = left[1][None, :] - left[0][:, None]  # how far a key stands before a query
+    if behind is not None:
+        seen = seen & (distance >= -behind)
+    return seen if before is None else seen & (distance <= before)
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+    **further: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`varlen_attn`: query [T, H, D], key and value [S, G, D]; gives [T, H, D] and the logarithms of sums [H, T].
+    InputError for a cache of keys.
+    """
+    cache = [name for name in CACHES if further.get(name) is not None]
+    if cache or cu_seq_k is None:
+        raise InputError(
+            f"varlen_attn reads keys from a cache ({', '.join(cache) or 'cu_seq_k=None'}), which has no gradient",
+            "varlen_attn", "give it the keys and values of the step itself while training",
+        )  # fmt: skip
+    before, behind = (None if size < 0 else size for size in window_size or (-1, -1))
+    behind = 0 if is_causal else behind
+    seen = (
+        _seen(query.shape[0], cu_seq_q, before, behind)
+        if cu_seq_q is cu_seq_k
+        else _seen_across((query.shape[0], key.shape[0]), (cu_seq_q, cu_seq_k), before, behind)
+    )
+    rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(*rows, seen[None, None], scale=scale, enable_gqa=grouped)
+    keys = rows[1].repeat_interleave(query.shape[1] // key.shape[1], 1) if grouped else rows[1]
+    scores = (rows[0] @ keys.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return out[0].transpose(0, 1).contiguous(), scores.masked_fill(~seen, -torch.inf).logsumexp(-1)[0]
 
 
 # --- A model as a trace runs it, and as it was before afterwards: contexts -------------------------------------------
