@@ -43,9 +43,7 @@ def test_the_cpu() -> None:
     torch.rand(5)
     devices.set_generator(CPU, before)
     assert torch.equal(torch.rand(3), drawn)
-    with devices.at(CPU):
-        devices.use(CPU)
-        devices.use(None)
+    with devices.at(CPU), devices.stream():
         devices.synchronize(CPU)
     assert not devices.is_recording(CPU)
     assert devices.present(CPU, "here") == CPU and devices.placed("cpu", 1, 2) == (CPU, "gloo")
@@ -183,7 +181,7 @@ def test_processes_of_a_machine_with_two_devices(monkeypatch: pytest.MonkeyPatch
     assert devices.placed("cuda", 1, 2) == (torch.device("cuda", 1), "nccl") and module.on == 1
     assert devices.placed("cuda", 2, 3) == (torch.device("cuda", 0), "gloo"), "they share devices"
     assert devices.default() == GPU and devices.current() == torch.device("cuda", 0)
-    devices.use(torch.device("cuda", 1))
+    module.set_device(torch.device("cuda", 1))
     assert devices.present(GPU, "here") == devices.current() == torch.device("cuda", 1)
     assert devices.present(torch.device("cuda", 0), "here").index == 0
     assert devices.memory(GPU) == 7 << 30 and devices.profile("cuda") == "h100"
