@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from csc.runtime.consistency import Shared
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import Meeting
 from csc.runtime.specs import ContextSpec, Manifest, MessageSpec, ValueSpec
-from csc.torch_private.process_state import ThreadState
+
+if TYPE_CHECKING:
+    from csc.torch_private.process_state import ThreadState
 
 # --- Where the tokens of one microbatch are: dispatched in blocks to the ranks of a context-parallel group -----------
 #
@@ -581,6 +583,8 @@ class InProcess:
     def run(self, works: Mapping[int, Work[Any]]) -> dict[int, Any]:
         if not self._meet_within:
             return take_turns(works)
+        from csc.torch_private.process_state import ThreadState  # which only ranks on threads need
+
         state = ThreadState()
         self._hub.threads = {rank: WorkOnThread(rank, work, state) for rank, work in works.items()}
         try:

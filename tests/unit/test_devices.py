@@ -104,7 +104,7 @@ class Streams(Module):
     def Stream(self, device: torch.device) -> Any:
         return self._stream("beside")
 
-    def current_stream(self, device: torch.device) -> Any:
+    def current_stream(self, device: torch.device | None = None) -> Any:
         return self.stream_now
 
     @contextmanager
@@ -163,6 +163,16 @@ def test_graphs_are_recorded_beside_and_launched_in_place(monkeypatch: pytest.Mo
         graphs.record(lambda: None, pool)
     assert module.told[-2:] == ["begins on beside", "ends"] and module.stream_now is module.main
     assert devices.graphs(CPU) is None
+
+
+def test_a_thread_works_on_the_stream_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    with module.stream("side"):
+        stream = devices.stream()
+    with stream:
+        assert module.stream_now == "side"
+    assert module.stream_now is module.main
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
