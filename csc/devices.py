@@ -4,7 +4,7 @@ Terms: an *accelerator* is a kind of device that torch knows by a type, with a m
 other devices are treated as the CPU is. A *wire* is where tensors lie when a process group moves them.
 
     default(), current(), present(device, where), placed(type, local, neighbours), count(device)       which device
-    at(device), use(device), synchronize(device)                                       working on it
+    at(device), stream(), synchronize(device)                                          working on it
     generator(device), set_generator(device, state), forked(device)                    its random numbers
     title(device), memory(device), capability(device), profile(type)                   what it is
     watch_memory(device), peak_memory(device), held_memory(device)                     what was taken of it
@@ -177,11 +177,10 @@ def at(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if accelerator is None else accelerator.module.device(device)
 
 
-def use(device: torch.device | None) -> None:
-    """This thread works on the device from now on; None: as it did."""
-    accelerator = None if device is None else _accelerator(device)
-    if accelerator is not None:
-        accelerator.module.set_device(device)
+def stream() -> AbstractContextManager[Any]:
+    """Another thread that enters it works on the device and the stream that this one works on."""
+    accelerator = next((accelerator for accelerator in ACCELERATORS if accelerator.module.is_initialized()), None)
+    return nullcontext() if accelerator is None else accelerator.module.stream(accelerator.module.current_stream())
 
 
 def synchronize(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from csc.runtime.consistency import Shared, agree, agree_on_values
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import Meeting, cannot, destroy, first_line, is_lost, is_silence, let_go
 from csc.runtime.specs import Manifest, MessageSpec
-from csc.runtime.transport import Recent, in_layout, laid_out, summed
+from csc.runtime.transport import Recent, Work, finished, in_layout, laid_out, summed
 
 # --- The process groups of a program's ranks: made by all of them in one order, let go of, and made again ------------
 #
@@ -186,6 +186,9 @@ class Distributed:
         self._left: list[_Exchanging] = []
         self.under_way: dict[int, Any] = {}
 
+    def run(self, works: Mapping[int, Work[Any]]) -> dict[int, Any]:
+        return {rank: finished(work) for rank, work in works.items()}
+
     def failed(self, error: BaseException) -> BaseException:
         self.meeting.positions.failure = error
         let_go(error)
@@ -260,6 +263,9 @@ class Distributed:
             work = self._guard(partial(dist.irecv, data, peer, self._groups.messages[message.kind]), action, peer)
             receipts.append((work, data, tensor))
         self._posted[message.channel, microbatch] = receipts
+
+    def arrived(self, message: MessageSpec, microbatch: int) -> bool:
+        return True
 
     def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor]:
         if (message.channel, microbatch) not in self._posted:
@@ -349,6 +355,9 @@ class Distributed:
 
     # sums
 
+    def ready(self, ticket: Any) -> bool:
+        return True
+
     def start_sum(
         self, tensor: torch.Tensor, ranks: tuple[int, ...], why: str, ordered: bool = False
     ) -> _Summing | None:
@@ -364,13 +373,12 @@ class Distributed:
             work = self._guard(lambda: dist.all_reduce(buffer, group=group, async_op=True), why)
         return _Summing(work, tensor, buffer, parts, why)
 
-    def finish_sum(self, ticket: _Summing | None) -> bool:
+    def finish_sum(self, ticket: _Summing | None) -> None:
         if ticket is not None:
             self._guard(ticket.work.wait, ticket.why)
             total = summed(ticket.parts) if ticket.parts else ticket.buffer
             if total.data_ptr() != ticket.tensor.data_ptr():
                 ticket.tensor.copy_(total)
-        return True
 
     def start_scatter(self, rows: torch.Tensor, ranks: tuple[int, ...], why: str) -> _Summing:
         buffer = rows.detach().to(self._wire)

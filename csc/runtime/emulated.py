@@ -22,7 +22,7 @@ import torch
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.schedule import Schedule
-from csc.runtime.executor import Timed, interleave, step
+from csc.runtime.executor import Timed, step
 from csc.runtime.loaded_program import LoadedProgram, StageFunctions
 from csc.runtime.made_once import Constants
 from csc.runtime.rank import Rank
@@ -127,7 +127,7 @@ def run(program: Emulated, transport: Transport, steps: int = 1, factor: float =
     for _ in range(steps):
         transport.begin_step()
         transport.sum_over_processes(torch.zeros(1), "start of an emulated step")
-        results = interleave({rank.rank: step(rank, [rank] * count, microbatches, {}, trace=True) for rank in ranks})
+        results = transport.run({rank.rank: step(rank, [rank] * count, microbatches, {}, trace=True) for rank in ranks})
         timelines.append({rank: result.trace for rank, result in results.items()})
     return timelines
 

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from csc.errors import CscError
 from csc.ir.groups import PLACE, RANDOM, Group
 from csc.ir.schedule import WHOLE, Action, Kind, Message, doable
 from csc.kernels.batch_loss import HandedOver, numbered
@@ -22,7 +21,7 @@ from csc.runtime.gradients import Added, Gathered, GradientSums, Pair, Scattered
 from csc.runtime.loaded_program import StageFunctions
 from csc.runtime.rank import Ranges, Rank
 from csc.runtime.specs import Manifest, MessageSpec, StepCounts, ValueSpec
-from csc.runtime.transport import laid_out
+from csc.runtime.transport import Work, laid_out, until
 
 # --- The seeds of a step's random numbers: one for the step, one for each microbatch, one for each region in it ------
 #
@@ -43,7 +42,7 @@ def draw() -> int:
     return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
-def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Generator[str, None, list[Batch]]:
+def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Work[list[Batch]]:
     """The microbatches of a rank's step, each with its seed; as they are if the program draws nothing."""
     manifest = rank.program.manifest
     if not manifest.random:
@@ -127,7 +126,7 @@ class RankEncoding:
             if place in self.whole.values:
                 self.made[place] = self.whole.make(place)
 
-    def exchange(self) -> Generator[str, None, None]:
+    def exchange(self) -> Work[None]:
         """At the end of a step: give readers what they are to have, and take what others made."""
         here, manifest, endpoint = self.rank.position, self.whole.manifest, self.rank.endpoint
         readers = reading(manifest)
@@ -149,8 +148,10 @@ class RankEncoding:
         for place, message in coming:
             endpoint.post(message, manifest.microbatches + place[1])
         for place, message in coming:
-            while (received := endpoint.receive(message, manifest.microbatches + place[1])) is None:
-                yield f"features of microbatch {place[1]} of the next step"
+            number = manifest.microbatches + place[1]
+            why = f"features of microbatch {place[1]} of the next step"
+            yield from until(partial(endpoint.arrived, message, number), why)
+            received = endpoint.receive(message, number)
             key = bytes(received.pop(KEY.name).cpu().numpy().tobytes())
             self.whole.arrived[place] = Made(key, received)
 
@@ -185,8 +186,8 @@ def orders(manifest: Manifest) -> Orders | None:
 #
 # Terms: *saved* is what F leaves for B, *saved for weights* what B leaves for W; both are the rank module's own and
 # opaque here. The *whole* program is the first one, which has all that a microbatch's own has; of its actions, those
-# that a microbatch has nothing for are skipped. A rank that cannot go on *waits*; its generator then yields a text
-# that says for what. With a transport that blocks it never yields.
+# that a microbatch has nothing for are skipped. Where ranks share a process, a rank that cannot go on yields what it
+# waits for (csc.runtime.transport).
 
 
 Within = Callable[[], AbstractContextManager[Any]]
@@ -340,7 +341,7 @@ class _Step:
         here = action.kind == "F" and action.stage == self.rank.program.manifest.loss.stage
         return here and len(self.losses) == len(self.handed_over)
 
-    def over_batch(self) -> Generator[str, None, None]:
+    def over_batch(self) -> Work[None]:
         """What of the loss is computed once a step; it counts as one of the first microbatch."""
         stage = self.rank.program.manifest.loss.stage
         trains = any(stage_functions.backward_input for stage_functions in self.stages[stage])
@@ -425,7 +426,7 @@ def step(
     within: Within = nullcontext,
     encoding: RankEncoding | None = None,
     ahead: Ahead | None = None,
-) -> Generator[str, None, StepResult]:
+) -> Work[StepResult]:
     """One step of one rank: all its actions on its replicas' microbatches. `weights` are detached tensors by
     name, with zero=3 this rank's shards; `drawn`: see csc.runtime.executor.
 
@@ -509,7 +510,7 @@ def computed(
     within: Within = nullcontext,
     ahead: Ahead | None = None,
     alone: Alone | None = None,
-) -> Generator[str, None, Computed]:
+) -> Work[Computed]:
     """F, B and W of as many microbatches as a step has at most, in the order of the schedule. They come with all that a
     step gives them (context, seeds, weights of terms). No other replica is met.
     """
@@ -543,7 +544,7 @@ def _zeros(pairs: Iterator[Pair]) -> Generator[Pair, None, Any]:
         yield name, torch.zeros_like(gradient)
 
 
-def _act(state: _Step, action: Action, uneven: bool, ahead: Ahead | None) -> Generator[str, None, None]:
+def _act(state: _Step, action: Action, uneven: bool, ahead: Ahead | None) -> Work[None]:
     """Do one action, as far as its microbatch has something to do there."""
     rank = state.rank
     rank.endpoint.at(action)
@@ -562,9 +563,8 @@ def _act(state: _Step, action: Action, uneven: bool, ahead: Ahead | None) -> Gen
         state.send(action)
     elif action.kind == "RECV":
         message = state.message(action)
-        while (values := rank.endpoint.receive(message, action.microbatch)) is None:
-            yield str(action)
-        state.inbox.put(message, action.microbatch, values)
+        yield from until(partial(rank.endpoint.arrived, message, action.microbatch), str(action))
+        state.inbox.put(message, action.microbatch, rank.endpoint.receive(message, action.microbatch))
     elif action.kind in WHOLE:
         state.gathered.act(action)
     else:
@@ -582,26 +582,3 @@ def _post(state: _Step, actions: Sequence[Action], here: int) -> None:
             return
         if action.kind == "RECV" and state.doable(action) is not None:
             state.rank.endpoint.post(state.message(action), action.microbatch)
-
-
-def interleave(runs: Mapping[int, Generator[str, None, StepResult]]) -> dict[int, StepResult]:
-    """Run the ranks of this process in turns, each as far as it gets. CscError naming the waits if none can
-    go on.
-    """
-    running, waits, results = dict(runs), dict[int, str](), dict[int, StepResult]()
-    while running:
-        progress = False
-        for rank, run in list(running.items()):
-            try:
-                wait = next(run)
-                progress |= waits.get(rank) != wait
-                waits[rank] = wait
-            except StopIteration as end:
-                results[rank] = end.value
-                progress = True
-                del running[rank]
-                waits.pop(rank, None)
-        if running and not progress:
-            listed = "; ".join(f"rank {rank} waits at '{wait}'" for rank, wait in waits.items())
-            raise CscError(f"no rank can go on: {listed}", "executor", "Check schedule.txt")
-    return results

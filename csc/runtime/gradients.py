@@ -5,8 +5,9 @@ ZeRO.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from csc.ir.groups import Group
 from csc.ir.schedule import Action
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ParameterSpec
-from csc.runtime.transport import Endpoint
+from csc.runtime.transport import Endpoint, Work, until
 
 # --- Buckets: tensors that travel together, so that few, large messages go -------------------------------------------
 
@@ -129,8 +130,7 @@ class Scattered:
             (stage, name): bucket for stage, all_ in self._buckets.items() for bucket in all_ for name in bucket.specs
         }
         self._next = dict.fromkeys(self._buckets, 0)  # the bucket of a stage that goes next
-        self._tickets: list[tuple[Bucket, str, Any]] = []
-        self._count = 0
+        self._tickets: list[tuple[Bucket, Any]] = []
         self.shards: dict[str, torch.Tensor] = {}
         self.touched: set[str] = set()
 
@@ -182,11 +182,9 @@ class Scattered:
         for place, row in enumerate(rows):
             flat[place, : row.numel()] = row
         bucket.come.clear()
-        self._count += 1  # a rank that waits twice with the same words would count as one that cannot go on
-        why = f"{bucket.why}, number {self._count} of the step"
-        self._tickets.append((bucket, why, self._rank.endpoint.start_scatter(flat, self._ranks, why)))
-        while len(self._tickets) > UNDER_WAY and self._took():
-            pass
+        self._tickets.append((bucket, self._rank.endpoint.start_scatter(flat, self._ranks, bucket.why)))
+        while len(self._tickets) > UNDER_WAY and self._rank.endpoint.ready(self._tickets[0][1]):
+            self._take()
 
     def _row(self, bucket: Bucket, place: int) -> torch.Tensor:
         """What of a bucket goes to the rank at a place of the group."""
@@ -197,13 +195,10 @@ class Scattered:
             parts.append(seen(zero if gradient is None else gradient, shard).reshape(-1))
         return torch.cat(parts)
 
-    def _took(self) -> bool:
-        """Add what has come of the first bucket that is under way. False: it has not."""
-        bucket, _, ticket = self._tickets[0]
+    def _take(self) -> None:
+        """Add what has come of the first bucket that is under way."""
+        bucket, ticket = self._tickets.pop(0)
         total = self._rank.endpoint.finish_scatter(ticket)
-        if total is None:
-            return False
-        self._tickets.pop(0)
         offset = 0
         for spec in bucket.specs.values():
             shape = self.zeros(spec).shape
@@ -213,13 +208,13 @@ class Scattered:
                 self.shards[spec.name] += part
             else:
                 self.shards[spec.name] = part
-        return True
 
-    def finish(self) -> Generator[str, None, None]:
+    def finish(self) -> Work[None]:
         """Wait for all that is under way."""
         while self._tickets:
-            if not self._took():
-                yield self._tickets[0][1]
+            bucket, ticket = self._tickets[0]
+            yield from until(partial(self._rank.endpoint.ready, ticket), bucket.why)
+            self._take()
 
 
 # --- Gradients of one step on one rank: added up over microbatches, then over ranks ----------------------------------
@@ -227,8 +222,6 @@ class Scattered:
 # Terms: a parameter is *tied* if several stages use it; each of them then has a part of its gradient. A
 # *bucket* is a flat buffer of about 25 MB that holds the gradients of several parameters, so that few, large
 # sums run.
-#
-# The generator yields what it waits for while a sum is not ready; a transport that blocks never makes it yield.
 
 
 Pair = tuple[str, torch.Tensor]
@@ -334,7 +327,7 @@ class GradientSums:
             self._of_stage[stage] = {}
 
 
-def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = None) -> Generator[str, None, None]:
+def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = None) -> Work[None]:
     """Sum over the ranks of a pipeline that hold a tied parameter, then each gradient over the group on which it is
     parts. Every rank calls it once a step.
 
@@ -375,11 +368,11 @@ def reduce(sums: GradientSums, rank: Rank, reached: Collection[str] | None = Non
         why = f"gradients of pipeline rank {rank.position} over {' and '.join(parts.along)}, bucket {number}"
         tickets.append((why, rank.endpoint.start_sum(flat, ranks, why)))
     for why, ticket in tickets:
-        while not rank.endpoint.finish_sum(ticket):
-            yield why
+        yield from until(partial(rank.endpoint.ready, ticket), why)
+        rank.endpoint.finish_sum(ticket)
 
 
-def _reduce_shards(scattered: Scattered, rank: Rank, reached: Collection[str] | None) -> Generator[str, None, None]:
+def _reduce_shards(scattered: Scattered, rank: Rank, reached: Collection[str] | None) -> Work[None]:
     """What is left to do for gradients that ranks divide: sums over the holders of tied parameters."""
     for spec in scattered.specs.values():
         if len(spec.ranks) > 1 and (spec.reached if reached is None else spec.name in reached):
@@ -391,7 +384,7 @@ def _reduce_shards(scattered: Scattered, rank: Rank, reached: Collection[str] | 
             scattered.shards.pop(spec.name, None)
 
 
-def of_any(sums: GradientSums, names: Sequence[str], rank: Rank) -> Generator[str, None, frozenset[str]]:
+def of_any(sums: GradientSums, names: Sequence[str], rank: Rank) -> Work[frozenset[str]]:
     """Those of these parameters that any rank has a gradient of. Every rank calls it with the same names."""
     sums.merge()
     present = sums.there
@@ -417,14 +410,12 @@ def buckets(sums: GradientSums, limit: int | None = None) -> list[tuple[Group | 
 
 def wait_sum(
     endpoint: Endpoint, tensor: torch.Tensor, ranks: tuple[int, ...], why: str, ordered: bool = False
-) -> Generator[str, None, None]:
-    """Sum `tensor` over `ranks`, in place; yields `why` while the others have not come. Nothing to do for one
-    rank.
-    """
+) -> Work[None]:
+    """Sum `tensor` over `ranks`, in place. Nothing to do for one rank."""
     if len(ranks) > 1:
         ticket = endpoint.start_sum(tensor, ranks, why, ordered)
-        while not endpoint.finish_sum(ticket):
-            yield why
+        yield from until(partial(endpoint.ready, ticket), why)
+        endpoint.finish_sum(ticket)
 
 
 # --- Parameters of which data-parallel ranks hold shards (zero=3), made whole where a stage computes with them -------
@@ -459,7 +450,6 @@ class Gathered:
         self._rest = {name: tensor for name, tensor in shards.items() if not tensor.dim()}
         self._coming: dict[int, list[Coming]] = {}
         self._whole: dict[int, dict[str, torch.Tensor]] = {}
-        self._count = 0
 
     def of(self, stage: int) -> Mapping[str, torch.Tensor]:
         """By name; of a stage that nobody divides, what the rank holds."""
@@ -484,8 +474,7 @@ class Gathered:
         return [bucket for _, bucket in filled_buckets]
 
     def _started(self, stage: int, specs: list[ParameterSpec]) -> Coming:
-        self._count += 1  # a rank that waits twice with the same words would count as one that cannot go on
-        why = f"parameters of stage {stage}, bucket {self._count} of the step"
+        why = f"parameters of stage {stage}"
         flat_own = torch.cat([self._given[spec.name].reshape(-1) for spec in specs])
         sizes = [sum(self._shard(spec, place) for spec in specs) for place in range(len(self._ranks))]
         flat = (
@@ -500,11 +489,11 @@ class Gathered:
         _, start, stop = shard = shard_of(spec.shape, len(self._ranks), place)
         return math.prod(spec.shape) // max(1, spec.shape[shard.dimension]) * (stop - start)
 
-    def ready(self, stage: int) -> Generator[str, None, None]:
-        """Yields what it waits for while other ranks have not come."""
+    def ready(self, stage: int) -> Work[None]:
+        """Wait for what is under way for a stage."""
         for specs, ticket, why in self._coming.pop(stage, ()):
-            while (rows := self._rank.endpoint.finish_gather(ticket)) is None:
-                yield why
+            yield from until(partial(self._rank.endpoint.ready, ticket), why)
+            rows = self._rank.endpoint.finish_gather(ticket)
             self._whole[stage] |= self._joined(specs, rows)
             del rows, ticket
 

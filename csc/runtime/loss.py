@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from csc.ir.groups import WEIGHTS, Group
 from csc.runtime.gradients import wait_sum
 from csc.runtime.rank import Rank
 from csc.runtime.specs import DivisorSpec, LossSpec, Manifest, StepCounts
+from csc.runtime.transport import Work
 
 # --- The loss of a whole batch from those of its microbatches --------------------------------------------------------
 #
@@ -75,7 +76,7 @@ def _part(loss: float, weight: float) -> float:
 
 def weighed(
     ranks: Sequence[Rank], microbatches: Sequence[Batch], of_all: bool = False
-) -> Generator[str, None, tuple[list[Batch], dict[int, float]]]:
+) -> Work[tuple[list[Batch], dict[int, float]]]:
     """The weight of each of a rank's microbatches, and these with the weights of terms, if the loss has several. With
     one microbatch and dp = 1 each weight is exactly 1.0, and nothing is counted; so it is on ranks that neither compute
     the loss nor add terms of it, and so have no use for it.
@@ -99,9 +100,7 @@ def weighed(
     return [{**batch, WEIGHTS: row} for batch, row in zip(batches, shares)], ones
 
 
-def _weights(
-    ranks: Sequence[Rank], microbatches: Sequence[Batch], of_all: bool
-) -> Generator[str, None, list[list[float]]]:
+def _weights(ranks: Sequence[Rank], microbatches: Sequence[Batch], of_all: bool) -> Work[list[list[float]]]:
     """By microbatch, one for each divisor."""
     rank = ranks[0]
     manifest = rank.program.manifest
@@ -174,7 +173,7 @@ def weighted(loss: torch.Tensor, weight: float) -> float:
 
 def combine(
     rank: Rank, losses: Mapping[int, torch.Tensor], weights: Mapping[int, float], counts: StepCounts
-) -> Generator[str, None, Losses]:
+) -> Work[Losses]:
     """Give every rank every microbatch's weighted loss. A microbatch of weight 0 counts 0, though its own
     mean is NaN. counts: of the rank's own replicas.
     """

@@ -26,11 +26,11 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ from csc.runtime.meeting import NEWS, Meeting, StepVote, let_go
 from csc.runtime.rank import Rank
 from csc.runtime.specs import StepCounts
 from csc.runtime.trainer import counted
+from csc.runtime.transport import Work, finished
 
 if TYPE_CHECKING:
     from csc.runtime.trainer import Trainer
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("csc")
 
 LOOK = 0.005  # seconds between two looks into a store
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Flight:
             self._work(trainer, rank, dealt, copying)
             self.adds = True
             self.reduced = self._reduced(rank, vote.uneven)
-            self.row = _run(self._combined(trainer, rank, dealt))
+            self.row = finished(self._combined(trainer, rank, dealt))
         assert self.reduced is not None
         count = self.total
         parts, dtype, counts = self.row[:count], int(self.row[count]), self.row[count + 1 :]
@@ -169,7 +169,7 @@ class Flight:
     def _seed(self, rank: Rank, drawn: int) -> None:
         if self.drawn is None and rank.program.manifest.random:
             step = torch.tensor([drawn if rank.rank == 0 else 0], dtype=torch.int64, device=rank.device)
-            _run(wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers"))
+            finished(wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers"))
             self.drawn = int(step)
 
     def _work(self, trainer: Trainer, rank: Rank, dealt: Microbatches, copying: Copying | None) -> None:
@@ -181,7 +181,7 @@ class Flight:
         read = [trainer.on_device(microbatch.tensors, member) for microbatch, member in zip(every, ranks, strict=True)]
         rank.endpoint.recent.keep(len(every) * len(context.contexts(rank)))
         read = [dict(context.attach(member, one)) for member, one in zip(ranks, read, strict=True)]
-        batches, weights = _run(loss_terms.weighed(ranks, read, of_all=True))
+        batches, weights = finished(loss_terms.weighed(ranks, read, of_all=True))
         held = trainer.working(rank)
         while self.todo:
             now = self.todo[: manifest.microbatches]
@@ -194,7 +194,7 @@ class Flight:
                 rank, [ranks[i] for i in now], given, held, weights_now, trainer.is_profiled(), trainer.within,
                 trainer.ahead, Alone(tell, chunk.skips),
             )  # fmt: skip
-            self._add(chunk, _run(work), loss_stage)
+            self._add(chunk, finished(work), loss_stage)
 
     def _attached(self, rank: Rank, batch: Mapping[str, Any], number: int) -> dict[str, Any]:
         batch = {**batch, **{name: met.number for name, met in rank.met.items()}}
@@ -252,11 +252,11 @@ class Flight:
             reached = None
             if uneven:
                 names = [spec.name for spec in rank.program.manifest.parameters]
-                reached = _run(of_any(sums, names, rank))
-            _run(reduce(sums, rank, reached))
+                reached = finished(of_any(sums, names, rank))
+            finished(reduce(sums, rank, reached))
         return sums
 
-    def _combined(self, trainer: Trainer, rank: Rank, dealt: Microbatches) -> Generator[str, None, list[float]]:
+    def _combined(self, trainer: Trainer, rank: Rank, dealt: Microbatches) -> Work[list[float]]:
         """As csc.runtime.loss.combine, by number of the microbatch."""
         rank.endpoint.at("the end of a step")
         count, once = self.total, rank.group(Group.TENSOR)[0] == rank.rank
@@ -316,16 +316,6 @@ def _counting(rank: Rank) -> list[int]:
     giving = {action.stage for action in rank.actions if "W" in action.kind and action.computes}
     loss = rank.program.manifest.loss.stage
     return [stage.stage for stage in rank.stages if stage.stage in giving or stage.stage == loss]
-
-
-def _run(work: Generator[str, None, Result]) -> Result:
-    """To its end, over a transport that blocks."""
-    try:
-        wait = next(work)
-    except StopIteration as end:
-        result: Result = end.value
-        return result
-    raise AssertionError(f"it waits for {wait}")
 
 
 # --- what members tell each other --------------------------------------------------------------------------------

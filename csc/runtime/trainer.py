@@ -24,7 +24,7 @@ from csc.runtime import batches, context, executor, weights
 from csc.runtime.batches import Microbatch
 from csc.runtime.c10d import Distributed
 from csc.runtime.consistency import Shared
-from csc.runtime.executor import Ahead, Encoding, StepResult, Timed, Within, interleave, step
+from csc.runtime.executor import Ahead, Encoding, StepResult, Timed, Within, step
 from csc.runtime.graphed_stage import GraphedPrograms
 from csc.runtime.loaded_program import LoadedProgram, check_member, functions, is_part, visibility
 from csc.runtime.loss import Losses, StepLoss
@@ -32,7 +32,7 @@ from csc.runtime.meeting import NOTHING, Meeting, StepVote, Vote
 from csc.runtime.parameters import DataShards, Kept, OwnParameters, met_of, receive, taken
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Manifest, StepCounts
-from csc.runtime.transport import InProcess, Transport, together
+from csc.runtime.transport import InProcess, Transport
 
 if TYPE_CHECKING:
     from csc.runtime.compile_pool import FunctionFolder
@@ -400,9 +400,8 @@ class Trainer:
                 self.ahead,
             )  # fmt: skip
         meeting = self.transport.meeting
-        turns = self.transport.turns if isinstance(self.transport, InProcess) else None
         with nullcontext() if self.fused is None else self.fused.step(calls, vote, meeting):
-            return interleave(runs) if turns is None else together(runs, turns)
+            return self.transport.run(runs)
 
     def _drawn(self, drawn: int | None) -> int:
         """The seed of a step."""

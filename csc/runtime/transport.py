@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +27,9 @@ from csc.runtime.consistency import Shared
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import Meeting
 from csc.runtime.specs import ContextSpec, Manifest, MessageSpec, ValueSpec
+
+if TYPE_CHECKING:
+    from csc.torch_private.process_state import ThreadState
 
 # --- Where the tokens of one microbatch are: dispatched in blocks to the ranks of a context-parallel group -----------
 #
@@ -223,101 +229,139 @@ def backward(
     return torch.ops.csc.attention_backward(d_out, q, k, v, out, lse, one.packed, *one.numbers, scale, softcap)
 
 
-# --- The ranks of one process as threads that take turns -------------------------------------------------------------
+# --- The ranks of one process take turns -----------------------------------------------------------------------------
 #
-# They serve programs whose ranks meet in the middle of an action.
+# Terms: a rank's *work* is a generator that yields a `Wait` where the rank cannot go on, and returns its result. Over a
+# transport that blocks it yields nothing.
 #
-# Context-parallel attention waits for other ranks within F and B, where an executor cannot step aside. So each rank
-# gets a thread, and one of them runs at a time: a thread that waits gives the turn away. When all wait, nobody can go
-# on.
+# One rank runs at a time, as far as it gets, in the order of the ranks. All of them run in the caller's thread, so that
+# its profilers, debuggers and modes see them, and Ctrl-C stops them where they are (docs/decisions/turns.md).
+#
+# Ranks that meet within F and B, for context or tensor parallelism, wait in the middle of an operator, where a
+# generator cannot yield. Each of these has a thread as its stack, with what torch has on in the caller's thread, which
+# sleeps meanwhile.
 
 
-class _Stopped(Exception):
-    """Another rank failed; its error is the one to show."""
+@dataclass(frozen=True)
+class Wait:
+    """What a rank cannot go on without, in words, and whether it is there, where it stays until the rank takes it."""
+
+    what: str
+    ready: Callable[[], bool]
 
 
-@dataclass
-class Turns:
-    """A lock that whoever runs holds, and what the others wait for."""
-
-    condition: threading.Condition = field(default_factory=threading.Condition)
-    running: int = 0
-    version: int = 0
-    waits: dict[str, str] = field(default_factory=dict)  # of those who wait since the last change, by thread
-    failure: BaseException | None = None
-
-    def changed(self) -> None:
-        """Something that others may wait for has happened. The caller has the turn."""
-        self.version += 1
-        self.waits.clear()
-        self.condition.notify_all()
-
-    def wait(self, what: str) -> None:
-        """Give the turn away until something has changed. CscError if nobody is left who could change anything."""
-        self.waits[threading.current_thread().name] = what
-        version = self.version
-        self._check()
-        while self.version == version and self.failure is None:
-            self.condition.wait()
-        if self.failure is not None:
-            raise _Stopped
-
-    def fail(self, error: BaseException) -> None:
-        self.failure = self.failure or error
-        self.condition.notify_all()
-
-    def leave(self) -> None:
-        """A rank is done."""
-        self.running -= 1
-        self._check()
-
-    def _check(self) -> None:
-        if self.running and len(self.waits) == self.running and self.failure is None:
-            listed = "; ".join(f"{rank} waits at '{action}'" for rank, action in sorted(self.waits.items()))
-            self.fail(CscError(f"no rank can go on: {listed}", "executor", "Check schedule.txt"))
+Result = TypeVar("Result")
+Work = Generator[Wait, None, Result]
 
 
-def together(runs: Mapping[int, Generator[str, None, Any]], turns: Turns) -> dict[int, Any]:
-    """Run the ranks' generators to their ends, each in a thread. Raises what the first one to fail raised.
+def until(ready: Callable[[], bool], what: str) -> Work[None]:
+    """Let other ranks run until it is ready; not at all if it is."""
+    if not ready():
+        yield Wait(what, ready)
 
-    No thread outlives the call, whatever ends it, and the same turns can be taken again.
-    """
-    results: dict[int, Any] = {}
-    turns.running, turns.failure = len(runs), None
-    turns.waits.clear()
-    place = devices.current()  # each thread has its own
 
-    def drive(rank: int, run: Generator[str, None, Any]) -> None:
-        with turns.condition, torch.no_grad():
-            try:
-                devices.use(place)
-                while turns.failure is None:
-                    turns.wait(next(run))
-            except StopIteration as end:
-                results[rank] = end.value
-                turns.leave()
-            except _Stopped:
-                pass
-            except BaseException as error:
-                turns.fail(error)
-            finally:
-                run.close()
-
-    threads = [threading.Thread(target=drive, args=item, name=f"rank {item[0]}", daemon=True) for item in runs.items()]
-    for thread in threads:
-        thread.start()
+def finished(work: Work[Result]) -> Result:
+    """The result of a rank over a transport that blocks."""
     try:
-        for thread in threads:
-            thread.join()
-    except BaseException as interruption:  # from the keyboard: the ranks stop where they wait next
-        with turns.condition:
-            turns.fail(interruption)
-        for thread in threads:
-            thread.join()
-    failure, turns.failure = turns.failure, None  # it holds on to what its frames hold
-    if failure is not None:
-        raise failure
+        wait = next(work)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise AssertionError(f"it waits for {wait.what}")
+
+
+def take_turns(works: Mapping[int, Work[Any] | WorkOnThread]) -> dict[int, Any]:
+    """Run ranks to their ends. Returns their results, by rank.
+
+    Raises:
+        CscError: None of them can go on. It names what each waits for.
+        BaseException: What a rank raises, or Ctrl-C. The other ranks are closed where they wait.
+    """
+    running, waits, results = dict(works), dict[int, Wait](), dict[int, Any]()
+    with ExitStack() as closing:
+        for work in works.values():
+            closing.callback(work.close)
+        while running:
+            progress = False
+            for rank, work in list(running.items()):
+                if rank in waits and not waits[rank].ready():
+                    continue
+                progress = True
+                try:
+                    waits[rank] = next(work)
+                except StopIteration as end:
+                    results[rank] = end.value
+                    del running[rank]
+            if not progress:
+                listed = "; ".join(f"rank {rank} waits at '{waits[rank].what}'" for rank in running)
+                raise CscError(f"no rank can go on: {listed}", "executor", "Check schedule.txt")
     return results
+
+
+class _Stopped(BaseException):
+    """Raised in a rank that is closed while it waits."""
+
+
+class WorkOnThread:
+    """A rank's work on a thread of its own, where it can also wait in the middle of a call. It runs while the caller is
+    in `next`. state: what torch has on in the thread.
+    """
+
+    def __init__(self, rank: int, work: Work[Any], state: ThreadState) -> None:
+        self._work, self._state, self._stream = work, state, devices.stream()
+        self._turn, self._rest = threading.Lock(), threading.Lock()  # held by the thread, by the caller
+        self._turn.acquire()
+        self._rest.acquire()
+        self._wait: Wait | None = None
+        self._end: BaseException | None = None  # what it has raised; at its end StopIteration with its result
+        self._closed = False
+        run = partial(copy_context().run, self._run)
+        self._thread = threading.Thread(target=run, name=f"rank {rank}", daemon=True)
+
+    def __next__(self) -> Wait:
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._turn.release()
+        self._rest.acquire()
+        if self._end is None:
+            assert self._wait is not None
+            return self._wait
+        self._thread.join()
+        raise self._end
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Called by the rank: let others run until it is ready; not at all if it is."""
+        if self._closed:
+            raise _Stopped
+        if not ready():
+            self._wait = Wait(what, ready)
+            self._rest.release()
+            self._turn.acquire()
+            if self._closed:
+                raise _Stopped
+
+    def close(self) -> None:
+        """Stop it where it waits; where it runs, since Ctrl-C came meanwhile, at its next wait."""
+        self._closed = True
+        if self._thread.is_alive():
+            self._turn.release()
+            self._thread.join()
+        self._work.close()
+        self._end = None  # it holds on to what its frames hold
+
+    def _run(self) -> None:
+        try:
+            with self._stream, self._state.on():
+                while True:
+                    wait = next(self._work)
+                    self.wait(wait.ready, wait.what)
+        except _Stopped:
+            return
+        except BaseException as error:
+            self._end = error
+        if not self._closed:
+            self._rest.release()
 
 
 # --- Transports: how ranks exchange values. Here what one must do, and one with all ranks in this process ------------
@@ -329,7 +373,9 @@ def together(runs: Mapping[int, Generator[str, None, Any]], turns: Turns) -> dic
 
 
 class Endpoint(Protocol):
-    """One rank's side. Everything is done in the order in which the rank asks for it.
+    """One rank's side. Everything is done in the order in which the rank asks for it. What ends something that was
+    begun (`receive`, `finish_*`) blocks between processes; among ranks of one process it is called once `arrived` or
+    `ready` says so, but for an exchange.
 
     recent: how tokens of the last microbatches were spread over ranks. under_way: what a layer's operators have begun
     and not finished, by ticket; nothing at the start of a step.
@@ -348,10 +394,14 @@ class Endpoint(Protocol):
     def post(self, message: MessageSpec, microbatch: int) -> None:
         """Announce a receive, so that the data can arrive while something else is computed."""
 
-    def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor] | None:
-        """The values, by name, with the strides of the message; None if they are not there and waiting is no
-        use.
-        """
+    def arrived(self, message: MessageSpec, microbatch: int) -> bool:
+        """Whether `receive` may be called."""
+
+    def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor]:
+        """The values, by name, with the strides of the message."""
+
+    def ready(self, ticket: Any) -> bool:
+        """Whether what was begun, but an exchange, may be finished."""
 
     def start_sum(self, tensor: torch.Tensor, ranks: tuple[int, ...], why: str, ordered: bool = False) -> Any:
         """Begin to sum `tensor` over these ranks, in place. All of them call it, in the same order.
@@ -359,24 +409,24 @@ class Endpoint(Protocol):
         ordered: add the highest rank first, whatever the backend would do. Returns a ticket.
         """
 
-    def finish_sum(self, ticket: Any) -> bool:
-        """True once the tensor holds the sum, the same bits on every rank; False: ask again later."""
+    def finish_sum(self, ticket: Any) -> None:
+        """The tensor holds the sum from now on, the same bits on every rank."""
 
     def start_scatter(self, rows: torch.Tensor, ranks: tuple[int, ...], why: str) -> Any:
         """Begin to sum `rows`, of which each of these ranks gets one, in their order. All of them call it, in the same
         order. Returns a ticket.
         """
 
-    def finish_scatter(self, ticket: Any) -> torch.Tensor | None:
-        """This rank's row of the sum, the highest rank added first; None: ask again later."""
+    def finish_scatter(self, ticket: Any) -> torch.Tensor:
+        """This rank's row of the sum, the highest rank added first."""
 
     def start_gather(self, flat: torch.Tensor, ranks: tuple[int, ...], why: str) -> Any:
         """Begin to bring together what these ranks give, all of one size and one dimension. All of them call it, in the
         same order. Returns a ticket.
         """
 
-    def finish_gather(self, ticket: Any) -> torch.Tensor | None:
-        """A row of each rank, in their order, dense; None: ask again later."""
+    def finish_gather(self, ticket: Any) -> torch.Tensor:
+        """A row of each rank, in their order, dense."""
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
@@ -386,8 +436,8 @@ class Endpoint(Protocol):
         """
 
     def finish_exchange(self, ticket: Any) -> dict[int, Sequence[torch.Tensor]]:
-        """What came, by rank: in the tensors of `receives`, or in others. Blocks; with all ranks in one process, lets
-        the others run.
+        """What came, by rank: in the tensors of `receives`, or in others. With all ranks in one process it lets the
+        others run.
         """
 
     def drain(self) -> None:
@@ -410,6 +460,9 @@ class Transport(Protocol):
 
     def begin_step(self) -> None:
         """Forget what a step that failed may have left behind."""
+
+    def run(self, works: Mapping[int, Work[Any]]) -> dict[int, Any]:
+        """What this process' ranks do, by rank, to its end. Returns their results."""
 
     def failed(self, error: BaseException) -> BaseException:
         """A step failed before its end: bring the processes together again. Returns what this one is to raise."""
@@ -476,12 +529,16 @@ def summed(tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass
-class _JoinedSum:
-    """A sum that some ranks have joined."""
+class _Joint:
+    """What each of some ranks gives, by rank. total: the sum of it, where that is asked for, once all have."""
 
     ranks: tuple[int, ...]
-    joined: dict[int, torch.Tensor] = field(default_factory=dict)
+    given: dict[int, torch.Tensor] = field(default_factory=dict)
     total: torch.Tensor | None = None
+
+    @property
+    def complete(self) -> bool:
+        return len(self.given) == len(self.ranks)
 
 
 class _Hub:
@@ -492,17 +549,15 @@ class _Hub:
         self.parcels: dict[tuple[int, int, int], Sequence[torch.Tensor]] = {}  # by (from, to, how many before)
         self.parted: Counter[tuple[int, int]] = Counter()  # parcels that left, by (from, to)
         self.awaited: Counter[tuple[int, int]] = Counter()  # and those that were announced
-        self.sums: dict[tuple[tuple[int, ...], int], _JoinedSum] = {}  # (ranks, how many before it)
-        self.gathers: dict[tuple[tuple[int, ...], int], dict[int, torch.Tensor]] = {}  # the same
-        self.counts: dict[tuple[int, tuple[int, ...]], int] = {}  # sums that (a rank, with ranks) has joined
-        self.gathered: dict[tuple[int, tuple[int, ...]], int] = {}  # and gathers
-        self.turns: Turns | None = None  # if the ranks are threads
+        self.joints: dict[tuple[str, tuple[int, ...], int], _Joint] = {}  # (sum or gather, ranks, number)
+        self.joined: Counter[tuple[str, tuple[int, ...], int]] = Counter()  # how many, by kind, ranks and rank
+        self.threads: dict[int, WorkOnThread] = {}  # of ranks that meet within actions
         self.recent = Recent()
 
-    def changed(self) -> None:
-        """Wake the ranks that wait for something."""
-        if self.turns is not None:
-            self.turns.changed()
+    def clear(self) -> None:
+        """Nothing is under way."""
+        for held in (self.mail, self.parcels, self.parted, self.awaited, self.joints, self.joined):
+            held.clear()
 
 
 class InProcess:
@@ -513,30 +568,29 @@ class InProcess:
         self.meeting = Meeting()
         self.ranks = tuple(range(self._mesh.size))
         self._hub = _Hub()
-        if max(map(len, self._mesh.groups(Group.LAYER))) > 1:
-            self._hub.turns = Turns()
+        self._meet_within = max(map(len, self._mesh.groups(Group.LAYER))) > 1
         self._endpoints = [_Local(self._hub, rank, program.manifest) for rank in self.ranks]
 
     def failed(self, error: BaseException) -> BaseException:
         """There is nobody to tell."""
         return error
 
-    @property
-    def turns(self) -> Turns | None:
-        """With what the ranks take turns as threads; None if no rank waits within an action."""
-        return self._hub.turns
-
     def begin_step(self) -> None:
-        self._hub.mail.clear()
-        self._hub.parcels.clear()
-        self._hub.parted.clear()
-        self._hub.awaited.clear()
+        self._hub.clear()
         for endpoint in self._endpoints:
             endpoint.under_way.clear()
-        self._hub.sums.clear()
-        self._hub.counts.clear()
-        self._hub.gathers.clear()
-        self._hub.gathered.clear()
+
+    def run(self, works: Mapping[int, Work[Any]]) -> dict[int, Any]:
+        if not self._meet_within:
+            return take_turns(works)
+        from csc.torch_private.process_state import ThreadState  # which only ranks on threads need
+
+        state = ThreadState()
+        self._hub.threads = {rank: WorkOnThread(rank, work, state) for rank, work in works.items()}
+        try:
+            return take_turns(self._hub.threads)
+        finally:
+            self._hub.threads = {}
 
     def endpoint(self, rank: int) -> Endpoint:
         return self._endpoints[rank]
@@ -575,14 +629,18 @@ class _Local:
         place = mesh.served(self.rank, microbatch)
         for peer in mesh.receivers(self.rank, position, place[0]):
             self._hub.mail[peer, message.channel, place] = dict(zip(names, tensors, strict=True))
-        self._hub.changed()
 
     def post(self, message: MessageSpec, microbatch: int) -> None:
         """Nothing to announce: the sender's tensor itself will be the receiver's."""
 
-    def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor] | None:
-        place = self._manifest.mesh.served(self.rank, microbatch)
-        return self._hub.mail.pop((self.rank, message.channel, place), None)
+    def arrived(self, message: MessageSpec, microbatch: int) -> bool:
+        return self._mail(message, microbatch) in self._hub.mail
+
+    def receive(self, message: MessageSpec, microbatch: int) -> dict[str, torch.Tensor]:
+        return self._hub.mail.pop(self._mail(message, microbatch))
+
+    def _mail(self, message: MessageSpec, microbatch: int) -> tuple[int, Message, tuple[int, int]]:
+        return self.rank, message.channel, self._manifest.mesh.served(self.rank, microbatch)
 
     def start_exchange(
         self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]], why: str
@@ -590,8 +648,6 @@ class _Local:
         for peer, tensors in sends.items():
             self._hub.parcels[self.rank, peer, self._hub.parted[self.rank, peer]] = tensors
             self._hub.parted[self.rank, peer] += 1
-        if sends:
-            self._hub.changed()
         coming = [(peer, self.rank, self._hub.awaited[peer, self.rank]) for peer in receives]
         self._hub.awaited.update((peer, self.rank) for peer in receives)
         return coming, why
@@ -600,57 +656,52 @@ class _Local:
         coming, why = ticket
         arrived = {}
         for key in coming:
-            while key not in self._hub.parcels:
-                assert self._hub.turns is not None
-                self._hub.turns.wait(f"{why} of rank {key[0]}")
+            if key not in self._hub.parcels:
+                self._hub.threads[self.rank].wait(
+                    partial(self._hub.parcels.__contains__, key), f"{why} of rank {key[0]}"
+                )
             arrived[key[0]] = self._hub.parcels.pop(key)
         return arrived
 
+    def ready(self, ticket: tuple[_Joint, torch.Tensor]) -> bool:
+        return ticket[0].complete
+
     def start_sum(
-        self, tensor: torch.Tensor, ranks: Sequence[int], why: str, ordered: bool = False
-    ) -> tuple[_JoinedSum, torch.Tensor]:
-        members = tuple(ranks)
-        number = self._hub.counts.get((self.rank, members), 0)
-        self._hub.counts[self.rank, members] = number + 1
-        open_sum = self._hub.sums.setdefault((members, number), _JoinedSum(members))
-        open_sum.joined[self.rank] = tensor
-        if len(open_sum.joined) == len(members):
-            del self._hub.sums[members, number]
-            open_sum.total = summed(open_sum.joined)
-            self._hub.changed()
-        return open_sum, tensor
+        self, tensor: torch.Tensor, ranks: tuple[int, ...], why: str, ordered: bool = False
+    ) -> tuple[_Joint, torch.Tensor]:
+        joint = self._join("sum", ranks, tensor)
+        if joint.complete:
+            joint.total = summed(joint.given)
+        return joint, tensor
 
-    def finish_sum(self, ticket: tuple[_JoinedSum, torch.Tensor]) -> bool:
-        open_sum, tensor = ticket
-        if open_sum.total is None:
-            return False
-        tensor.copy_(open_sum.total)
-        return True
+    def finish_sum(self, ticket: tuple[_Joint, torch.Tensor]) -> None:
+        joint, tensor = ticket
+        assert joint.total is not None
+        tensor.copy_(joint.total)
 
-    def start_scatter(
-        self, rows: torch.Tensor, ranks: tuple[int, ...], why: str
-    ) -> tuple[tuple[_JoinedSum, torch.Tensor], int]:
-        return self.start_sum(rows, ranks, why), ranks.index(self.rank)
+    def start_scatter(self, rows: torch.Tensor, ranks: tuple[int, ...], why: str) -> tuple[_Joint, torch.Tensor]:
+        return self.start_sum(rows, ranks, why)
 
-    def finish_scatter(self, ticket: tuple[tuple[_JoinedSum, torch.Tensor], int]) -> torch.Tensor | None:
-        (open_sum, _), row = ticket
-        return None if open_sum.total is None else open_sum.total[row]
+    def finish_scatter(self, ticket: tuple[_Joint, torch.Tensor]) -> torch.Tensor:
+        joint, _ = ticket
+        assert joint.total is not None
+        return joint.total[joint.ranks.index(self.rank)]
 
-    def start_gather(
-        self, flat: torch.Tensor, ranks: tuple[int, ...], why: str
-    ) -> tuple[dict[int, torch.Tensor], tuple[int, ...]]:
-        number = self._hub.gathered.get((self.rank, ranks), 0)
-        self._hub.gathered[self.rank, ranks] = number + 1
-        flats = self._hub.gathers.setdefault((ranks, number), {})
-        flats[self.rank] = flat
-        if len(flats) == len(ranks):
-            del self._hub.gathers[ranks, number]
-            self._hub.changed()
-        return flats, ranks
+    def start_gather(self, flat: torch.Tensor, ranks: tuple[int, ...], why: str) -> tuple[_Joint, torch.Tensor]:
+        return self._join("gather", ranks, flat), flat
 
-    def finish_gather(self, ticket: tuple[dict[int, torch.Tensor], tuple[int, ...]]) -> torch.Tensor | None:
-        flats, ranks = ticket
-        return torch.stack([flats[rank] for rank in ranks]) if len(flats) == len(ranks) else None
+    def finish_gather(self, ticket: tuple[_Joint, torch.Tensor]) -> torch.Tensor:
+        joint, _ = ticket
+        return torch.stack([joint.given[rank] for rank in joint.ranks])
+
+    def _join(self, kind: str, ranks: tuple[int, ...], tensor: torch.Tensor) -> _Joint:
+        number = self._hub.joined[kind, ranks, self.rank]
+        self._hub.joined[kind, ranks, self.rank] += 1
+        joint = self._hub.joints.setdefault((kind, ranks, number), _Joint(ranks))
+        joint.given[self.rank] = tensor
+        if joint.complete:
+            del self._hub.joints[kind, ranks, number]
+        return joint
 
     def drain(self) -> None:
         """Nothing is under way."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -15,6 +16,7 @@ from csc.runtime.gradients import wait_sum
 from csc.runtime.loaded_program import batch_loss
 from csc.runtime.rank import Rank
 from csc.runtime.specs import BatchLossSpec, BatchValueSpec
+from csc.runtime.transport import Work, until
 
 # Terms: what a microbatch *hands over* are the values of F (csc.kernels.batch_loss), in the order of the loss'
 # arguments, then its parameters. A microbatch's *place* is its number in the global batch, replica after replica.
@@ -35,7 +37,7 @@ def computed(
     handed_over: Sequence[HandedOver],
     weights: Mapping[str, torch.Tensor],
     trains: bool,
-) -> Generator[str, None, torch.Tensor | None]:
+) -> Work[torch.Tensor | None]:
     """Give each microbatch its gradients.
 
     ranks: this rank in the program of each of its microbatches. weights: those of the loss' stage, whole.
@@ -74,7 +76,7 @@ def _place(rank: Rank, number: int) -> int:
 
 def _sizes(
     rank: Rank, ranks: Sequence[Rank], handed: Sequence[Sequence[torch.Tensor]], places: Sequence[int]
-) -> Generator[str, None, list[list[int]]]:
+) -> Work[list[list[int]]]:
     """For each microbatch of all replicas what its loss is, the shapes of its values, how many samples a mean is over,
     the sizes that the loss asks for.
     """
@@ -159,7 +161,7 @@ def _whole(spec: BatchLossSpec, sizes: Sequence[Sequence[int]]) -> list[int]:
 
 def _gathered(
     rank: Rank, handed: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-) -> Generator[str, None, list[list[torch.Tensor]]]:
+) -> Work[list[list[torch.Tensor]]]:
     """The values of every microbatch, in order of places."""
     group, count = rank.group(Group.SAMPLES), rank.program.manifest.microbatches
     if len(group) == 1:
@@ -177,8 +179,8 @@ def _gathered(
     flat = torch.cat([value.contiguous().flatten().view(torch.uint8) for values in handed for value in values])
     flat = torch.nn.functional.pad(flat, (0, most - flat.numel()))
     ticket = rank.endpoint.start_gather(flat, group, WHY)
-    while (rows := rank.endpoint.finish_gather(ticket)) is None:
-        yield WHY
+    yield from until(partial(rank.endpoint.ready, ticket), WHY)
+    rows = rank.endpoint.finish_gather(ticket)
     values_of: dict[int, list[torch.Tensor]] = {}
     for member, row in zip(group, rows):
         start = 0

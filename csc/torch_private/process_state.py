@@ -35,8 +35,8 @@ def unattended_workers(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch's is on, emit_nvtx included."""
-    return bool(torch.autograd._profiler_enabled())
+    """Whether a profiler of torch's is on: emit_nvtx and one of all threads included, which each show in one place."""
+    return bool(torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
 
 
 # --- What torch keeps for a process and its threads, beside tensors and modules: what is on, and what is pushed ------
@@ -98,6 +98,33 @@ def process_state_kept() -> Iterator[None]:
                         held.update(was)
     finally:
         _set(settings)
+
+
+class ThreadState:
+    """What torch has on in the thread that makes it: `on` in another one has it on there."""
+
+    def __init__(self) -> None:
+        self._settings, self._modes = _settings(), [(stack, stack.all()) for stack in (_FunctionModes, _DispatchModes)]
+        self._autocasts, self._hooks = _autocasts(), _saved_tensor_hooks()
+        self._inference = torch.is_inference_mode_enabled()
+        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """In a thread that ends with it."""
+        with torch._C._InferenceMode(self._inference), torch._C._ForceDispatchKeyGuard(*self._keys):
+            _set(self._settings)  # the guard of inference mode turned gradients on
+            for stack, modes in self._modes:
+                stack.put(modes)
+            for _ in range(self._autocasts):
+                torch.autocast_increment_nesting()
+            if self._hooks is not None:
+                autograd._push_saved_tensors_default_hooks(*self._hooks)
+            try:
+                yield
+            finally:
+                for stack, _ in self._modes:
+                    stack.put([])
 
 
 # --- what is pushed ------------------------------------------------------------------------------------------------

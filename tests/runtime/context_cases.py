@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from math import ceil
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.made_once import Constants
 from csc.runtime.rank import Rank
 from csc.runtime.specs import ContextMaskSpec, ContextSpec
-from csc.runtime.transport import InProcess, together
+from csc.runtime.transport import InProcess, Work
 from tests.kernels.masks import masks
 
 
@@ -78,11 +78,11 @@ def ranks_of(spec: ContextSpec, groups: int = 1) -> tuple[list[Rank], InProcess]
 def on_ranks(transport: InProcess, work: Callable[[int], Any]) -> list[Any]:
     """work(rank) of all ranks, which take turns as in a step; what they return, by rank."""
 
-    def run(rank: int) -> Generator[str, None, Any]:
+    def run(rank: int) -> Work[Any]:
         yield from ()
         return work(rank)
 
-    assert transport.turns is not None
     transport.begin_step()
-    found: Mapping[int, Any] = together({rank: run(rank) for rank in transport.ranks}, transport.turns)
+    with torch.no_grad():
+        found = transport.run({rank: run(rank) for rank in transport.ranks})
     return [found[rank] for rank in transport.ranks]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from csc.errors import CscError, ProgramError
 from csc.ir.strides import dense, overlaps
 from csc.runtime.consistency import digests
-from csc.runtime.executor import interleave
 from csc.runtime.loaded_program import functions, load
 from csc.runtime.trainer import Trainer
+from csc.runtime.transport import Work, take_turns, until
 
 
 def test_load_reads_everything(tmp_path: Path) -> None:
@@ -177,13 +177,14 @@ def test_strides_that_differ_from_the_message_are_mended(tmp_path: Path) -> None
 
 
 def test_ranks_that_cannot_go_on_are_named() -> None:
-    def waits(for_what: str) -> Generator[str, None, Any]:
-        yield "RECV F 0>1 0"
-        while True:
-            yield for_what
+    there = list[str]()
+
+    def waits(for_what: str) -> Work[None]:
+        yield from until(lambda: there.append("") or len(there) > 2, "RECV F 0>1 0")  # type: ignore[func-returns-value]
+        yield from until(bool, for_what)
 
     with pytest.raises(CscError, match="no rank can go on: rank 0 waits at 'RECV B 1>0 0'; rank 1 waits at 'x'"):
-        interleave({0: waits("RECV B 1>0 0"), 1: waits("x")})
+        take_turns({0: waits("RECV B 1>0 0"), 1: waits("x")})
 
 
 def test_digests_tell_programs_apart(tmp_path: Path) -> None:

@@ -1,17 +1,25 @@
-"""Ranks as threads that take turns: results, errors, deadlocks, and nobody left behind."""
+"""Ranks of one process take turns, also on threads: results, order, errors, deadlocks, and nobody left behind."""
 
 from __future__ import annotations
 
+import _thread
+import contextvars
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from csc.errors import CscError
-from csc.runtime.transport import Turns, together
+from csc.runtime.transport import Work, WorkOnThread, take_turns, until
+from csc.torch_private.process_state import ThreadState
 
-Run = Generator[str, None, object]
+NEVER = bool  # what is never ready
+Ranks = dict[int, WorkOnThread]
 
 
 @pytest.fixture(autouse=True)
@@ -21,106 +29,206 @@ def nobody_is_left_behind() -> object:
     assert set(threading.enumerate()) == before
 
 
-def pass_on(rank: int, ranks: int, turns: Turns, box: list[int], rounds: int = 3) -> Run:
-    """A token goes round; each rank waits for it inside an action (turns.wait) or beside one (yield)."""
-    for step in range(rank, ranks * rounds, ranks):
-        while len(box) < step:
-            if rank % 2:
-                turns.wait(f"token {step}")
-            else:
-                yield f"token {step}"
-        box.append(step)
-        turns.changed()
-    return step
+def on_threads(work: Callable[[int, Ranks], Work[Any]], count: int) -> dict[int, Any]:
+    """Results of so many ranks, each with a thread; they wait in a call by `ranks[rank].wait`."""
+    ranks: Ranks = {}
+    state = ThreadState()
+    ranks.update({rank: WorkOnThread(rank, work(rank, ranks), state) for rank in range(count)})
+    return take_turns(ranks)
+
+
+def simple(work: Callable[[int, Ranks], Any], count: int) -> dict[int, Any]:
+    """The same of functions that wait in calls alone."""
+
+    def run(rank: int, ranks: Ranks) -> Work[Any]:
+        yield from ()
+        return work(rank, ranks)
+
+    return on_threads(run, count)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_results_of_ranks_that_wait_for_each_other(ranks: int) -> None:
-    turns, box = Turns(), list[int]()
-    for _ in range(2):  # turns can be taken again
-        box.clear()
-        found = together({rank: pass_on(rank, ranks, turns, box) for rank in range(ranks)}, turns)
-        assert box == list(range(3 * ranks)) and sorted(found) == list(range(ranks))
+    """A token goes round; each rank waits for it in a call or beside one."""
+    for _ in range(2):
+        box = list[int]()
+
+        def pass_on(rank: int, others: Ranks, box: list[int] = box) -> Work[int]:
+            for step in range(rank, ranks * 3, ranks):
+                ready = lambda: len(box) >= step  # noqa: B023, E731
+                if rank % 2:
+                    others[rank].wait(ready, f"token {step}")
+                else:
+                    yield from until(ready, f"token {step}")
+                box.append(step)
+            return step
+
+        assert on_threads(pass_on, ranks) == {rank: 2 * ranks + rank for rank in range(ranks)}
+        assert box == list(range(3 * ranks))
 
 
-def test_one_runs_at_a_time_without_gradients() -> None:
-    turns, inside = Turns(), list[int]()
+@pytest.mark.parametrize("threads", [False, True])
+def test_ranks_go_on_in_one_order(threads: bool) -> None:
+    """Each as far as it gets; whoever cannot go on is not asked again before it can."""
+    told, asked = list[str](), list[int]()
 
-    def run(rank: int) -> Run:
-        yield from ()
-        assert not torch.is_grad_enabled()
-        for _ in range(100):
+    def work(rank: int) -> Work[None]:
+        told.append(f"{rank} begins")
+        yield from until(lambda: asked.append(rank) or len(told) > 3 - rank, "others")  # type: ignore[func-returns-value]
+        told.append(f"{rank} ends")
+
+    works = {rank: work(rank) for rank in range(3)}
+    state = ThreadState()
+    take_turns({rank: WorkOnThread(rank, works[rank], state) for rank in works} if threads else works)
+    assert told == ["0 begins", "1 begins", "2 begins", "2 ends", "0 ends", "1 ends"]
+
+
+def test_one_runs_at_a_time() -> None:
+    inside, order = list[int](), list[int]()
+
+    def run(rank: int, ranks: Ranks) -> None:
+        for turn in range(20):
             inside.append(rank)
+            order.append(rank)
             assert inside == [rank]
             torch.ones(2) + 1
             inside.remove(rank)
-        return None
+            least = turn - (rank == 0)
+            ranks[rank].wait(lambda least=least: order.count((rank - 1) % 4) > least, "the one before")  # type: ignore[misc]
 
-    together({rank: run(rank) for rank in range(4)}, turns)
+    simple(run, 4)
+    assert len(order) == 80
 
 
-def test_the_error_of_one_rank_is_what_is_raised() -> None:
-    turns, begun, closed = Turns(), list[int](), list[int]()
+class Calls(TorchFunctionMode):
+    def __init__(self) -> None:
+        self.count = 0
 
-    def run(rank: int) -> Run:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_thread_has_what_torch_has_on_in_the_callers() -> None:
+    variable = contextvars.ContextVar("variable", default="unset")
+    told = list[Any]()
+
+    def run(rank: int, ranks: Ranks) -> None:
+        x = torch.ones(2, 2, requires_grad=True)
+        told.append((
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (x @ x).dtype, torch.ones(1).device.type,
+            variable.get(), x.add(1).requires_grad,
+        ))  # fmt: skip
+
+    variable.set("set")
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+            run(0, {})
+            simple(run, 2)
+    with torch.inference_mode():
+        run(0, {})
+        simple(run, 2)
+    with torch.device("meta"):
+        run(0, {})
+        simple(run, 2)
+    torch.set_default_device("meta")
+    try:
+        run(0, {})
+        simple(run, 2)
+    finally:
+        torch.set_default_device(None)
+    for first in range(0, len(told), 3):
+        assert told[first] == told[first + 1] == told[first + 2]
+    assert len(set(told)) == 4
+
+    packed = list[torch.Size]()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t)  # type: ignore[func-returns-value]
+    with Calls() as calls, Operators() as operators, hooks:
+        simple(lambda rank, ranks: torch.ones(3, requires_grad=True).exp(), 2)
+    assert calls.count >= 4 and operators.names.count("aten.exp.default") == 2 and len(packed) == 2
+
+
+def test_random_numbers_go_on_through_all_ranks() -> None:
+    torch.manual_seed(0)
+    drawn = simple(lambda rank, ranks: torch.rand(2), 3)
+    torch.manual_seed(0)
+    assert torch.equal(torch.cat([drawn[rank] for rank in range(3)]), torch.rand(6))
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_the_error_of_one_rank_is_what_is_raised(threads: bool) -> None:
+    begun, closed = list[int](), list[int]()
+
+    def run(rank: int, ranks: Ranks) -> Work[None]:
         begun.append(rank)
         try:
             if rank == 2:
                 raise ZeroDivisionError("the cause")
-            while True:
-                turns.wait("what never comes")
-                yield "nor this"
+            if threads and rank == 1:
+                ranks[rank].wait(NEVER, "what never comes")
+            yield from until(NEVER, "nor this")
         finally:
             closed.append(rank)
 
     with pytest.raises(ZeroDivisionError, match="the cause"):
-        together({rank: run(rank) for rank in range(4)}, turns)
-    assert 2 in begun and sorted(closed) == sorted(begun)
-
-
-def test_turns_can_be_taken_again_after_a_failure() -> None:
-    turns = Turns()
-
-    def failing(rank: int) -> Run:
-        yield from ()
-        if rank == 0:
-            turns.wait("rank 1")
-            raise ZeroDivisionError
-        turns.changed()
-        turns.wait("rank 0")
-        return None
-
-    with pytest.raises(ZeroDivisionError):
-        together({rank: failing(rank) for rank in range(2)}, turns)
-    box = list[int]()
-    assert together({rank: pass_on(1 - rank, 2, turns, box) for rank in range(2)}, turns) == {0: 5, 1: 4}
+        if threads:
+            on_threads(run, 4)
+        else:
+            take_turns({rank: run(rank, {}) for rank in range(4)})
+    assert begun == [0, 1, 2] and sorted(closed) == begun
 
 
 def test_a_deadlock_names_who_waits_for_what() -> None:
-    turns = Turns()
-
-    def run(rank: int) -> Run:
-        yield from ()
+    def run(rank: int, ranks: Ranks) -> None:
         if rank < 2:
-            turns.changed()
-            while True:
-                turns.wait(f"keys of rank {1 - rank}")
-        return None
+            ranks[rank].wait(NEVER, f"keys of rank {1 - rank}")
 
     for _ in range(2):
         with pytest.raises(CscError) as caught:
-            together({rank: run(rank) for rank in range(3)}, turns)
-        assert "rank 0 waits at 'keys of rank 1'; rank 1 waits at 'keys of rank 0'" in str(caught.value)
+            simple(run, 3)
+        assert "no rank can go on: rank 0 waits at 'keys of rank 1'; rank 1 waits at 'keys of rank 0'" in str(
+            caught.value
+        )
         assert "rank 2" not in str(caught.value)
 
 
 def test_a_rank_that_ends_last_leaves_the_others_to_be_named() -> None:
-    turns = Turns()
-
-    def run(rank: int) -> Run:
+    def run(rank: int, ranks: Ranks) -> Work[None]:
         if rank == 0:
-            yield "a message that nobody sends"
-        return None
+            yield from until(NEVER, "a message that nobody sends")
 
     with pytest.raises(CscError, match="rank 0 waits at 'a message that nobody sends'"):
-        together({rank: run(rank) for rank in range(2)}, turns)
+        on_threads(run, 2)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_an_interrupt_ends_all_ranks(threads: bool) -> None:
+    """Where ranks share the caller's thread at once, on threads at the next wait of the one that runs."""
+    ended = list[int]()
+
+    def run(rank: int, ranks: Ranks) -> Work[None]:
+        try:
+            if rank == 1:
+                _thread.interrupt_main()
+                for _ in range(20):
+                    time.sleep(0.01)
+            yield from until(NEVER, "what never comes")
+        finally:
+            ended.append(rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        if threads:
+            on_threads(run, 3)
+        else:
+            take_turns({rank: run(rank, {}) for rank in range(3)})
+    assert sorted(ended) == [0, 1]

@@ -43,9 +43,7 @@ def test_the_cpu() -> None:
     torch.rand(5)
     devices.set_generator(CPU, before)
     assert torch.equal(torch.rand(3), drawn)
-    with devices.at(CPU):
-        devices.use(CPU)
-        devices.use(None)
+    with devices.at(CPU), devices.stream():
         devices.synchronize(CPU)
     assert not devices.is_recording(CPU)
     assert devices.present(CPU, "here") == CPU and devices.placed("cpu", 1, 2) == (CPU, "gloo")
@@ -106,7 +104,7 @@ class Streams(Module):
     def Stream(self, device: torch.device) -> Any:
         return self._stream("beside")
 
-    def current_stream(self, device: torch.device) -> Any:
+    def current_stream(self, device: torch.device | None = None) -> Any:
         return self.stream_now
 
     @contextmanager
@@ -167,6 +165,16 @@ def test_graphs_are_recorded_beside_and_launched_in_place(monkeypatch: pytest.Mo
     assert devices.graphs(CPU) is None
 
 
+def test_a_thread_works_on_the_stream_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    with module.stream("side"):
+        stream = devices.stream()
+    with stream:
+        assert module.stream_now == "side"
+    assert module.stream_now is module.main
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_a_machine_without_the_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     machine(monkeypatch, 0)
@@ -183,7 +191,7 @@ def test_processes_of_a_machine_with_two_devices(monkeypatch: pytest.MonkeyPatch
     assert devices.placed("cuda", 1, 2) == (torch.device("cuda", 1), "nccl") and module.on == 1
     assert devices.placed("cuda", 2, 3) == (torch.device("cuda", 0), "gloo"), "they share devices"
     assert devices.default() == GPU and devices.current() == torch.device("cuda", 0)
-    devices.use(torch.device("cuda", 1))
+    module.set_device(torch.device("cuda", 1))
     assert devices.present(GPU, "here") == devices.current() == torch.device("cuda", 1)
     assert devices.present(torch.device("cuda", 0), "here").index == 0
     assert devices.memory(GPU) == 7 << 30 and devices.profile("cuda") == "h100"

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -1041,6 +1042,15 @@ def test_is_profiled() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert private_processes.is_profiled()
     assert not private_processes.is_profiled()
+    everywhere = torch.profiler._ExperimentalConfig(profile_all_threads=True)  # docs/data.md tells of it
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=everywhere
+    ) as profile:
+        assert private_processes.is_profiled()
+        thread = threading.Thread(target=lambda: torch.ones(2).exp())
+        thread.start()
+        thread.join()
+    assert not private_processes.is_profiled() and "aten::exp" in [event.name for event in profile.events()]
 
 
 class _Ending(torch.utils.data.Dataset[int]):
@@ -1212,6 +1222,25 @@ def test_process_state(name: str) -> None:
         LEFT_ON[name]()
         now = private_state.process_state()
         assert now[name] != before[name]
+    assert private_state.process_state() == before
+
+
+@pytest.mark.parametrize("name", [name for name in LEFT_ON if name not in ("levels of torch.func", "dispatch keys")])
+def test_thread_state(name: str) -> None:
+    """Another thread has it on, and nothing else that the process has is another afterwards."""
+    before, told = private_state.process_state(), list[Any]()
+    with private_state.process_state_kept():
+        LEFT_ON[name]()
+        state = private_state.ThreadState()
+
+        def look() -> None:
+            with state.on():
+                told.append(private_state.process_state())
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert told[0][name] == private_state.process_state()[name] != before[name]
     assert private_state.process_state() == before
 
 
