@@ -248,11 +248,11 @@ def _varlen(
         if cu_seq_q is cu_seq_k
         else _seen_across((query.shape[0], key.shape[0]), (cu_seq_q, cu_seq_k), before, behind)
     )
-    rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(*rows, seen[None, None], scale=scale, enable_gqa=grouped)
-    keys = rows[1].repeat_interleave(query.shape[1] // key.shape[1], 1) if grouped else rows[1]
-    scores = (rows[0] @ keys.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    out = F.scaled_dot_product_attention(q, k, v, seen[None, None], scale=scale, enable_gqa=grouped)
+    keys = k.repeat_interleave(query.shape[1] // key.shape[1], 1) if grouped else k
+    scores = (q @ keys.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
     return out[0].transpose(0, 1).contiguous(), scores.masked_fill(~seen, -torch.inf).logsumexp(-1)[0]
 
 
