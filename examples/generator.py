@@ -10,8 +10,8 @@
 `Flow` is what a text-to-image model trains (SD3): an autoencoder makes latents of the pixels, a language model reads
 the caption, and a transformer learns the flow from noise to latents. The first two are frozen. Latents are kept on
 disk, so the autoencoder runs once for each image and is no part of a step; the language model has no backward; the
-transformer is cut into stages. Noise, times and the captions that are dropped are drawn in forward, by sample:
-other microbatches or replicas train on the same draws. A moving average of the head's weights is in the loop.
+transformer is cut into stages. Noise, times and the captions that are dropped are drawn in forward, for each
+microbatch anew: another number of them trains on other draws. A moving average of the head's weights is in the loop.
 
 `Tokens` is the other kind (Chameleon, Janus): a frozen VQ autoencoder makes token ids of the pixels, and a language
 model predicts them behind the caption.
@@ -91,7 +91,7 @@ class Tokens(nn.Module):
 
 
 def batch_of(step: int) -> dict[str, Tensor]:
-    """Four pictures of one colour each, and captions that name it. The third epoch of two steps has seen them all."""
+    """Four pictures of one colour each, and captions that name it. There are two batches, which take turns."""
     generator = torch.Generator().manual_seed(step % 2)
     colours = torch.randint(WORDS, (4,), generator=generator)
     captions = torch.randint(WORDS, (4, 6), generator=generator)
