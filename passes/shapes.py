@@ -100,6 +100,26 @@ def _lower(
         copied = g.copy_node(graph, node, mapping)
         copied.target = target
         copied.meta["val"] = result
+        if g.op_name(node) == "aten::group_norm" and _may_lie_otherwise(arguments[0]):
+            _copy_first(graph, copied)
+
+
+def _may_lie_otherwise(images: Any) -> bool:
+    """Whether real images may be in no format, though fake ones lie channel by channel: a dimension of one entry, such
+    as that of a single sample, has a stride that operations on fake tensors get otherwise. `group_norm` copies images
+    in no format; what is left of it, once it was run on fake ones, fails with them.
+    """
+    return images.dim() in (4, 5) and 1 in images.shape and not images.is_contiguous()
+
+
+def _copy_first(graph: fx.Graph, node: fx.Node) -> None:
+    """Let a call read a copy of its first operand that lies row by row."""
+    images = node.args[0]
+    layout = {"memory_format": torch.contiguous_format}
+    with graph.inserting_before(node):
+        val = images.meta["val"].clone(**layout)  # type: ignore[union-attr]
+        copied = add_call(graph, torch.ops.aten.clone.default, (images,), layout, val=val, like=node)
+    node.update_arg(0, copied)
 
 
 def _broadcast(node: fx.Node) -> fx.Node | None:

@@ -15,6 +15,7 @@ from transformers import LlamaModel
 import csc
 from benchmarks.coverage.models import CASES
 from csc.reports.verification import verify
+from tests.compiler.check_gradients import differing
 from tests.exactness import FLOAT32
 from tests.models import hf
 from tests.models.images import Batch
@@ -254,3 +255,34 @@ def test_three_samples_are_asked_where_two_may_be_a_number_of_the_model() -> Non
     assert compiled.program.notes == ()
     result = verify(compiled)
     assert result.params_missing == () and max(result.loss_rel, result.grad_rel_max) <= FLOAT32
+
+
+class Pixels(nn.Module):
+    """An attention over pixels, as autoencoders of images have it; what it gives lies channel by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project = nn.GroupNorm(4, 16), nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.project(self.norm(x).flatten(2).transpose(1, 2))
+        query, key, value = rows[:, None].chunk(3, -1)
+        seen = F.scaled_dot_product_attention(query, key, value)[:, 0].transpose(1, 2)
+        return (seen.reshape(x.shape) + x) / 1.0
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(Pixels() for _ in range(2)), nn.GroupNorm(2, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.silu(self.norm(x)).square().mean()
+
+
+def test_a_single_image_that_lies_channel_by_channel_is_normalised() -> None:
+    """Its dimension of one sample has another stride than a trace says, with which the operator fails."""
+    torch.manual_seed(0)
+    assert differing(Autoencoder(), {"x": torch.randn(4, 16, 4, 4)}, microbatches=4) == {}
