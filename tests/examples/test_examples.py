@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 
 from tests import launching
 from tests.kept_traces import kept_traces
@@ -215,3 +219,44 @@ def test_generators_behind_language_models_train_as_in_eager_pytorch() -> None:
     said = output("examples/generator.py")
     assert len(re.findall(r"(?:flow|tokens) step \d: loss", said)) == 12
     assert "flow step 5" in said and "4.0 from disk, 0.0 encoded" in said
+
+
+@pytest.mark.gloo
+def test_conversations_train_alike_in_eager_pytorch_and_on_ranks(tmp_path: Path) -> None:
+    """Some without pictures, of unequal lengths, with several turns."""
+    rows = [
+        {"conversations": [{"from": who, "value": text} for who, text in zip(("human", "gpt") * 2, turns)], **more}
+        for turns, more in (
+            (("<image> what colour is it ?", "red"), {"images": ["red.png"]}),
+            (("what is a colour ?", "it is a word", "which ?", "blue"), {"system": "answer in a word"}),
+            (("<image> <image> what colour is it ?", "blue and red"), {"images": ["blue.png", "red.png"]}),
+            (("is it the picture ?", "it is"), {}),
+        )
+    ]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    for colour in ("red", "blue"):
+        Image.new("RGB", (20, 30), colour).save(tmp_path / f"{colour}.png")
+    given = "examples/conversations.py", "--data", str(tmp_path / "data.json"), "--output"
+    eager = output(*given, str(tmp_path / "eager"), "--eager")
+    ranks = "".join(launching.script(2, *given, str(tmp_path / "ranks")))
+    expected = losses_in(eager, 5)
+    assert len(expected) == 1 and losses_in(ranks, 5) == pytest.approx(expected, abs=2e-4)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("eager", "ranks"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"conversations": [{"from": "human", "value": "what is it ?"}]}, "gpt says something"),
+        ({"conversations": [{"from": "user", "value": "what"}, {"from": "gpt", "value": "it"}]}, "turns are from"),
+        ({"conversations": [{"from": "gpt", "value": "<image>"}]}, "says <image> 1 times and lists 0 images"),
+    ],
+)
+def test_what_is_no_conversation_is_named(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps([{"conversations": [{"from": "gpt", "value": "it"}]}, row]))
+    with pytest.raises(ValueError, match=f"conversation 1: .*{said}"):
+        runpy.run_path("examples/conversations.py")["conversations"](file)
