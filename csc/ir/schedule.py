@@ -13,23 +13,30 @@ from typing import Literal, NamedTuple
 
 from csc.errors import ScheduleError
 
-# --- The schedule: for every pipeline rank the list of actions that it runs, in order --------------------------------
+# --- The grammar of a schedule, and what its words mean --------------------------------------------------------------
 #
-# Terms: *F*, *B*, *W* compute a microbatch's forward, input gradients and weight gradients on a stage; *BW* does B and
-# W in one action, region by region, so that it never holds what W needs of more than one; *SEND* and *RECV* move the
-# values of a message (F: activations, B: gradients) from stage a to stage b; *GATHER* makes a stage's parameters
-# whole, of which data-parallel ranks hold shards, and *FREE* drops what it made; *REDUCE* sums gradients over ranks at
-# the end of a step. A *rank* here is a position on the pp axis; it runs one stage or several. Between two stages of
-# one rank nothing is sent: the rank keeps the values until the other stage takes them. A *channel* is (message kind,
-# stage a, stage b), a *wire* (message kind, rank a, rank b): the messages of a wire, whatever their channels, arrive
-# in the order in which they are sent.
+#     schedule   # NAME, N ranks, M microbatches
+#                rank 0: ACTION | ACTION | ...        a line for each position on the pp axis, in order
+#     ACTION     F stage mb                           forward of a microbatch
+#                B stage mb                           gradients of the stage's inputs
+#                W stage mb                           gradients of its weights
+#                BW stage mb                          B and W, region by region: what W needs is held of one at a time
+#                SEND F a>b mb    RECV F a>b mb       activations that stage b reads of stage a
+#                SEND B a>b mb    RECV B a>b mb       gradients, the other way
+#                GATHER stage     FREE stage          makes parameters whole that data-parallel ranks hold shards of
+#                REDUCE                               sums gradients over ranks, at the end of a step
 #
 #     # 1f1b, 2 ranks, 1 microbatches
 #     rank 0: F 0 0 | SEND F 0>1 0 | RECV B 1>0 0 | B 0 0 | W 0 0 | REDUCE
 #     rank 1: RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | W 1 0 | REDUCE
 #
-# `csc.ir.schedule` checks a schedule. A line that starts with white space continues the rank above it; `#`
-# starts a comment; the first comment names the schedule.
+# A rank runs one stage or several; between two of its own nothing is sent, and it keeps the values until the other
+# stage takes them. A *channel* is (message kind, stage a, stage b), a *wire* (message kind, rank a, rank b): messages
+# of a wire, whatever their channels, arrive in the order in which they are sent. A line that starts with white space
+# continues the rank above it; `#` starts a comment, and the first comment names the schedule.
+#
+# `parse` refuses text that is not of this grammar, `verify` a schedule that does not do a program's work: whole, once,
+# in an order in which no rank waits for ever.
 
 
 Kind = Literal["F", "B", "W", "BW", "SEND", "RECV", "GATHER", "FREE", "REDUCE"]
@@ -151,9 +158,7 @@ def _action(text: str, where: str) -> Action:
 
 
 def parse(text: str) -> Schedule:
-    """Read a schedule's text. ScheduleError, with the line, for text that is not one. The order is not
-    checked: see `csc.ir.schedule`.
-    """
+    """Read a schedule's text. ScheduleError, with the line, for text that is not one. `verify` checks the order."""
     name = ""
     ranks: list[list[Action]] = []
     for number, raw in enumerate(text.splitlines(), 1):
@@ -287,8 +292,6 @@ def doable(kind: Kind, has_b: bool, has_w: bool) -> Kind | None:
 
 
 # --- Checks that a schedule does the work of a program's stages: whole, once, in a possible order --------------------
-#
-# Terms: see csc.ir.schedule.
 #
 # Time is linear in the number of actions.
 
