@@ -19,7 +19,7 @@ from csc.runtime.parameters import refuse_elsewhere
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-NAMES = re.compile(r"(?i:cuda)(?![_-]graphs)|nccl|Backend\.NCCL")  # an option is called as torch's users call it
+NAMES = re.compile(r"(?i:cuda)(?![ _-]graphs)|nccl|Backend\.NCCL")  # which are called as torch's users call them
 
 
 def test_devices_are_named_in_one_file() -> None:

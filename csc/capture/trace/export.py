@@ -99,7 +99,7 @@ def _is_own(function: Any) -> bool:
 
 # --- Attention over packed sequences, as one attention with a mask ---------------------------------------------------
 #
-# `torch.nn.attention.varlen.varlen_attn` is an operator of its own, of CUDA alone, and what it sees is in its numbers.
+# `torch.nn.attention.varlen.varlen_attn` is an operator of its own, of GPUs alone, and what it sees is in its numbers.
 # A trace has the mask in tensor operations in its place, on every device. In Hugging Face models encoders
 # for images of any size (Qwen-VL, GLM-V) pack all patches in one row and tell attention where each image or window
 # begins: `cu_seqlens`. Without FlashAttention they then split the row and attend image by image, so a trace holds for
