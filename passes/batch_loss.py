@@ -87,6 +87,9 @@ class _Division:
     def __init__(self, program: Program, found: Combination) -> None:
         assert program.symbolic is not None
         self.program, self.symbolic = program, program.symbolic
+        begins = next((entry.name for entry in program.inputs if entry.begins), None)
+        if begins is not None:  # those of microbatches, one behind the other, are not those of the batch
+            raise _Impossible(f"{begins!r} counts from the first row of each microbatch, not of the batch")
         self.named = {node.name: node for node in program.graph.nodes}
         try:
             at_size = followed(program, self.symbolic)

@@ -12,6 +12,7 @@ from torch import nn
 from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import OWN
+from csc.ir.program import speaks_of_beginnings
 
 # --- The hooks with which models of transformers keep what their layers return ---------------------------------------
 #
@@ -42,25 +43,20 @@ def only_records(name: str, before: Any, after: Any) -> bool:
 # --- Where packed sequences begin: `cu_seqlens`, and the length of the longest of them, for flash kernels ------------
 
 
-BEGINNINGS = ("cu_seqlens", "cu_seq_lens", "cu_window_seqlens")
 LONGEST = ("max_length", "max_seqlen")  # beside these, another number in each batch
 
 
 def is_beginnings(name: str, tensor: torch.Tensor) -> bool:
     """Whether an entry says where sequences begin that lie one behind the other, from 0 to where the last one ends."""
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-    if not _speaks_of_beginnings(name) or tensor.is_meta or tensor.dim() != 1 or len(tensor) < 2 or not whole:
+    if not speaks_of_beginnings(name) or tensor.is_meta or tensor.dim() != 1 or len(tensor) < 2 or not whole:
         return False
     return int(tensor[0]) == 0 and bool((tensor[1:] >= tensor[:-1]).all())
 
 
 def is_longest(name: str, batch: Iterable[str]) -> bool:
     """Whether an entry is the length of the longest sequence. batch: the names of all entries."""
-    return name.startswith(LONGEST) and any(map(_speaks_of_beginnings, batch))
-
-
-def _speaks_of_beginnings(name: str) -> bool:
-    return any(word in name for word in BEGINNINGS)
+    return name.startswith(LONGEST) and any(map(speaks_of_beginnings, batch))
 
 
 def _times(name: str, tensor: torch.Tensor, times: int, axis: int) -> torch.Tensor:

@@ -137,6 +137,20 @@ class Input:
     classes: tuple[int, int, int] | None = None
     samples: int = 0
 
+    @property
+    def begins(self) -> bool:
+        """Whether its name says that it holds where packed sequences begin, counted from the microbatch's first row."""
+        return speaks_of_beginnings(self.name)
+
+
+# What collators and encoders call where packed sequences begin.
+BEGINNINGS = ("cu_seqlens", "cu_seq_lens", "cu_window_seqlens")
+
+
+def speaks_of_beginnings(name: str) -> bool:
+    """Whether a batch entry of this name holds where packed sequences begin."""
+    return any(word in name for word in BEGINNINGS)
+
 
 Box = tuple[tuple[tuple[int, int], ...], ...]  # of a tensor, for each dimension stretches from start to stop
 

@@ -195,3 +195,28 @@ def test_values_of_unequal_width_are_refused() -> None:
     compiled = csc.compile(EachToken(clip), example=given, microbatches=2, widths=False)
     with pytest.raises(CscError, match=r"the loss is over the whole batch, and .* \[4, 5, 8\] and \[4, 7, 8\] .*width"):
         compiled.train_step(given)
+
+
+class OfDocuments(nn.Module):
+    """Weights tokens by the document that they are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, cu_seqlens: torch.Tensor, reward: torch.Tensor
+    ) -> torch.Tensor:
+        flat = self.embed(input_ids).flatten(0, 1)
+        document = torch.bucketize(torch.arange(flat.shape[0]), cu_seqlens[1:], right=True)
+        scores = self.head(flat * reward[document][:, None])
+        return nn.functional.cross_entropy(scores, labels.flatten(), reduction="sum")
+
+
+def test_where_sequences_begin_is_not_joined() -> None:
+    """Those of a microbatch count from its first row, so one behind the other they are not those of the batch."""
+    ids = torch.arange(24).view(4, 6) % 20
+    begins = torch.tensor([0, 2, 6, 8, 12, 14, 18, 20, 24])
+    given = {"input_ids": ids, "labels": ids, "cu_seqlens": begins, "reward": torch.arange(1.0, 9.0)}
+    with pytest.raises(csc.InputError, match="'cu_seqlens' counts from the first row of each microbatch"):
+        csc.compile(OfDocuments(), example=given, microbatches=2, cache=False, check=False)
