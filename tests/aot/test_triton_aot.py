@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="Triton is for Linux")
+pytest.importorskip("triton", reason="Triton is for Linux")
 
+import triton
 from csc.kernels.triton_kernels import forward_kernel
 from csc.kernels.triton_launch import choose
 
