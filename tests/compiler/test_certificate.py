@@ -324,6 +324,7 @@ def of(compiled: csc.CompiledModel) -> Certificate:
 
 
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2,dp=2", long("tp=2"), long("cp=2"), long("dp=2,tp=2,pp=2")])
+@pytest.mark.long_cases("pp=1")
 def test_layouts_and_plain_pytorch_certify_each_other(
     unusual: csc.CompiledModel, plain: ModuleType, mesh: str, tmp_path: Path
 ) -> None:

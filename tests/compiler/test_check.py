@@ -143,6 +143,7 @@ def test_where_numbers_are_drawn_a_checked_first_step_draws_them_too() -> None:
         ("aten.silu_backward.", "aten.gelu_backward.", "its values are right", "region layers.1 (small.py"),
     ],
 )
+@pytest.mark.long_cases("aten.silu.default(-aten.relu.default(-the program that was written has others-TextModel")
 def test_a_wrong_program_is_an_error_that_names_the_region(
     tampered: dict[str, str], before: str, after: str, told: str, where: str
 ) -> None:

@@ -107,6 +107,7 @@ def test_no_path_of_this_machine_is_in_them(models: Models) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_write_the_same_files(tmp_path: Path) -> None:
     """With other hash seeds: no order of a set or dictionary of objects reaches a file."""
     running = []

@@ -308,6 +308,7 @@ def test_a_model_that_dynamo_has_compiled_has_the_key_that_it_had() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_processes_have_the_same_keys() -> None:
     """Sets and addresses differ between processes; where weights come from, and whether there are any,
     does not count.
