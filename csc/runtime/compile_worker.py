@@ -1,8 +1,8 @@
 """A process that compiles functions beside one that trains: python -m csc.runtime.compile_worker
 
 It reads a line for each function from its standard input (csc.runtime.compiled_function), before these one with
-switches and the path of who started it, and answers each with a line of JSON: {"key": the order's, "error": "" or why not}. What
-compilers and layer files print goes to standard error. When its input ends it ends at once, in the middle of
+switches and the path of who started it, and answers each with a line of JSON: {"key": the order's, "error": "" or why
+not}. What compilers and layer files print goes to standard error. When its input ends it ends at once, in the middle of
 a function too: whoever started it is gone, or wants no more. What is half done was not put into its place. One that is
 started before there are functions to make is told their folder, and gets ready for them.
 """

@@ -248,10 +248,14 @@ class Fused:
         compiled = self._known[layouts]
         if compiled is None:
             return self.plain(*arguments)
+        self._shorten(layouts, compiled, tensors)
+        return compiled.run(tensors)
+
+    def _shorten(self, layouts: Layouts, compiled: CompiledFunction, tensors: list[torch.Tensor]) -> None:
+        """Let later calls go the short way, if there is one."""
         code = compiled.unwrapped.code
         if code is not None and len(self._short) < SHORT and layouts not in self._short:
             self._short[layouts] = len(tensors), same_layouts(tensors), code, compiled.nested
-        return compiled.run(tensors)
 
     def _first(self, seen: Layouts, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
         """The first call with these layouts."""
@@ -262,6 +266,7 @@ class Fused:
         compiled = self._taken.get(form)
         if compiled is not None:
             results = self._compared(compiled, arguments, tensors)
+            self._shorten(seen, compiled, tensors)
         else:
             if form not in self._taken and ALL not in self._taken:
                 self._tell_of_others(form, layouts)

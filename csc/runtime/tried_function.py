@@ -9,7 +9,7 @@ How far two results may be apart is told by the coarsest dtype of the tensors th
 times what it rounds by, of the norm of all entries (float32: 1e-5, docs/fusing.md); of gradients of parameters that
 are no more than noise, such as those of biases of keys, of NOISE of the largest one. Where that is not enough (sums
 that all but cancel), the plain function is called once more with the last bit changed at random of all that it is
-given: less than MOVED times what that makes is rounding, as in the check against eager PyTorch (docs/check.md). Whole
+given: MOVED times what that makes is rounding, too, as in the check against eager PyTorch (docs/check.md). Whole
 numbers are the same ones.
 """
 
@@ -34,7 +34,7 @@ log = logging.getLogger("csc")
 NEAR = 84.0  # times 2**-23 is 1e-5
 HALF = 4.0  # of what keeps fewer digits: operators round each result, kernels the last one alone
 NOISE = 1e-2
-MOVED = 16.0
+MOVED = HALF  # so that where nothing cancels it allows no more
 CHUNK = 2**22  # entries that are compared at once, in float64
 Given = tuple[str, list[torch.Tensor]]
 
@@ -175,12 +175,8 @@ def _difference(plain: _Plain, results: Any) -> str:
     pairs += _pairs("result", actual, tensors, NOISE * largest)
     if not any(_far_apart(pair, near) for pair in pairs):
         return ""
-    moved = plain.moved(asked)
-    nears = [
-        max(near, MOVED * _far(other, pair.plain, pair.least)) if other.shape == pair.plain.shape else near
-        for pair, other in zip(pairs, moved, strict=True)
-    ]
-    return next(filter(None, map(_far_apart, pairs, nears)), "")
+    rounding = (MOVED * _apart(other, pair.plain) for pair, other in zip(pairs, plain.moved(asked), strict=True))
+    return next(filter(None, (_far_apart(pair, near, least) for pair, least in zip(pairs, rounding))), "")
 
 
 def _other_bits(tensor: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -245,26 +241,26 @@ def _are_near(compiled: Sequence[torch.Tensor], plain: Sequence[torch.Tensor], n
     return alike and not any(_far_apart(_Pair("", *pair), near) for pair in zip(compiled, plain))
 
 
-def _far_apart(pair: _Pair, near: float) -> str:
-    """In words; "" if they are near enough."""
+def _far_apart(pair: _Pair, near: float, rounding: float = 0.0) -> str:
+    """In words; "" if they are near enough. rounding: the norm of a difference that is that."""
     value, other = pair.compiled, pair.plain
     if (value.shape, value.dtype) != (other.shape, other.dtype):
         return f"{pair.named} is {value.dtype} {list(value.shape)}, not {other.dtype} {list(other.shape)}"
-    far = _far(value, other, pair.least)
-    if far <= (near if other.is_floating_point() or other.is_complex() else 0.0):
+    rounds = other.is_floating_point() or other.is_complex()
+    apart, largest = _apart(value, other), max(_norm(other), pair.least)
+    far = apart / largest if apart and largest else apart and math.inf
+    if far <= (near if rounds else 0.0) or (rounds and apart <= rounding):
         return ""
     return f"{pair.named} differs by {far:.1e}, more than {near:.1e}"
 
 
-def _far(actual: torch.Tensor, wanted: torch.Tensor, least: float) -> float:
-    """The norm of the difference over that of what is wanted; what is infinite, or no number, has to be so in both."""
-    apart, largest = 0.0, 0.0
-    for value, other in zip(_chunks(actual), _chunks(wanted)):
+def _apart(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The norm of the difference; what is infinite, or no number, has to be so in both."""
+    norms = []
+    for value, other in zip(_chunks(actual), _chunks(wanted), strict=True):
         same = (value == other) | ((value != value) & (other != other))
-        apart = math.hypot(apart, float(torch.where(same, 0, value - other).norm()))
-        largest = math.hypot(largest, _norm(other))
-    largest = max(largest, least)
-    return apart / largest if apart and largest else apart and math.inf
+        norms.append(float(torch.where(same, 0, value - other).norm()))
+    return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
 
 
 def _norm(tensor: torch.Tensor) -> float:
