@@ -243,9 +243,10 @@ class Fused:
         layouts = tuple([(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
         if self._watch is not None:
             return self._watch.call(self, layouts, arguments, tensors)
-        if layouts not in self._known:
+        try:
+            compiled = self._known[layouts]
+        except KeyError:
             return self._first(layouts, arguments, tensors)
-        compiled = self._known[layouts]
         if compiled is None:
             return self.plain(*arguments)
         self._shorten(layouts, compiled, tensors)

@@ -36,7 +36,6 @@ HALF = 4.0  # of what keeps fewer digits: operators round each result, kernels t
 NOISE = 1e-2
 MOVED = HALF  # so that where nothing cancels it allows no more
 CHUNK = 2**22  # entries that are compared at once, in float64
-Given = tuple[str, list[torch.Tensor]]
 
 
 class _DiffersError(Exception):
@@ -45,11 +44,16 @@ class _DiffersError(Exception):
 
 @dataclass(eq=False)
 class _Call:
-    """Of an own operator by the compiled function. results: None while it runs."""
+    """Of an own operator. rest: its arguments that are no tensors. results: None while it runs."""
 
     name: str
     tensors: list[torch.Tensor]
+    rest: list[Any]
     results: Any = None
+
+    def is_like(self, other: _Call) -> bool:
+        """Whether both are of one operator, and all but tensors is the same."""
+        return (self.name, self.rest) == (other.name, other.rest)
 
     def copies(self) -> Any:
         copies = (part.clone() if isinstance(part, torch.Tensor) else part for part in _listed(self.results))
@@ -120,15 +124,14 @@ class _Plain:
         """
         left, asked = [*self.calls], list[tuple[_Call, list[torch.Tensor]]]()
 
-        def answer(call: Given, _: Any) -> Any:
-            name, tensors = call[0], [tensor.clone() for tensor in call[1]]
-            alike = [other for other in left if other.name == name]
+        def answer(call: _Call, _: Any) -> Any:
+            alike = list(filter(call.is_like, left))
             if not alike:
-                raise _DiffersError(f"it calls {name} less often")
-            fitting = (other for other in alike if _are_near(other.tensors, tensors, near))
+                raise _DiffersError(f"it calls {call.name} less often")
+            fitting = (other for other in alike if _are_near(other.tensors, call.tensors, near))
             chosen = next(fitting, alike[0]) if len(alike) > 1 else alike[0]
             left.remove(chosen)
-            asked.append((chosen, tensors))
+            asked.append((chosen, call.tensors))
             return chosen.copies()
 
         results = self._called(self.given, answer)
@@ -143,8 +146,8 @@ class _Plain:
         made: list[torch.Tensor] = []
         left = iter(asked)
 
-        def answer(call: Given, _: Any) -> Any:
-            made.extend(tensor.clone() for tensor in call[1])
+        def answer(call: _Call, _: Any) -> Any:
+            made.extend(call.tensors)
             return next(left)[0].copies()
 
         nested = nesting(structure_of(self.given))
@@ -152,7 +155,7 @@ class _Plain:
         results = self._called(nested([_other_bits(tensor, generator) for tensor in self.tensors]), answer)
         return [*made, *tensors_of(results)]
 
-    def _called(self, given: tuple[Any, ...], answer: Callable[[Given, Any], Any]) -> Any:
+    def _called(self, given: tuple[Any, ...], answer: Callable[[_Call, Any], Any]) -> Any:
         self.rewind()
         with _own_operators(answer):
             return self.function(*given)
@@ -176,7 +179,7 @@ def _difference(plain: _Plain, results: Any) -> str:
     if not any(_far_apart(pair, near) for pair in pairs):
         return ""
     rounding = (MOVED * _apart(other, pair.plain) for pair, other in zip(pairs, plain.moved(asked), strict=True))
-    return next(filter(None, (_far_apart(pair, near, least) for pair, least in zip(pairs, rounding))), "")
+    return next(filter(None, (_far_apart(pair, near, norm) for pair, norm in zip(pairs, rounding))), "")
 
 
 def _other_bits(tensor: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -191,18 +194,17 @@ def _other_bits(tensor: torch.Tensor, generator: torch.Generator | None) -> torc
     return other.copy_(moved)
 
 
-def _noted(calls: list[_Call], call: Given, run: Callable[[], Any]) -> Any:
-    """Copies are kept: kernels take over memory of what nothing reads any more."""
-    noted = _Call(call[0], [tensor.clone() for tensor in call[1]])
-    calls.append(noted)
-    results = run()
-    noted.results = results
-    noted.results = noted.copies()
+def _noted(calls: list[_Call], call: _Call, run: Callable[[], Any]) -> Any:
+    calls.append(call)
+    results = call.results = run()
+    call.results = call.copies()
     return results
 
 
-def _own_operators(call: Callable[[Given, Callable[[], Any]], Any]) -> Any:
-    """A context in which each call of one of csc's operators gives what call((its name, its tensors), run) gives."""
+def _own_operators(answer: Callable[[_Call, Callable[[], Any]], Any]) -> Any:
+    """A context in which each call of one of csc's operators gives what answer(it, run) gives. Of its tensors there are
+    copies: kernels take over memory of what nothing reads any more.
+    """
     from csc.torch_private.traces import TorchDispatchMode
 
     class OwnOperators(TorchDispatchMode):
@@ -210,8 +212,10 @@ def _own_operators(call: Callable[[Given, Callable[[], Any]], Any]) -> Any:
             kwargs = kwargs or {}
             if getattr(operator, "namespace", "") != "csc" or operator is PRODUCT:
                 return operator(*args, **kwargs)
-            tensors = [item for value in (*args, *kwargs.values()) for item in _listed(value) if torch.is_tensor(item)]
-            return call((str(operator), tensors), lambda: operator(*args, **kwargs))
+            given = [item for value in (*args, *kwargs.values()) for item in _listed(value)]
+            tensors = [item.clone() for item in given if torch.is_tensor(item)]
+            rest = [item for item in given if not torch.is_tensor(item)]
+            return answer(_Call(str(operator), tensors, rest), lambda: operator(*args, **kwargs))
 
     return OwnOperators()
 

@@ -108,9 +108,9 @@ def calls() -> list[float]:
     """Of an operator of csc that counts them; it gives another number each time."""
     made: list[float] = []
     library = torch.library.Library("csc", "FRAGMENT")
-    library.define("counted(Tensor x) -> (Tensor, Tensor)")
+    library.define("counted(Tensor x, float scale=1.0) -> (Tensor, Tensor)")
 
-    def counted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(x: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         made.append(float(x.sum()))
         return x + len(made), x.clone()
 
@@ -187,6 +187,7 @@ def test_generators_go_on_as_after_one_call() -> None:
         (lambda x: plain(x * 1.5), "argument of csc.counted.default 0 differs by 5.0e-01"),
         (lambda x: torch.ops.csc.counted(plain(x))[0], "it calls csc.counted.default more often"),
         (lambda x: x * 2 + 3, "it calls csc.counted.default less often"),
+        (lambda x: torch.ops.csc.counted(torch.ops.csc.counted(x * 2)[0], 2.0)[0], "it calls csc.counted.default less"),
         (lambda x: plain(x) + 1, "result 0 differs by"),
     ],
 )
