@@ -726,8 +726,9 @@ class FusedProgram:
         elif not is_stepped:
             return
         elif any(word.notes and set(word.positions) & set(self._positions) for word in ours):
-            self._notes = True  # as what computes the same values
-            self._note()
+            if not self._notes:  # as what computes the same values
+                self._notes = True
+                self._note()
         else:
             self._switch()
 
