@@ -242,7 +242,7 @@ class Store:
                 total, counted = self._left(newest), now
             file.seek(0)
             file.truncate()
-            file.write(f"{total} {counted:.0f}")
+            file.write(f"{total} {int(counted)}")
 
     def _left(self, newest: Path) -> int:
         """Bytes of entries, of which so many are removed that the next ones have room without looking again."""

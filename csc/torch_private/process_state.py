@@ -83,7 +83,8 @@ def process_state_kept() -> Iterator[None]:
             try:
                 yield
             finally:
-                functorch.pop_dynamic_layer_stack_and_undo_to_depth(levels)
+                while functorch.get_dynamic_layer_stack_depth() > levels:  # at once fails in torch 2.11
+                    functorch.pop_dynamic_layer_stack()
                 for stack, before in modes:
                     stack.put(before)
                 while _saved_tensor_hooks() not in (None, hooks):

@@ -403,8 +403,9 @@ def test_a_large_package_is_taken_whole_and_hardly_parsed(tmp_path: Path, monkey
         assert tree() == before
 
 
-def test_functions_are_told_apart_by_what_they_do(folder: Path) -> None:
+def test_functions_are_told_apart_by_what_they_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As csc.search compares `score` with that of the search that it goes on with."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it is kept by the second and the size
     source = "LEAST = 0.5\ndef least(x): return max(x, LEAST)\ndef score(x): return least(x)\n"
 
     def key(text: str) -> str:
