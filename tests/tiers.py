@@ -7,6 +7,10 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+BEFORE_2_13 = TorchVersion(torch.__version__) < "2.13"  # some models are refused there that later torch traces
 
 
 def long(*case: Any) -> Any:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from torch.torch_version import TorchVersion
 
 from benchmarks.pipeline import published_fsdp, report, rows_file
 from benchmarks.pipeline.baselines import (
@@ -48,9 +46,10 @@ from csc.planning.schedules import SCHEDULES
 from csc.simulation.pipeline import Link, Network, Pipeline, StageWork, peak_memory, to_json
 from csc.simulation.simulate import makespan
 from csc.simulation.timeline import Event, Timeline
+from tests.tiers import BEFORE_2_13
 
 OF_THIS_TORCH = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.13",
+    BEFORE_2_13,
     reason="rival schedules of torch 2.11 differ: ZB-V fails over gloo, and interleaved ZB misses no gradient",
 )
 FIELDS = (

@@ -11,10 +11,12 @@ import pytest
 import csc
 from csc.errors import InputError, MissingPackage
 from tests.compiler import small
+from tests.tiers import BEFORE_2_13
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.skipif(BEFORE_2_13, reason="torch itself names the two lengths")
 def test_labels_of_another_length_are_named() -> None:
     batch = small.text_batch(2, 8)
     short = {**batch, "labels": batch["labels"][:, :-3]}
