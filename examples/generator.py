@@ -9,9 +9,10 @@
 
 `Flow` is what a text-to-image model trains (SD3): an autoencoder makes latents of the pixels, a language model reads
 the caption, and a transformer learns the flow from noise to latents. The first two are frozen. Latents are kept on
-disk, so the autoencoder runs once for each image and is no part of a step; the language model has no backward; the
-transformer is cut into stages. Noise, times and the captions that are dropped are drawn in forward, for each
-microbatch anew: another number of them trains on other draws. A moving average of the head's weights is in the loop.
+disk, so the autoencoder runs once for each image and is no part of a step; the language model has no backward, and one
+rank, which serves both replicas of the transformer; this one has two stages. Noise, times and the captions that are
+dropped are drawn in forward, sample by sample: any number of microbatches trains on the same draws. A moving average
+of the head's weights is in the loop.
 
 `Tokens` is the other kind (Chameleon, Janus): a frozen VQ autoencoder makes token ids of the pixels, and a language
 model predicts them behind the caption.
@@ -101,7 +102,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
 
 
 @csc.compile(
-    mesh="pp=2", microbatches=2, example=batch_of(0),
+    mesh={"text_encoder": dict(pp=1, dp=1), "head": dict(pp=2, dp=2)}, microbatches=2, example=batch_of(0),
     freeze=["vae", "text_encoder"], cache_features="build/generator_latents",
 )  # fmt: skip
 def flow() -> Flow:
