@@ -92,17 +92,17 @@ class Tokens(nn.Module):
 
 
 def batch_of(step: int) -> dict[str, Tensor]:
-    """Four pictures of one colour each, and captions that name it. There are two batches, which take turns."""
+    """Eight pictures of one colour each, and captions that name it. There are two batches, which take turns."""
     generator = torch.Generator().manual_seed(step % 2)
-    colours = torch.randint(WORDS, (4,), generator=generator)
-    captions = torch.randint(WORDS, (4, 6), generator=generator)
+    colours = torch.randint(WORDS, (8,), generator=generator)
+    captions = torch.randint(WORDS, (8, 6), generator=generator)
     captions[:, 2] = colours
     levels = torch.stack([colours % 4, colours // 4 % 4, colours // 16], 1) / 1.5 - 1
-    return {"pixel_values": levels[:, :, None, None].expand(4, 3, 16, 16).contiguous(), "input_ids": captions}
+    return {"pixel_values": levels[:, :, None, None].expand(8, 3, 16, 16).contiguous(), "input_ids": captions}
 
 
 @csc.compile(
-    mesh={"text_encoder": dict(pp=1, dp=1), "head": dict(pp=2, dp=2)}, microbatches=2, example=batch_of(0),
+    mesh={"text_encoder": {"pp": 1, "dp": 1}, "head": {"pp": 2, "dp": 2}}, microbatches=2, example=batch_of(0),
     freeze=["vae", "text_encoder"], cache_features="build/generator_latents",
 )  # fmt: skip
 def flow() -> Flow:
