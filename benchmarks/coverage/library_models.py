@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 PINS = (
     "axial-attention==0.6.1", "beartype==0.23.1", "conformer==0.3.2", "diffusers==0.42.1",
-    "efficientnet-pytorch==0.7.1", "egnn-pytorch==0.2.8", "einops==0.8.2", "einops-exts==0.0.4", "einx==0.4.3", "entmax==1.3",
+    "efficientnet-pytorch==0.7.1", "egnn-pytorch==0.2.8", "einops==0.8.2", "einops-exts==0.0.4", "einx==0.4.3",
+    "entmax==1.3",
     "flamingo-pytorch==0.1.2", "frozendict==2.5.1", "hyper-connections==0.4.11", "importlib-metadata==10.2.0",
     "kornia==0.9.0", "kornia-rs==0.2.0", "lambda-networks==0.4.0", "linformer==0.2.3", "litgpt==0.5.13",
     "local-attention==1.11.2", "loguru==0.7.3", "memory-efficient-attention-pytorch==0.1.6", "monai==1.6.1",
@@ -29,7 +30,9 @@ PINS = (
 
 Batch = Mapping[str, Any]
 PIPELINE: Mapping[str, Any] = {"pp": 2, "microbatches": 2}
+REPLICAS: Mapping[str, Any] = {"dp": 2}  # of a model that is one layer
 WHOLE_BATCH: Mapping[str, Any] = {"pp": 2}  # statistics of all samples, or one graph
+ALONE: Mapping[str, Any] = {}  # both
 WORDS, WIDTH = 32, 32
 
 
@@ -155,7 +158,7 @@ def pixart() -> nn.Module:
 
 def flux() -> nn.Module:
     return of("diffusers", "FluxTransformer2DModel")(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        patch_size=1, in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, axes_dims_rope=(4, 4, 8), guidance_embeds=False,
     )  # fmt: skip
 
@@ -342,6 +345,7 @@ LANGUAGE = {
         wrapped("nystrom_attention", "Nystromformer", dim=WIDTH, dim_head=16, heads=2, depth=2, num_landmarks=4),
         plain,
         numbers(4, 8, WIDTH),
+        WHOLE_BATCH,
     ),
     "memory-efficient-attention-pytorch: Attention": LibraryModel(
         between(
@@ -357,15 +361,19 @@ LANGUAGE = {
         ),
         plain,
         numbers(4, 8, WIDTH),
+        REPLICAS,
     ),
-    "rotary-embedding-torch: attention": LibraryModel(Rotated, plain, numbers(4, 8, WIDTH)),
-    "entmax: sparsemax": LibraryModel(lambda: Sparse("sparsemax"), plain, numbers(4, 8, WIDTH)),
-    "entmax: entmax15": LibraryModel(lambda: Sparse("entmax15"), plain, numbers(4, 8, WIDTH)),
+    "rotary-embedding-torch: attention": LibraryModel(Rotated, plain, numbers(4, 8, WIDTH), REPLICAS),
+    "entmax: sparsemax": LibraryModel(lambda: Sparse("sparsemax"), plain, numbers(4, 8, WIDTH), REPLICAS),
+    "entmax: entmax15": LibraryModel(lambda: Sparse("entmax15"), plain, numbers(4, 8, WIDTH), REPLICAS),
     "soft-moe-pytorch: SoftMoE": LibraryModel(
         between("soft_moe_pytorch", "SoftMoE", dim=WIDTH, seq_len=8, num_experts=2), plain, numbers(4, 8, WIDTH)
     ),
     "flamingo-pytorch: PerceiverResampler": LibraryModel(
-        Resampled, lambda model, x, media: squares(model(x, media)), numbers(4, 6, WIDTH, media=(4, 1, 9, WIDTH))
+        Resampled,
+        lambda model, x, media: squares(model(x, media)),
+        numbers(4, 6, WIDTH, media=(4, 1, 9, WIDTH)),
+        REPLICAS,
     ),
 }
 
@@ -478,7 +486,7 @@ SIGHT = {
         ),
         plain,
         numbers(4, 3, 8, 8),
-        WHOLE_BATCH,
+        ALONE,
     ),
     "axial-attention: AxialAttention": LibraryModel(
         lambda: Pictured(
@@ -486,14 +494,16 @@ SIGHT = {
         ),
         plain,
         numbers(4, 3, 8, 8),
+        REPLICAS,
     ),
     "slot-attention: SlotAttention": LibraryModel(
-        between("slot_attention", "SlotAttention", num_slots=3, dim=WIDTH, iters=2), plain, numbers(4, 8, WIDTH)
+        between("slot_attention", "SlotAttention", num_slots=3, dim=WIDTH, iters=2),
+        plain,
+        numbers(4, 8, WIDTH),
+        REPLICAS,
     ),
-    "pytorch-msssim: ssim": LibraryModel(lambda: Pictured(nn.ReLU), alike, numbers(4, 3, 8, 8)),
-    "pytorch-metric-learning: NTXentLoss": LibraryModel(
-        lambda: nn.Linear(WIDTH, 8), metric, numbers(4, WIDTH), WHOLE_BATCH
-    ),
+    "pytorch-msssim: ssim": LibraryModel(lambda: Pictured(nn.ReLU), alike, numbers(4, 3, 8, 8), REPLICAS),
+    "pytorch-metric-learning: NTXentLoss": LibraryModel(lambda: nn.Linear(WIDTH, 8), metric, numbers(4, WIDTH), ALONE),
     "perceiver-pytorch: Perceiver": LibraryModel(
         wrapped(
             "perceiver_pytorch",
@@ -564,11 +574,13 @@ SIGHT = {
         ),
         lambda model, x: squares(model[2](model[1](model[0](x))[0])),
         numbers(4, 8, WIDTH),
+        REPLICAS,
     ),
     "vector-quantize-pytorch: FSQ": LibraryModel(
         between("vector_quantize_pytorch", "FSQ", levels=[4, 3, 3], dim=WIDTH),
         lambda model, x: squares(model[2](model[1](model[0](x))[0])),
         numbers(4, 8, WIDTH),
+        REPLICAS,
     ),
 }
 
@@ -656,12 +668,12 @@ NUMBERS = {
         lambda model, x, places: squares(model(x, places)),
         lambda: {"x": torch.randint(WORDS, (4, 6)), "places": torch.randn(4, 6, 3)},
     ),
-    "torchdiffeq: odeint, rk4": LibraryModel(Flowing, plain, numbers(4, WIDTH)),
+    "torchdiffeq: odeint, rk4": LibraryModel(Flowing, plain, numbers(4, WIDTH), REPLICAS),
     "ncps: CfC": LibraryModel(
-        wrapped("ncps.torch", "CfC", 8, 16), lambda model, x: squares(model(x)[0]), numbers(4, 5, 8)
+        wrapped("ncps.torch", "CfC", 8, 16), lambda model, x: squares(model(x)[0]), numbers(4, 5, 8), REPLICAS
     ),
     "ncps: LTC": LibraryModel(
-        wrapped("ncps.torch", "LTC", 8, 16), lambda model, x: squares(model(x)[0]), numbers(4, 3, 8)
+        wrapped("ncps.torch", "LTC", 8, 16), lambda model, x: squares(model(x)[0]), numbers(4, 3, 8), REPLICAS
     ),
     "zuko: NSF": LibraryModel(
         wrapped("zuko.flows", "NSF", 3, 5, transforms=2, hidden_features=(16, 16)),

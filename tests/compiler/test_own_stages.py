@@ -37,6 +37,8 @@ class Generator(nn.Module):
         torch.manual_seed(0)
         self.vae, self.text = nn.Linear(6, 2 * WIDTH), Tower(nn.Embedding(20, WIDTH))
         self.head, self.bias = Tower(nn.Linear(WIDTH, WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.vae.requires_grad_(False)
+        self.text.requires_grad_(False)
 
     def forward(self, pixels: Tensor, ids: Tensor) -> Tensor:
         latents = self.vae(pixels).chunk(2, -1)[0] * 0.5
@@ -69,7 +71,7 @@ def reads(compiled: csc.CompiledModel, name: str) -> set[str]:
     ids=str,
 )
 def test_a_head_has_stages_and_a_mesh_of_its_own(mesh: Any) -> None:
-    compiled = same(Generator(), batch(), FLOAT32, mesh=mesh, microbatches=2, freeze=["vae", "text"])
+    compiled = same(Generator(), batch(), FLOAT32, mesh=mesh, microbatches=2)
     assert not any(name.startswith("vae") for name in reads(compiled, "text.layers.1"))
     stages = [{name.partition(".")[0] for name in stage.regions} for stage in compiled.program.stages]
     assert "text" in stages[0] and "head" not in stages[0] and all("head" in stage for stage in stages[1:])
