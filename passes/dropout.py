@@ -130,10 +130,9 @@ class _Draws:
     def _drawn(self, node: fx.Node, target: OpOverload, dtype: torch.dtype) -> fx.Node:
         """Numbers as the call's result has entries; for each sample by itself, if as many rows are there for each."""
         val = node.meta["val"]
-        size, of_samples = list(val.shape), ()
-        if size and size[0] and self.samples and size[0] % self.samples == 0:
-            of_samples = (self.samples,)
-        else:
+        size, of_samples = list(val.shape), [self.samples]
+        if not size or not size[0] or not self.samples or size[0] % self.samples:
+            of_samples = []
             self.notes.append(f"{g.place(node)}: {g.short_op(node)} draws anew for each microbatch, as it has no rows "
                               "for each sample: with another number of microbatches it draws others")  # fmt: skip
         return self._call(node, target, self.seed, self._index(node), size, dtype, val.device, *of_samples)

@@ -49,16 +49,21 @@ class Trained(nn.Module):
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """build: the model, without a loss. setting: as of benchmarks.judge."""
+    """build: the model, without a loss. setting: as of benchmarks.judge. still: batch norms keep their statistics."""
 
     build: Callable[[], nn.Module]
     loss: Callable[..., Tensor]
     entries: Callable[[], Batch]
     setting: Mapping[str, Any] = field(default_factory=lambda: PIPELINE)
+    still: bool = False
 
     def make(self) -> nn.Module:
         torch.manual_seed(0)
-        return Trained(self.build(), self.loss).train()
+        model = Trained(self.build(), self.loss).train()
+        for module in model.modules() if self.still else ():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return model
 
     def batch(self, seed: int, samples: int, tokens: int) -> Batch:
         """The one batch that there is."""
@@ -456,6 +461,7 @@ SIGHT = {
         ),
         plain,
         numbers(4, 1, 64, 64),
+        REPLICAS,
     ),
     "kornia: VisionTransformer": LibraryModel(
         wrapped(
@@ -486,7 +492,8 @@ SIGHT = {
         ),
         plain,
         numbers(4, 3, 8, 8),
-        ALONE,
+        REPLICAS,
+        still=True,
     ),
     "axial-attention: AxialAttention": LibraryModel(
         lambda: Pictured(
@@ -544,7 +551,7 @@ SIGHT = {
         wrapped("conformer", "Conformer", WIDTH, depth=2, dim_head=16, heads=2, ff_mult=2, conv_kernel_size=5),
         plain,
         numbers(4, 8, WIDTH),
-        WHOLE_BATCH,
+        still=True,
     ),
     "snac: SNAC": LibraryModel(
         wrapped(
@@ -658,7 +665,7 @@ NUMBERS = {
         ),
         plain,
         numbers(4, 6),
-        WHOLE_BATCH,
+        still=True,
     ),
     "torch-geometric: GCN": LibraryModel(lambda: Graph("GCN"), on_graph, graph, WHOLE_BATCH),
     "torch-geometric: GAT": LibraryModel(lambda: Graph("GAT", heads=2), on_graph, graph, WHOLE_BATCH),
