@@ -50,9 +50,9 @@ def environment(folder: Path) -> Path:
     """A new one in a folder: this one's packages, and PINS in front of them. Returns its python."""
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "beneath.pth").write_text(
-        "\n".join(dict.fromkeys(sysconfig.get_paths()[which] for which in ("purelib", "platlib")))
-    )
+    beneath = dict.fromkeys(sysconfig.get_paths()[which] for which in ("purelib", "platlib"))
+    lines = [f"import site; site.addsitedir({path!r})" for path in beneath]  # with what is installed as a link
+    (site / "beneath.pth").write_text("\n".join(lines))
     python = folder / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", *PINS]
     subprocess.run(install, check=True, stdout=sys.stderr)

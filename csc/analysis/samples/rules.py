@@ -681,7 +681,7 @@ def sequence_rule(following: SamplePropagation, node: fx.Node) -> State:
     )
     if boundaries and right and all_tokens and isinstance(tokens, RowNumbers):
         return replace(tokens, step=1, within=(1 - skipped, 1 - skipped), sequences=boundaries)
-    return Mixed(node, lost.why) if lost is not None else following.by_links(node)
+    return Mixed(lost.node, lost.why) if lost is not None else following.by_links(node)
 
 
 def _beginnings(node: fx.Node) -> tuple[str, int]:
