@@ -189,7 +189,9 @@ def _context(program: Program) -> dict[str, Any]:
 
 
 def _draws(program: Program) -> list[dict[str, Any]]:
-    """The random numbers that a microbatch draws, in the order of the model's code; p: of dropout, else null."""
+    """The random numbers that a microbatch draws, in the order of the model's code; p: of dropout, else null; samples:
+    as of csc.kernels.dropout.
+    """
     draws = []
     graphs = [
         ("", program.shared),
@@ -199,7 +201,8 @@ def _draws(program: Program) -> list[dict[str, Any]]:
         for node in g.calls(graph) if graph is not None else ():
             if g.op_name(node) in g.SEEDED:
                 bound = g.bind(node)
-                draws.append({"region": region, "index": bound["index"], "p": bound.get("p")})
+                samples = bound.get("samples", 0)
+                draws.append({"region": region, "index": bound["index"], "p": bound.get("p"), "samples": samples})
     return draws
 
 

@@ -9,9 +9,10 @@
 
 `Flow` is what a text-to-image model trains (SD3): an autoencoder makes latents of the pixels, a language model reads
 the caption, and a transformer learns the flow from noise to latents. The first two are frozen. Latents are kept on
-disk, so the autoencoder runs once for each image and is no part of a step; the language model has no backward; the
-transformer is cut into stages. Noise, times and the captions that are dropped are drawn in forward, for each
-microbatch anew: another number of them trains on other draws. A moving average of the head's weights is in the loop.
+disk, so the autoencoder runs once for each image and is no part of a step; the language model has no backward, and one
+rank, which serves both replicas of the transformer; this one has two stages. Noise, times and the captions that are
+dropped are drawn in forward, sample by sample: any number of microbatches trains on the same draws. A moving average
+of the head's weights is in the loop.
 
 `Tokens` is the other kind (Chameleon, Janus): a frozen VQ autoencoder makes token ids of the pixels, and a language
 model predicts them behind the caption.
@@ -91,17 +92,17 @@ class Tokens(nn.Module):
 
 
 def batch_of(step: int) -> dict[str, Tensor]:
-    """Four pictures of one colour each, and captions that name it. There are two batches, which take turns."""
+    """Eight pictures of one colour each, and captions that name it. There are two batches, which take turns."""
     generator = torch.Generator().manual_seed(step % 2)
-    colours = torch.randint(WORDS, (4,), generator=generator)
-    captions = torch.randint(WORDS, (4, 6), generator=generator)
+    colours = torch.randint(WORDS, (8,), generator=generator)
+    captions = torch.randint(WORDS, (8, 6), generator=generator)
     captions[:, 2] = colours
     levels = torch.stack([colours % 4, colours // 4 % 4, colours // 16], 1) / 1.5 - 1
-    return {"pixel_values": levels[:, :, None, None].expand(4, 3, 16, 16).contiguous(), "input_ids": captions}
+    return {"pixel_values": levels[:, :, None, None].expand(8, 3, 16, 16).contiguous(), "input_ids": captions}
 
 
 @csc.compile(
-    mesh="pp=2", microbatches=2, example=batch_of(0),
+    mesh={"text_encoder": {"pp": 1, "dp": 1}, "head": {"pp": 2, "dp": 2}}, microbatches=2, example=batch_of(0),
     freeze=["vae", "text_encoder"], cache_features="build/generator_latents",
 )  # fmt: skip
 def flow() -> Flow:

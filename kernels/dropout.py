@@ -1,10 +1,12 @@
 """Random numbers that depend on a seed and a place in the model, not on what was drawn before.
 
-seed: int64 scalar on the CPU, for one region and microbatch. index: which draw of the region. A draw takes its numbers
-from a generator of its own, seeded with a hash of the two, so that it is the same however often and in whichever order
-draws are made. The backward of dropout is dropout of the gradient: nothing is saved for it. A negative seed leaves
-nothing to chance, so that a step can be compared with another program's: every uniform number is 0.25, every normal one
-0.5.
+seed: three int64 on the CPU, for one region: its seed in the microbatch, its seed in the step, and which sample of the
+step is the microbatch's first. index: which draw of the region. A draw takes its numbers from a generator of its own,
+seeded with a hash of the microbatch's seed and the index, so that it is the same however often and in whichever order
+draws are made. samples: how many the first dimension counts, as many rows for each; each then takes its numbers by its
+place in the step, and has the same in whichever microbatch it is. 0: it counts something else. The backward of dropout
+is dropout of the gradient: nothing is saved for it. A negative seed leaves nothing to chance, so that a step can be
+compared with another program's: every uniform number is 0.25, every normal one 0.5.
 
 tokens: for a value that has some of `whole` tokens along `dim`: which; it gets their part of the whole's mask. So do
 `entries` of `total` along another dimension (of heads, of hidden features), where ranks divide both. Numbers on a GPU
@@ -13,7 +15,7 @@ differ from those on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +35,33 @@ def mixed(*words: int) -> int:
     return state >> 1
 
 
+def leaves_nothing_to_chance(seed: torch.Tensor) -> bool:
+    return int(seed[0]) < 0
+
+
 def _generator(seed: torch.Tensor, index: int, device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(mixed(int(seed), index))
+    return torch.Generator(device).manual_seed(mixed(int(seed[0]), index))
+
+
+def _filled(
+    x: torch.Tensor, fill: Callable[..., object], constant: float, seed: torch.Tensor, index: int, samples: int
+) -> torch.Tensor:
+    if leaves_nothing_to_chance(seed):
+        return x.fill_(constant)
+    generator = _generator(seed, index, x.device)
+    if not samples:
+        fill(x, generator=generator)
+        return x
+    _, of_step, first = seed.tolist()
+    for number, rows in enumerate(x.chunk(samples), start=first):
+        fill(rows, generator=generator.manual_seed(mixed(of_step, index, number)))
+    return x
 
 
 def kept(sizes: Sequence[int], p: float, seed: torch.Tensor, index: int, device: torch.device) -> torch.Tensor:
     """Which elements a dropout with probability p leaves."""
     keep = torch.empty(list(sizes), dtype=torch.bool, device=device)
-    if int(seed) < 0:
+    if leaves_nothing_to_chance(seed):
         return keep.fill_(1 - p > CONSTANT_UNIFORM)
     return keep.bernoulli_(1 - p, generator=_generator(seed, index, device))
 
@@ -93,25 +114,23 @@ _dropout.register_autograd(_gradient, setup_context=_remember)
 
 @torch.library.custom_op("csc::uniform", mutates_args=())
 def _uniform(
-    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device
+    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device, samples: int = 0
 ) -> torch.Tensor:
-    if int(seed) < 0:
-        return torch.full(size, CONSTANT_UNIFORM, dtype=dtype, device=device)
-    return torch.empty(size, dtype=dtype, device=device).uniform_(generator=_generator(seed, index, device))
+    drawn = torch.empty(size, dtype=dtype, device=device)
+    return _filled(drawn, torch.Tensor.uniform_, CONSTANT_UNIFORM, seed, index, samples)
 
 
 @torch.library.custom_op("csc::normal", mutates_args=())
 def _normal(
-    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device
+    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device, samples: int = 0
 ) -> torch.Tensor:
-    if int(seed) < 0:
-        return torch.full(size, CONSTANT_NORMAL, dtype=dtype, device=device)
-    return torch.empty(size, dtype=dtype, device=device).normal_(generator=_generator(seed, index, device))
+    drawn = torch.empty(size, dtype=dtype, device=device)
+    return _filled(drawn, torch.Tensor.normal_, CONSTANT_NORMAL, seed, index, samples)
 
 
 @_uniform.register_fake
 @_normal.register_fake
-def _(seed: Any, index: int, size: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _(seed: Any, index: int, size: Any, dtype: torch.dtype, device: torch.device, samples: int = 0) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device=device)
 
 

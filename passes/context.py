@@ -265,6 +265,12 @@ class _Dims:
         entries = {item.name: item for item in program.inputs}
         sources = [node for node in g.ancestors([sequence]) if node.meta.get("role", ("",))[0] == "input"]
         seeds = [(node, dim) for node in sources for dim in entries[node.meta["role"][1]].dynamic]
+        if not seeds:
+            raise InputError(
+                "the labels of the loss are none of tokens, and cp spreads tokens: samples of a loss over the batch "
+                "(contrastive ones) meet where all tokens of a sample are one value",
+                g.place(sequence), "leave cp at 1, and use dp, pp or tp",
+            )  # fmt: skip
         if len({node.meta["val"].shape[dim] for node, dim in seeds}) != 1:
             raise InputError(
                 f"the labels have {len(seeds)} dimensions whose size may change, one is needed to spread tokens",

@@ -1,12 +1,13 @@
 """Pass `dropout`: random numbers that do not depend on how the work is divided.
 
 Terms
-  seed    an int64 scalar that comes with every microbatch; each region gets one of its own, by its name
+  seed    comes with every microbatch; each region gets one of its own, by its name (csc.kernels.dropout)
   index   which draw of its layer, part or container a call makes, in order of execution
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,12 +17,13 @@ from csc.passes.differentiate import in_layout
 from torch import fx
 
 from csc.analysis.cutting import label
-from csc.analysis.operators.execution import DROPOUTS, FILLED_AT_RANDOM, is_random
+from csc.analysis.operators.execution import DROPOUTS, FILLED_AT_RANDOM, WHOLE_AT_RANDOM, is_random
 from csc.analysis.operators.table import RECURRENT, SDPA
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call
-from csc.ir.program import Options, Pass, Program
+from csc.ir.program import TOKENS, Input, Options, Pass, Program
+from csc.torch_private.exported import OpOverload
 
 aten = torch.ops.aten
 WRITTEN_OUT = "attention written out, for the dropout of its weights"
@@ -32,10 +34,12 @@ SEED = ("random", "seed")
 class DropoutPass(Pass):
     """Let every random call draw from the seed of its microbatch and its own place in the model.
 
-    Ensures   dropout, bernoulli, rand, randn and their relatives with `like` take a seed and an index, which equal
-              layers have alike; attention with dropout of its weights is written out, as softmax(QK^T) dropped out and
-              multiplied by V; other random calls stay as they are, and `notes` says which. InputError for dropout
-              between the layers of a recurrent module, which stands in the middle of one operation.
+    Ensures   dropout, bernoulli, rand, randn, randint and their relatives with `like` take a seed and an index, which
+              equal layers have alike; what has rows for each sample is drawn sample by sample, so that the number of
+              microbatches changes nothing, and `notes` says what is not; attention with dropout of its weights is
+              written out, as softmax(QK^T) dropped out and multiplied by V; other random calls stay as they are, and
+              `notes` says which. InputError for dropout between the layers of a recurrent module, which stands in the
+              middle of one operation.
     Before    %d, %mask = native_dropout(%x, 0.1, True)
     After     %d = csc.dropout(%x, 0.1, %seed, 0)
     """
@@ -68,6 +72,13 @@ def _refuse_dropout_within(node: fx.Node) -> None:
         )
 
 
+def _samples(entries: Sequence[Input]) -> int:
+    """How many a microbatch has: rows of its token ids, or of its first entry that has any."""
+    shaped = {entry.name: entry for entry in entries if entry.shape}
+    entry = next((shaped[name] for name in (*TOKENS, *shaped) if name in shaped), None)
+    return 0 if entry is None else int(entry.shape[entry.samples])
+
+
 class _Draws:
     """Rewrites the random calls of a graph in place."""
 
@@ -77,9 +88,10 @@ class _Draws:
         self._call = Writer(graph, program.fake_mode).call
         self.notes: list[str] = []
         self.drawn: dict[str, int] = {}  # by layer, part or container: how many draws so far
+        self.samples = _samples(program.inputs)
         first = next(iter(graph.nodes))
         with program.fake_mode, graph.inserting_before(first):
-            self.seed = g.add_placeholder(graph, "random", torch.empty((), dtype=torch.int64), SEED)
+            self.seed = g.add_placeholder(graph, "random", torch.empty(3, dtype=torch.int64), SEED)
 
     def rewrite(self, node: fx.Node) -> None:
         """Replace one random call, or note that it stays."""
@@ -90,14 +102,14 @@ class _Draws:
             elif name == SDPA:
                 new = self._attention(node, bound)
             elif name in FILLED_AT_RANDOM:
-                new = self._drawn(node, name, bound)
+                new = self._drawn(node, NORMAL if "randn" in name else UNIFORM, node.meta["val"].dtype)
+            elif name in WHOLE_AT_RANDOM:
+                new = self._whole(node, bound)
             elif name == "aten::bernoulli" and bound.get("generator") is None:
                 new = self._bernoulli(node, bound)
             else:
                 where = g.place(node)
                 self.notes.append(f"{where}: {g.short_op(node)} draws from torch's generator, in the order of work")
-                if name == "aten::randint_like":  # it has no derivative, and Python's has none to ask for
-                    node.update_arg(0, self._call(node, aten.detach.default, bound["self"]))
                 return
         if name == "aten::native_dropout":  # its first item is the result, the second one the mask for its backward
             for item in list(node.users):
@@ -115,15 +127,29 @@ class _Draws:
             return bound["input"]
         return self._call(node, DROPOUT, bound["input"], float(bound["p"]), self.seed, self._index(node))
 
-    def _drawn(self, node: fx.Node, name: str, bound: dict[str, Any]) -> fx.Node:
+    def _drawn(self, node: fx.Node, target: OpOverload, dtype: torch.dtype) -> fx.Node:
+        """Numbers as the call's result has entries; for each sample by itself, if as many rows are there for each."""
         val = node.meta["val"]
-        target = NORMAL if "randn" in name else UNIFORM
-        return self._call(node, target, self.seed, self._index(node), list(val.shape), val.dtype, val.device)
+        size, of_samples = list(val.shape), [self.samples]
+        if not size or not size[0] or not self.samples or size[0] % self.samples:
+            of_samples = []
+            self.notes.append(f"{g.place(node)}: {g.short_op(node)} draws anew for each microbatch, as it has no rows "
+                              "for each sample: with another number of microbatches it draws others")  # fmt: skip
+        return self._call(node, target, self.seed, self._index(node), size, dtype, val.device, *of_samples)
+
+    def _whole(self, node: fx.Node, bound: dict[str, Any]) -> fx.Node:
+        """Whole numbers from `low` up to `high`, which is not one of them: 2^53 steps, cut into as many."""
+        val, low = node.meta["val"], bound.get("low", 0)
+        steps = self._call(node, aten.mul.Scalar, self._drawn(node, UNIFORM, torch.float64), bound["high"] - low)
+        return self._call(
+            node, aten._to_copy.default,
+            self._call(node, aten.add.Scalar, self._call(node, aten.floor.default, steps), low), dtype=val.dtype,
+        )  # fmt: skip
 
     def _bernoulli(self, node: fx.Node, bound: dict[str, Any]) -> fx.Node:
         """1 where a uniform number is below the probability: `p`, a number or one of each, or else the value itself."""
         val = node.meta["val"]
-        drawn = self._call(node, UNIFORM, self.seed, self._index(node), list(val.shape), torch.float32, val.device)
+        drawn = self._drawn(node, UNIFORM, torch.float32)
         chance = bound.get("p", bound["self"])
         of_each = isinstance(chance, fx.Node) and isinstance(chance.meta["val"], torch.Tensor)
         below = self._call(node, aten.lt.Tensor if of_each else aten.lt.Scalar, drawn, chance)

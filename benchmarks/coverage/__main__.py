@@ -34,16 +34,21 @@ def main() -> None:
     )
     parser.add_argument("--more", action="store_true", help="further models, which no test compiles")
     parser.add_argument("--all", action="store_true", help="all architectures of transformers, made small by rules")
+    parser.add_argument("--libraries", action="store_true", help="models of other libraries, which pip brings")
     parser.add_argument("--rows", type=Path, default=ROWS, help="with --all: where rows are kept")
-    parser.add_argument("--seconds", type=float, default=60, help="with --all: processor time of an architecture")
-    parser.add_argument("--gigabytes", type=float, default=12, help="with --all: what its process may hold")
+    parser.add_argument("--seconds", type=float, default=60, help="with --all, --libraries: processor time of a model")
+    parser.add_argument(
+        "--gigabytes", type=float, default=12, help="with --all, --libraries: what its process may hold"
+    )
     parser.add_argument("--again", default="", help="with --all: eager,refused,slow,...: try those rows anew")
     parser.add_argument("--show", action="store_true", help="with --all: try nothing, say what the rows say")
-    parser.add_argument("--only", default="", help="with --all: parts of names, with commas between")
+    parser.add_argument("--only", default="", help="with --all, --libraries: parts of names, with commas between")
     arguments = parser.parse_args()
     if arguments.all:
         zoo(arguments)
         return
+    if arguments.libraries:
+        sys.exit(not of_libraries(arguments))
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)  # torch logs what it raises, and here a failure is a row
     chosen = arguments.model or (MORE if arguments.more else CASES)
@@ -62,6 +67,19 @@ def main() -> None:
     else:
         show(rows)
     sys.exit(not all(fine(result) for row in rows for result in row.ways.values()))
+
+
+def of_libraries(arguments: argparse.Namespace) -> bool:
+    """Print what came of models of other libraries. Returns whether each is right, or refused by a sentence."""
+    from benchmarks.coverage.libraries import SOUND, compared, kind, markdown, summary
+
+    rows = []
+    for row in compared([part for part in arguments.only.split(",") if part], arguments.seconds, arguments.gigabytes):
+        rows.append(row)
+        print(f"{len(rows)} {row['name']}: {kind(row)}", file=sys.stderr, flush=True)
+    print(json.dumps(rows, indent=1) if arguments.json else markdown(rows))
+    print(summary(rows), file=sys.stderr)
+    return all(kind(row) in SOUND for row in rows)
 
 
 def all_cells(chosen: Iterable[str], as_json: bool) -> None:

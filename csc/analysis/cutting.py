@@ -70,18 +70,26 @@ def label(module: str, modules: Mapping[str, ModuleInfo]) -> tuple[str, str]:
 
 
 def _join_glue(runs: list[Run], shared: set[fx.Node]) -> list[Run]:
+    """The runs, plain glue with the part next to it that reads it, or else that it reads: no other, since whoever reads
+    a region waits for all of it.
+    """
     joined: list[Run] = []
     for position, run in enumerate(runs):
         following = runs[position + 1] if position + 1 < len(runs) else None
         if run.role == "container" and _is_plain_glue(run, shared):
-            if following is not None and following.role == "part":
+            if following is not None and following.role == "part" and _reads(following, run):
                 following.nodes[:0] = run.nodes
                 continue
-            if joined and joined[-1].role == "part":
+            if joined and joined[-1].role == "part" and _reads(run, joined[-1]):
                 joined[-1].nodes.extend(run.nodes)
                 continue
         joined.append(run)
     return joined
+
+
+def _reads(run: Run, other: Run) -> bool:
+    made = set(other.nodes)
+    return any(used in made for node in run.nodes for used in node.all_input_nodes)
 
 
 def _is_plain_glue(run: Run, shared: set[fx.Node]) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from csc import devices
 from csc.errors import InputError
 from csc.ir.groups import OWN
-from csc.ir.program import speaks_of_beginnings
+from csc.ir.program import TOKENS, speaks_of_beginnings
 
 # --- The hooks with which models of transformers keep what their layers return ---------------------------------------
 #
@@ -69,7 +69,6 @@ def _times(name: str, tensor: torch.Tensor, times: int, axis: int) -> torch.Tens
 # --- What a model is fed: an example batch, split into tensors (traced) and plain values (baked in) ------------------
 
 
-TOKENS = ("input_ids", "labels", "decoder_input_ids", "attention_mask")  # what has a row for each sample
 NOTHING_TOLD: Mapping[str, int] = MappingProxyType({})
 LARGEST = 2**26  # bytes of a batch that is made of a microbatch
 

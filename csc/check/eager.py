@@ -145,6 +145,13 @@ class WithoutChance(TorchDispatchMode):
                 return torch.full(args[0], UNIFORM if packet is aten.rand else NORMAL, **named)
             if packet in (aten.rand_like, aten.randn_like):
                 return torch.full_like(args[0], UNIFORM if packet is aten.rand_like else NORMAL, **named)
+            if packet in (aten.randint, aten.randint_like):
+                low, high = _ends(func, args)
+                named["dtype"] = named.get("dtype") or (torch.int64 if packet is aten.randint else args[0].dtype)
+                number = low + math.floor(UNIFORM * (high - low))
+                if packet is aten.randint:
+                    return torch.full(args[-1], number, **named)
+                return torch.full_like(args[0], number, **named)
         result = func(*args, **kwargs)
         if not _draws_nothing(func, args, kwargs):
             self.unknown.add(str(func))
@@ -169,6 +176,12 @@ _FILLED: dict[Any, Any] = {
     aten.cauchy_: lambda u, median=0.0, sigma=1.0: torch.tan((u - 0.5) * math.pi) * sigma + median,
     aten.log_normal_: lambda u, mean=1.0, std=2.0: torch.exp(torch.full_like(u, NORMAL) * std + mean),
 }
+
+
+def _ends(func: Any, args: Any) -> tuple[int, int]:
+    """Between which whole numbers are drawn: the least, and the first that is too large."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args))
+    return named.get("low", 0), named["high"]
 
 
 def _dropped(x: torch.Tensor, p: float, train: bool | None = True) -> tuple[torch.Tensor, torch.Tensor]:

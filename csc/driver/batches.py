@@ -16,7 +16,6 @@ from torch import nn
 
 from csc.capture.batch import (
     NOTHING_TOLD,
-    TOKENS,
     check_lists,
     is_beginnings,
     is_longest,
@@ -31,6 +30,7 @@ from csc.driver.compiler import Compiler
 from csc.driver.options import shown
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
+from csc.ir.program import TOKENS
 from csc.runtime import batches
 from csc.runtime.batches import sizes
 from csc.runtime.launch import several_processes

@@ -143,6 +143,7 @@ class Input:
         return speaks_of_beginnings(self.name)
 
 
+TOKENS = ("input_ids", "labels", "decoder_input_ids", "attention_mask")  # entries that have a row for each sample
 # What collators and encoders call where packed sequences begin.
 BEGINNINGS = ("cu_seqlens", "cu_seq_lens", "cu_window_seqlens")
 

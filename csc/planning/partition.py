@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
@@ -641,9 +641,10 @@ def own_stages(
     problem: Problem, own: Sequence[tuple[str, int]], first: Sequence[tuple[str, object]] = ()
 ) -> list[list[int]]:  # fmt: skip
     """The units of each of `problem.ranks` stages: those of a named component in as many stages of its own, in front of
-    the stages of all others. If no stage is left for the others, they share those of the last component. Within both
-    the largest sum of F, B and W is as small as it can be. first: components whose stages stand in front of those of
-    the others, with how many ranks each has; in this order, if these differ.
+    the stages of all others. If no stage is left for the others, they share those of the last component. Components
+    that read the others stand behind them, if what reads these in turn has no weights (a loss): the last has it. Within
+    both the largest sum of F, B and W is as small as it can be. first: components whose stages stand in front of those
+    of the others, with how many ranks each has; in this order, if these differ.
 
     InputError for a component that is not there, has fewer units than stages, or reads what stages behind make.
     """
@@ -665,11 +666,36 @@ def own_stages(
     if left == 0:
         rest, left = front.pop()
         elsewhere = sorted([*elsewhere, *of.pop(rest)])
+    of[rest] = elsewhere
+    after_rest = _reach(problem, elsewhere)
+    behind = {name for name, _ in front if name not in ahead and not after_rest.isdisjoint(of[name])}
+    last = _reach(problem, [unit for name in behind for unit in of[name]]).intersection(elsewhere)
+    if any(problem.units[unit].state for unit in last):
+        behind = set()
+    order = [pair for pair in front if pair[0] not in behind]
+    order += [(rest, left), *(pair for pair in front if pair[0] in behind)]
+    if behind:
+        of[rest] = [unit for unit in elsewhere if unit not in last]
+        of[order[-1][0]] = sorted([*of[order[-1][0]], *last])
     stages_found: list[list[int]] = []
-    for name, stages in front:
+    for name, stages in order:
         stages_found += _balanced(problem, name, of[name], stages)
         _refuse_readers(problem, name, set().union(*stages_found), ahead)
-    return stages_found + _balanced(problem, rest, elsewhere, left)
+    return stages_found
+
+
+def _reach(problem: Problem, units: Iterable[int]) -> set[int]:
+    """The units that read what these make, at first or second hand."""
+    readers: dict[int, set[int]] = {}
+    for value in problem.values:
+        readers.setdefault(value.maker, set()).update(value.readers)
+    reached: set[int] = set()
+    waiting = list(units)
+    while waiting:
+        new = readers.get(waiting.pop(), set()) - reached
+        reached |= new
+        waiting += new
+    return reached
 
 
 def _refuse_readers(problem: Problem, name: str, in_front: Collection[int], ahead: Collection[str]) -> None:

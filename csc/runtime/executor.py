@@ -30,7 +30,9 @@ from csc.runtime.transport import Work, laid_out, until
 # then).
 #
 # A microbatch is known by its place in the global batch (replica after replica), a region by its name: neither depends
-# on stages, ranks, replicas or the order of work.
+# on stages, ranks, replicas or the order of work. What has a row for each sample is drawn for one sample after the
+# other, by their places in the global batch, so that it does not depend on the number of microbatches either; where
+# microbatches of a step have different numbers of samples, each draws for itself.
 
 
 Batch = Mapping[str, Any]
@@ -42,25 +44,54 @@ def draw() -> int:
     return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
-def attach(rank: Rank, microbatches: Sequence[Batch], drawn: int) -> Work[list[Batch]]:
-    """The microbatches of a rank's step, each with its seed; as they are if the program draws nothing."""
+@dataclass(frozen=True)
+class Seeds:
+    """Of a microbatch: its own, and the step's for what is drawn sample by sample. first: its first sample's place in
+    the step.
+    """
+
+    own: int
+    step: int
+    first: int
+
+
+def attach(rank: Rank, ranks: Sequence[Rank], microbatches: Sequence[Batch], drawn: int) -> Work[list[Batch]]:
+    """The microbatches of a rank's step, each with its seeds; as they are if the program draws nothing. ranks: for each
+    the rank in its program.
+    """
     manifest = rank.program.manifest
     if not manifest.random:
         return list(microbatches)
-    step = torch.tensor([drawn if rank.rank == 0 else 0], dtype=torch.int64, device=rank.device)
+    samples = [member.program.manifest.samples_drawn for member in ranks]
+    sums = len(samples), sum(samples), sum(count * count for count in samples)
+    step = torch.tensor([drawn if rank.rank == 0 else 0, *sums], dtype=torch.int64, device=rank.device)
     yield from wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers")
+    drawn, count, total, squares = step.tolist()
+    each = total // count if total * total == count * squares else None  # Cauchy and Schwarz: all are equal
     places = [replica * manifest.microbatches + mb for replica, mb in map(rank.served, range(len(microbatches)))]
-    return [{**batch, RANDOM: of_microbatch(int(step), place)} for place, batch in zip(places, microbatches)]
+    return [{**batch, RANDOM: of_microbatch(drawn, place, each)} for place, batch in zip(places, microbatches)]
 
 
-def of_microbatch(drawn: int, index: int) -> torch.Tensor:
-    """The seed of a microbatch, by its index in the global batch, where the step's seed is `drawn`."""
-    return torch.tensor(_of(drawn, index), dtype=torch.int64)
+def samples_of_each(ranks: Sequence[Rank]) -> int | None:
+    """How many samples each of all microbatches of a step has, for which its program draws; None: they differ."""
+    counts = {rank.program.manifest.samples_drawn for rank in ranks}
+    return counts.pop() if len(counts) == 1 else None
 
 
-def seed_of(random: torch.Tensor, region: str) -> torch.Tensor:
-    """The seed of a region, named as in the model with a dot at its end, in the microbatch whose seed is `random`."""
-    return torch.tensor(_of(int(random), _word(region)), dtype=torch.int64)
+def of_microbatch(drawn: int, index: int, samples: int | None = None) -> Seeds:
+    """The seeds of a microbatch, by its index in the global batch, where the step's seed is `drawn`. samples: of every
+    microbatch; None: they differ.
+    """
+    own = _of(drawn, index)
+    return Seeds(own, own, 0) if samples is None else Seeds(own, drawn, index * samples)
+
+
+def seed_of(random: Seeds, region: str) -> torch.Tensor:
+    """The seed of a region, named as in the model with a dot at its end, in the microbatch whose seeds are `random`:
+    see csc.kernels.dropout.
+    """
+    word = _word(region)
+    return torch.tensor([_of(random.own, word), _of(random.step, word), random.first])
 
 
 def _of(seed: int, place: int) -> int:
@@ -443,7 +474,7 @@ def step(
     if rank.met:
         numbers = {name: met.number for name, met in rank.met.items()}
         microbatches = [{**microbatch, **numbers} for microbatch in microbatches]
-    microbatches = yield from attach(rank, microbatches, drawn)
+    microbatches = yield from attach(rank, ranks, microbatches, drawn)
     microbatches, weighed = yield from loss.weighed(ranks, microbatches)
     state = _Step(whole, ranks, microbatches, weights, profiled, within)
     timed: list[Timed] = []

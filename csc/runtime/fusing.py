@@ -39,7 +39,7 @@ from csc.runtime.compiled_function import (
     settings,
     write_whole,
 )
-from csc.runtime.executor import NO_CHANCE
+from csc.runtime.executor import NO_CHANCE, of_microbatch
 from csc.runtime.flat_tensors import Layout, empty_as, layouts_of, nesting, structure_of, tensors_of
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import NOTHING, Meeting, StepVote
@@ -493,7 +493,7 @@ def rehearse(rank: Rank, microbatch: Mapping[str, Any], weights: Mapping[str, to
     batch = {name: fake(value) if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
     batch |= {name: met.number for name, met in rank.met.items()}
     if rank.program.manifest.random:
-        batch[RANDOM] = NO_CHANCE
+        batch[RANDOM] = of_microbatch(NO_CHANCE, 0)
     if rank.program.manifest.loss.divisors:
         batch[WEIGHTS] = fake(torch.ones(len(rank.program.manifest.loss.divisors), dtype=torch.float64))
     if rank.program.manifest.loss.over_batch is not None:

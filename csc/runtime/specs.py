@@ -267,11 +267,14 @@ class ContextSpec:
 
 @dataclass(frozen=True)
 class DrawSpec:
-    """Random numbers of a region: its index-th. p: the probability of dropout; None: it draws something else."""
+    """Random numbers of a region: its index-th. p: the probability of dropout; None: it draws something else. samples:
+    of the microbatch, if it draws for each of them by itself; else 0.
+    """
 
     region: str
     index: int
     p: float | None
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -303,6 +306,11 @@ class Manifest:
     def random(self) -> bool:
         """Its microbatches take a seed."""
         return bool(self.draws)
+
+    @property
+    def samples_drawn(self) -> int:
+        """How many samples of a microbatch numbers are drawn for, sample by sample; 0: for none."""
+        return max((draw.samples for draw in self.draws), default=0)
 
     def stages_of(self, rank: int) -> tuple[StageSpec, ...]:
         """The stages that a position on the pp axis runs, in order."""
@@ -610,7 +618,7 @@ def _draw(row: Fields) -> DrawSpec:
     p = row.get("p", (int, float, type(None)))
     if p is not None and not 0 <= p <= 1:
         raise ProgramError(f"field 'p' is {p}, which no probability is", row.where, REMEDY)
-    return DrawSpec(row.get("region", str), row.get("index", int), p)
+    return DrawSpec(row.get("region", str), row.get("index", int), p, row.get("samples", int, 0))
 
 
 def _zero(top: Fields) -> int:

@@ -197,8 +197,15 @@ def test_values_of_unequal_width_are_refused() -> None:
         compiled.train_step(given)
 
 
+def test_a_loss_over_the_batch_says_why_cp_cannot_spread_it() -> None:
+    with pytest.raises(
+        InputError, match=r"the labels of the loss are none of tokens, and cp spreads tokens: .* leave cp"
+    ):
+        csc.compile(Towers(clip), example=batch(), microbatches=2, mesh="cp=2", cache=False)
+
+
 class OfDocuments(nn.Module):
-    """Weights tokens by the document that they are in."""
+    """Contrasts each token with all others, by the document that it is in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +217,7 @@ class OfDocuments(nn.Module):
         flat = self.embed(input_ids).flatten(0, 1)
         document = torch.bucketize(torch.arange(flat.shape[0]), cu_seqlens[1:], right=True)
         scores = self.head(flat * reward[document][:, None])
-        return nn.functional.cross_entropy(scores, labels.flatten(), reduction="sum")
+        return nn.functional.cross_entropy(scores @ scores.t(), document, reduction="sum")
 
 
 def test_where_sequences_begin_is_not_joined() -> None:

@@ -44,8 +44,12 @@ def same(one: Step, other: Step) -> None:
 # --- the operators -------------------------------------------------------------------------------------------------
 
 
+def seed_of(own: int, of_step: int = 0, first: int = 0) -> torch.Tensor:
+    return torch.tensor([own, of_step, first])
+
+
 def test_dropout_keeps_and_scales() -> None:
-    seed = torch.tensor(5)
+    seed = seed_of(5)
     x = torch.randn(200, 300, requires_grad=True)
     y = DROPOUT(x, 0.3, seed, 0)
     kept = y != 0
@@ -56,20 +60,20 @@ def test_dropout_keeps_and_scales() -> None:
     assert torch.equal(DROPOUT(x, 0.3, seed, 0), y)
     columns = DROPOUT(x.t().contiguous().t(), 0.3, seed, 0)
     assert torch.equal(columns, y), "the mask does not depend on strides"
-    agree = [((DROPOUT(x, 0.3, s, i) != 0) == kept).float().mean() for s, i in ((seed, 1), (torch.tensor(6), 0))]
+    agree = [((DROPOUT(x, 0.3, s, i) != 0) == kept).float().mean() for s, i in ((seed, 1), (seed_of(6), 0))]
     assert all(abs(float(share) - 0.58) < 0.01 for share in agree), "other masks are independent: 0.7^2 + 0.3^2"
     assert not DROPOUT(x, 1.0, seed, 0).any()
 
 
 def test_tokens_get_their_part_of_the_whole_mask() -> None:
     x = torch.ones(2, 10, 4)
-    whole, tokens = DROPOUT(x, 0.5, torch.tensor(1), 3), torch.tensor([7, 0, 4])
-    assert torch.equal(DROPOUT(x[:, :3], 0.5, torch.tensor(1), 3, tokens, 1, 10), whole[:, tokens])
+    whole, tokens = DROPOUT(x, 0.5, seed_of(1), 3), torch.tensor([7, 0, 4])
+    assert torch.equal(DROPOUT(x[:, :3], 0.5, seed_of(1), 3, tokens, 1, 10), whole[:, tokens])
 
 
 def test_so_do_entries_of_another_dimension() -> None:
     """Alone, and with tokens; in the gradient too."""
-    x, seed = torch.ones(2, 10, 6, requires_grad=True), torch.tensor(1)
+    x, seed = torch.ones(2, 10, 6, requires_grad=True), seed_of(1)
     whole, tokens, entries = DROPOUT(x, 0.5, seed, 3), torch.tensor([7, 0, 4]), torch.tensor([1, 4])
     alone = DROPOUT(x[..., :2], 0.5, seed, 3, None, 0, 0, entries, 2, 6)
     assert torch.equal(alone, whole[..., entries])
@@ -80,10 +84,17 @@ def test_so_do_entries_of_another_dimension() -> None:
 
 
 def test_numbers_of_a_seed() -> None:
-    given = (torch.tensor(1), 0, [1000], torch.float32, torch.device("cpu"))
+    given = (seed_of(1), 0, [1000], torch.float32, torch.device("cpu"))
     uniform, normal = UNIFORM(*given), NORMAL(*given)
     assert torch.equal(uniform, UNIFORM(*given)) and abs(float(uniform.mean()) - 0.5) < 0.05
     assert abs(float(normal.mean())) < 0.15 and abs(float(normal.std()) - 1) < 0.1
+    for draw in (UNIFORM, NORMAL):
+        whole = draw(seed_of(1, 7), 0, [6, 3], *given[3:], 6)
+        parts = [draw(seed_of(own, 7, first), 0, [2, 3], *given[3:], 2) for own, first in ((1, 0), (2, 2), (3, 4))]
+        assert torch.equal(torch.cat(parts), whole) and len(whole.unique()) == 18
+        assert torch.equal(
+            draw(seed_of(2, 7, 1), 0, [4, 3], *given[3:], 2), draw(seed_of(1, 7), 0, [6, 3], *given[3:], 3)[2:]
+        )
     found = {mixed(a, b) for a in range(50) for b in range(50)}
     assert len(found) == 2500 and all(0 <= one < 2**63 for one in found)
 
@@ -96,7 +107,7 @@ class Seeded(nn.Module):
 
     def __init__(self, p: float, region: str, index: int) -> None:
         super().__init__()
-        self.p, self.region, self.index, self.seed = p, region, index, torch.tensor(0)
+        self.p, self.region, self.index, self.seed = p, region, index, executor.of_microbatch(0, 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return DROPOUT(x, self.p, executor.seed_of(self.seed, self.region), self.index)
@@ -126,7 +137,7 @@ def test_eager_with_the_same_masks_has_the_same_bits(base: CompiledModel) -> Non
     for i in range(4):
         for part in eager.modules():
             if isinstance(part, Seeded):
-                part.seed = torch.tensor(mixed(drawn, i))
+                part.seed = executor.of_microbatch(drawn, i)
         loss = eager(**{name: t[2 * i : 2 * i + 2] for name, t in batch.items()})
         (loss * (counts[i] / sum(counts))).backward()
         total += float(loss.detach().double()) * counts[i] / sum(counts)
@@ -294,7 +305,7 @@ def gpt2_batch(samples: int) -> dict[str, torch.Tensor]:
 def by_autograd(compiled: CompiledModel, seed: int) -> Step:
     """The step from the forward graphs alone: one microbatch, regions in order, PyTorch's autograd through them."""
     torch.manual_seed(seed)
-    random = torch.tensor(mixed(executor.draw(), 0))
+    random = executor.of_microbatch(executor.draw(), 0)
     program, weights = compiled.program, dict(compiled.model.named_parameters())
     entries: dict[Any, torch.Tensor] = {("input", n): t for n, t in compiled.example.items()}
     entries |= {("constant", n): t for n, t in program.constants.items()} | {("random", "seed"): random}
@@ -383,6 +394,45 @@ def test_other_random_numbers() -> None:
     found = step(compiled)
     assert not torch.equal(step(compiled, 1)[0], found[0])
     same(step(compiled.with_options(mesh="pp=3")), found)
+
+
+class Diffused(nn.Module):
+    """Noise, times and dropped samples, as a diffusion head draws them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.embed = nn.Linear(8, 8), nn.Embedding(1000, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn_like(x)
+        time = torch.randint(0, 1000, (len(x),), device=x.device)
+        dropped = torch.rand(x.shape[0], 1, device=x.device) < 0.5
+        pairs = torch.rand(2 * len(x), 8).view(len(x), 2, 8).sum(1)
+        hidden = torch.where(dropped, 0.0, x) * (1 - time[:, None] / 1000) + noise + pairs
+        return (self.head(hidden + self.embed(time)) - noise).square().mean()
+
+
+def test_what_has_rows_for_each_sample_is_drawn_alike_in_any_number_of_microbatches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model, x = Diffused(), torch.randn(8, 8)
+    options: list[dict[str, Any]] = [{"microbatches": 4}, {"microbatches": 1, "mesh": "dp=2"}]
+    compiled = csc.compile(model, example={"x": x}, cache=False)
+    compiled.train_step({"x": x})
+    assert "not checked" not in caplog.text
+    assert not any("draws" in note for note in compiled.program.notes)
+    loss, expected = step(compiled)
+    assert 0 < len(expected["embed.weight"].abs().sum(1).nonzero()) <= 8
+    for one in options:
+        found_loss, found = step(csc.compile(model, example={"x": x}, cache=False, check=False, **one))
+        torch.testing.assert_close(found_loss, loss)
+        torch.testing.assert_close(found, expected)
+
+
+def test_microbatches_of_different_numbers_of_samples_draw_for_themselves() -> None:
+    assert executor.of_microbatch(5, 2, 3) == executor.Seeds(executor.of_microbatch(5, 2).own, 5, 6)
+    assert executor.of_microbatch(5, 2).step != executor.of_microbatch(5, 1).step != 5
 
 
 class Masked(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 import csc
+from csc.analysis.samples.combining import proven
+from csc.capture.capture import capture
+from csc.capture.guards import Guards
 from csc.capture.trace import export
 from csc.errors import InputError
 from tests.compiler.test_dividing import same, step_is_eager
@@ -106,6 +110,65 @@ def test_beginnings_are_cut_with_their_documents(options: dict[str, Any], weight
     """
     compiled = same(model(), packed(5, 7, 12, weights=weights), 1e-9, loss_weight="mean", **options)
     step_is_eager(compiled, packed(3, 4, 1, 4, 12, weights=weights), 1e-9)
+
+
+def numbers_of(places: Tensor, begins: Tensor) -> Tensor:
+    return torch.bucketize(places, begins[1:], right=True)
+
+
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bucketize": numbers_of,
+    "searchsorted": lambda places, begins: torch.searchsorted(begins.long(), places, right=True) - 1,
+}
+WRONG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "left": lambda places, begins: torch.bucketize(places, begins[1:]),
+    "all": lambda places, begins: torch.bucketize(places, begins, right=True),
+    "every second": lambda places, begins: torch.bucketize(places, begins[1::2], right=True),
+    "from the third": lambda places, begins: torch.bucketize(places, begins[2:], right=True),
+    "not the last": lambda places, begins: torch.bucketize(places, begins[1:-1], right=True),
+    "of half the places": lambda places, begins: numbers_of(places // 2, begins),
+    "of the next place": lambda places, begins: numbers_of(places + 1, begins),
+    "twice": lambda places, begins: 2 * numbers_of(places, begins),
+    "the one before": lambda places, begins: numbers_of(places, begins) - 1,
+}
+
+
+class Rewarded(nn.Module):
+    """A policy's loss: of each document a mean over its tokens, and a term of each token with its document's reward."""
+
+    def __init__(self, numbers: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.numbers, self.embed, self.head = numbers, nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, reward: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        document = self.numbers(torch.arange(losses.numel(), device=losses.device), cu_seqlens)
+        sums = torch.zeros_like(reward).index_add(0, document, losses)
+        lengths = torch.zeros_like(reward).scatter_add(0, document, torch.ones_like(losses))
+        means = sums / lengths.clamp(min=1)
+        return (means * reward).sum() + (losses * (reward - means)[document]).sum()
+
+
+def rewarded(*lengths: int) -> Batch:
+    batch = {name: tensor for name, tensor in packed(*lengths).items() if name != "max_seqlen"}
+    return batch | {"reward": torch.arange(1.0, len(lengths) + 1)}
+
+
+@pytest.mark.parametrize("name", ["bucketize", long("searchsorted")])
+def test_losses_over_rows_of_documents_are_added_up(name: str) -> None:
+    """Each document's rows lie in one microbatch, whose documents count from there."""
+    compiled = same(Rewarded(NUMBERS[name]), rewarded(5, 7, 12), FLOAT32, microbatches=2)
+    assert compiled.program.loss_weight == "sum"
+    step_is_eager(compiled, rewarded(3, 4, 1, 4, 12), FLOAT32)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_numbers_are_none_of_documents(name: str) -> None:
+    program = capture(Rewarded(WRONG[name]), rewarded(5, 7, 12), Guards())
+    problem = proven(program, program.graph)[0].problem
+    assert problem and "bucketize" not in problem, "the operation before it is the one to name"
 
 
 def test_a_document_across_two_microbatches_is_refused() -> None:

@@ -218,7 +218,7 @@ def test_generators_behind_language_models_train_as_in_eager_pytorch() -> None:
     pytest.importorskip("diffusers", reason="diffusers is not installed (pip install diffusers==0.42.1)")
     said = output("examples/generator.py")
     assert len(re.findall(r"(?:flow|tokens) step \d: loss", said)) == 12
-    assert "flow step 5" in said and "4.0 from disk, 0.0 encoded" in said
+    assert "flow step 5" in said and "8.0 from disk, 0.0 encoded" in said
 
 
 @pytest.mark.gloo

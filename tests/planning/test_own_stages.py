@@ -55,7 +55,25 @@ def test_the_last_component_shares_its_stages_where_all_are_named() -> None:
         assert own_stages(whole, own) == [[0, 1], [2], [3, 4]] == own_stages(whole, [("encoder", 1)])
 
 
+def reading(whole: Problem, *pairs: tuple[int, int]) -> Problem:
+    """Each pair: a unit, and one that reads what it makes."""
+    return replace(whole, values=tuple(Value(a, (b,), (True,), 1.0, 1.0) for a, b in pairs))
+
+
+def test_a_component_that_reads_all_others_stands_behind_them_with_the_loss() -> None:
+    whole = problem([1, 2], [3, 4], 3)
+    whole = reading(replace(whole, units=(*whole.units, Unit("loss", "root", 1e-3))), (1, 2), (2, 3), (0, 4), (3, 4))
+    assert own_stages(whole, [("language", 2)]) == [[0, 1], [2], [3, 4]]
+    middle = problem([1], [3], 3)
+    middle = replace(middle, units=(Unit("merge", "root", 1e-3), *middle.units, Unit("loss", "root", 1e-3)))
+    middle = reading(middle, (0, 2), (1, 2), (2, 3))
+    assert own_stages(middle, [("encoder", 1), ("language", 1)]) == [[1], [0], [2, 3]]
+
+
 def test_stages_in_front_read_nothing_from_behind() -> None:
-    whole = replace(problem([1, 2], [3, 4], 2), values=(Value(1, (2,), (True,), 1.0, 1.0),))
+    whole = problem([1, 2], [3, 4], 2)
+    whole = reading(replace(whole, units=(*whole.units, Unit("head", "root", 1e-3, state=8.0))), (1, 2), (3, 4))
     with pytest.raises(InputError, match="gives language pipeline stages in front of others, and it reads what e1 of"):
         own_stages(whole, [("language", 1)])
+    with pytest.raises(InputError, match="gives language pipeline stages in front of others, and it reads what e1 of"):
+        own_stages(reading(problem([1, 2], [3, 4], 2), (1, 2)), [("language", 1)], [("language", 2)])

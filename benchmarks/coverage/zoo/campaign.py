@@ -15,7 +15,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -46,7 +47,8 @@ def run(rows_file: Path, names: Sequence[str], seconds: float, gigabytes: float,
         gc.collect()
         gc.freeze()  # what is imported is garbage in no process
     for number, name in enumerate(missing, start=1):
-        found = _limited(name, seconds, gigabytes)
+        blank: dict[str, Any] = {"name": name, "task": architectures()[name].task, "eager": "", "ways": {}}
+        found = limited(blank, partial(row, name), tuple(WAYS), seconds, gigabytes)
         with rows_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
         print(f"{number}/{len(missing)} {name}: {cell(found)}", file=sys.stderr, flush=True)
@@ -85,18 +87,24 @@ def read(rows_file: Path) -> list[dict[str, Any]]:
     return list({found["name"]: found for found in rows}.values())
 
 
-def _limited(name: str, seconds: float, gigabytes: float) -> dict[str, Any]:
+def limited(
+    found: dict[str, Any],
+    rows: Callable[[], Iterator[dict[str, Any]]],
+    ways: Sequence[str],
+    seconds: float,
+    gigabytes: float,
+) -> dict[str, Any]:
     """One row, from a fork of this process, which has imported what takes long and run nothing. If the fork dies or is
     stopped, the way that it was at is slow or a crash, and what it had told stays.
 
-    seconds: of its processor; gigabytes: of address space.
+    found: the row before anything is known; rows: it as far as it is, again and again; seconds: of the fork's
+    processor; gigabytes: of its address space.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(name, seconds, gigabytes, theirs))
+    process = context.Process(target=_serve, args=(rows, seconds, gigabytes, theirs))
     process.start()
     theirs.close()
-    found: dict[str, Any] = {"name": name, "task": architectures()[name].task, "eager": "", "ways": {}}
     end = time.monotonic() + WAITING * seconds
     try:
         while ours.poll(max(0.0, end - time.monotonic())):
@@ -112,15 +120,15 @@ def _limited(name: str, seconds: float, gigabytes: float) -> dict[str, Any]:
     finally:
         process.kill()
         process.join()
-    return found | {"ways": found["ways"] | {next(way for way in WAYS if way not in found["ways"]): result}}
+    return found | {"ways": found["ways"] | {next(way for way in ways if way not in found["ways"]): result}}
 
 
-def _serve(name: str, seconds: float, gigabytes: float, pipe: Connection) -> None:
+def _serve(rows: Callable[[], Iterator[dict[str, Any]]], seconds: float, gigabytes: float, pipe: Connection) -> None:
     quiet()
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
     limit = int(gigabytes * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for found in row(name):
+    for found in rows():
         pipe.send(found)
     pipe.send(None)
 

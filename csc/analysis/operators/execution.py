@@ -113,6 +113,7 @@ def block(node: fx.Node) -> fx.Node:
 
 DROPOUTS = frozenset({"aten::native_dropout", "aten::dropout"})  # a decision for each entry
 FILLED_AT_RANDOM = frozenset({"aten::rand", "aten::randn", "aten::rand_like", "aten::randn_like"})
+WHOLE_AT_RANDOM = frozenset({"aten::randint", "aten::randint_like"})
 
 
 def is_random(node: fx.Node) -> bool:

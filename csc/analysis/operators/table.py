@@ -161,7 +161,7 @@ _BROADCASTING = ("where", "floor_divide", "rsub", "remainder", "polar", "complex
 _BITWISE = {"aten::__and__", "aten::__or__", "aten::__xor__"}
 _ELEMENTWISE = ("clone", "_to_copy", "contiguous", "lift_fresh_copy", "to", "masked_fill", "fill",
                 "native_dropout", "dropout", "feature_dropout", "bernoulli", "zeros_like", "ones_like", "full_like",
-                "empty_like", "rand_like", "randn_like", "log_sigmoid_forward")  # fmt: skip
+                "empty_like", "rand_like", "randint_like", "randn_like", "log_sigmoid_forward")  # fmt: skip
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -210,12 +210,12 @@ FILLED = {f"aten::{name}" for name in ("full", "zeros", "ones", "new_full", "new
 NEW = {f"aten::new_{name}" for name in ("empty", "zeros", "ones", "full")}
 FACTORIES = {f"aten::{name}" for name in ("full", "zeros", "ones", "scalar_tensor", "arange")}
 SIZE_NUMBERS = {"aten::sym_size", "aten::sym_numel"}
-SIZES_READ = SIZE_NUMBERS | {f"aten::{name}_like" for name in ("zeros", "ones", "empty", "rand", "randn")}
+SIZES_READ = SIZE_NUMBERS | {f"aten::{name}_like" for name in ("zeros", "ones", "empty", "rand", "randint", "randn")}
 OF_VALUES = {
     f"aten::{name}" for name in ("item", "_local_scalar_dense", "nonzero", "nonzero_numpy", "argwhere", "_unique2")
 }  # fmt: skip
 COUNTED = {"aten::arange": "end"}  # by the argument that says how many there are
-MADE = FILLED | NEW | {f"aten::{name}" for name in ("empty", "rand", "randn", "scalar_tensor")}
+MADE = FILLED | NEW | {f"aten::{name}" for name in ("empty", "rand", "randint", "randn", "scalar_tensor")}
 
 
 def filled_with(node: fx.Node) -> Any:

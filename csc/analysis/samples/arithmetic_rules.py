@@ -342,7 +342,7 @@ def _offset_numbers(following: SamplePropagation, node: fx.Node, terms: Sequence
     alpha = given(node).get("alpha", 1)
     known = numbers.within is not None and offset is not None and alpha == 1
     within = (numbers.within[0] + offset[0], numbers.within[1] + offset[1]) if known else None  # type: ignore[index]
-    return RowNumbers(result.axis, numbers.count, numbers.entry, numbers.step, within)
+    return replace(numbers, axis=result.axis, within=within)
 
 
 def stack_rule(following: SamplePropagation, node: fx.Node) -> State:

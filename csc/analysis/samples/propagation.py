@@ -100,6 +100,9 @@ class Terms:
 class RowNumbers:
     """step: by how much the numbers of one sample are larger than those of the sample before. within: the least and the
     largest that a number may lie behind the first of its sample; None: that is not known.
+
+    sequences: the entry that says where packed sequences begin, if these are numbers of sequences, and how many a
+    sample has is its own matter; step and within are then those of one sequence. "": of rows.
     """
 
     axis: Axis
@@ -107,6 +110,7 @@ class RowNumbers:
     entry: str
     step: int
     within: tuple[int, int] | None
+    sequences: str = ""
 
     @property
     def is_own(self) -> bool:
@@ -134,7 +138,8 @@ class NewTensor:
 class Mixed:
     """why: a phrase with the operation as its subject. unless: it is nothing mixed again once it has been "looked up"
     by numbers made for the microbatch (rows of samples among others); has put rows in "order", those that a mask
-    selects first; or these were "scattered" to places that are as many.
+    selects first; these were "scattered" to places that are as many; or rows are "searched" in it, which says where
+    packed sequences begin.
     """
 
     node: fx.Node
@@ -411,6 +416,8 @@ class SamplePropagation:
         states = [self.states[operand] for operand in self.operands(node)]
         if lost.unless == "looked up" and name in LOOK_UPS and len(states) == 2 and NewTensor() in states:
             return NewTensor()
+        if lost.unless == "searched" and name in SEARCHES:
+            return self.special[name](self, node)
         if lost.unless == "order" and name == "aten::index_select" and states == [states[0], lost]:
             rows: Any = node.args[0]
             fits = isinstance(states[0], SampleRows) and self.outermost(rows, states[0]) and not states[0].powers
@@ -619,7 +626,8 @@ GRADIENTS = {
     "csc::own_gradient",
     "csc::to_batch_loss",
 }  # whose gradient each microbatch has its own of
-UNLESS = {"aten::cat": "looked up", "aten::argsort": "order"}
+UNLESS = {"aten::cat": "looked up", "aten::argsort": "order", "aten::slice": "searched"}
+SEARCHES = {"aten::bucketize": "boundaries", "aten::searchsorted": "sorted_sequence"}
 MOVES = COPIES | RESHAPES | CASTS
 
 

@@ -17,6 +17,7 @@ from csc.analysis.operators.table import (
     CLASSES,
     COPIES,
     ELEMENTS,
+    EXACT_COPIES,
     LABELS,
     LINEAR,
     LOOK_UPS,
@@ -40,6 +41,7 @@ from csc.analysis.samples.propagation import (
     NONE,
     NOT_LINEAR,
     OF_OTHERS,
+    SEARCHES,
     STATISTIC,
     UNKNOWN,
     Count,
@@ -62,6 +64,7 @@ from csc.analysis.samples.propagation import (
 )
 from csc.analysis.symbolic import given
 from csc.ir import graph as g
+from csc.ir.program import speaks_of_beginnings
 
 # --- Rules of layers and of calls with several results, for following samples ----------------------------------------
 
@@ -317,7 +320,10 @@ def _looked_up(following: SamplePropagation, uses: Sequence[Use], out: tuple[int
     outermost = shape_of(table.node)[place] == inner * state.count
     if not isinstance(row, RowNumbers) or numbered != [place] or not outermost:
         raise Lost("picks some of the samples")
-    if row.step * row.count != inner * state.count or row.count != state.count:
+    fits = row.step * row.count == inner * state.count and row.count == state.count
+    if row.sequences:  # of which each sample has as many as it has rows here
+        fits = row.step == inner == 1
+    if not fits:
         raise Lost("picks some of the samples")
     if not row.is_own:
         raise Lost(OF_OTHERS)
@@ -637,11 +643,66 @@ def scattered_sum_rule(following: SamplePropagation, node: fx.Node) -> State:
     source = of(following, bound.get("src", bound.get("source")))
     numbers, along = of(following, bound["index"]), bound["dim"] % len(shape_of(node))
     plain = filled_with(bound["self"]) == 0 and bound.get("alpha", 1) == 1
+    if plain and isinstance(numbers, RowNumbers) and numbers.sequences and isinstance(source, SampleRows):
+        return _summed_by_sequence(following, node, source, numbers)
     if not plain or not isinstance(source, SampleRows) or source.axis[0] != along or source.spare is not None:
         return following.by_links(node)
     if not isinstance(numbers, SampleRows) or numbers.powers or numbers.axis != source.axis:
         raise Lost(UNKNOWN)
     return PartsOfSum(source.powers)
+
+
+def _summed_by_sequence(
+    following: SamplePropagation, node: fx.Node, source: SampleRows, numbers: RowNumbers
+) -> SampleRows:
+    """A row for each packed sequence, of all its rows."""
+    bound = g.bind(node)
+    into, dim = of(following, bound["self"]), bound["dim"] % len(shape_of(node))
+    own = numbers.is_own and numbers.step == 1 and (numbers.axis, numbers.count) == (source.axis, source.count)
+    if not own or source.spare is not None or not isinstance(into, SampleRows) or into.powers or into.axis != (dim, 1):
+        raise Lost("sums rows by the numbers of packed sequences into what has no row for each of these")
+    return replace(into, powers=source.powers)
+
+
+def sequence_rule(following: SamplePropagation, node: fx.Node) -> State:
+    """`bucketize(arange(tokens), cu_seqlens[1:], right=True)`: which packed sequence each token is of. With all of
+    `cu_seqlens` it is one more. A sequence is in one microbatch (csc.capture.batch), and its number counts from there.
+    """
+    bound, name = g.bind(node), SEARCHES[g.op_name(node)]
+    boundaries, skipped = _beginnings(bound[name])
+    tokens, states = of(following, bound["self"]), [of(following, used) for used in node.all_input_nodes]
+    lost = next((state for state in states if isinstance(state, Mixed)), None)
+    right = bound.get("right") or bound.get("side") == "right"
+    all_tokens = (
+        isinstance(tokens, RowNumbers)
+        and not tokens.sequences
+        and tokens.within == (0, tokens.step - 1)
+        and tokens.step * tokens.count == prod(shape_of(bound["self"]))
+    )
+    if boundaries and right and all_tokens and isinstance(tokens, RowNumbers):
+        return replace(tokens, step=1, within=(1 - skipped, 1 - skipped), sequences=boundaries)
+    return Mixed(lost.node, lost.why) if lost is not None else following.by_links(node)
+
+
+def _beginnings(node: fx.Node) -> tuple[str, int]:
+    """The entry that says where packed sequences begin, and how many of these are left out in front; ("", 0) if a value
+    is none.
+    """
+    skipped = 0
+    while node.op == "call_function":
+        if g.op_name(node) == "aten::slice":
+            bound = g.bind(node)
+            size = shape_of(bound["self"])[0]
+            start, stop, step = slice(bound["start"], bound["end"], bound["step"]).indices(size)
+            if (stop, step) != (size, 1) or len(shape_of(node)) > 1:
+                return "", 0
+            skipped += start
+        elif g.op_name(node) not in CASTS | EXACT_COPIES:
+            return "", 0
+        node = node.args[0]  # type: ignore[assignment]
+    role = node.meta["role"]
+    begins = role[0] == "input" and speaks_of_beginnings(role[1]) and skipped <= 1
+    return (role[1], skipped) if begins else ("", 0)
 
 
 def batch_loss_rule(following: SamplePropagation, node: fx.Node) -> State:
@@ -707,6 +768,7 @@ RULES: dict[str, Rule] = {
     **_each("repeat_interleave", repeat_each_rule),
     **_each("argsort", order_rule),
     **_each("scatter_add index_add", scattered_sum_rule),
+    **dict.fromkeys(SEARCHES, sequence_rule),
     **_each("slice_scatter", overwritten_rule),
     **_each("type_as", typed_rule),
     **_each("scaled_dot_product_attention", attention_rule),

@@ -32,6 +32,7 @@ from csc.capture.trace.traced_model import HoistedCalls, HostFunctionFound, Loss
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.capture_guards import Call, Decision, SizeGuards
+from csc.ir.program import BEGINNINGS
 from csc.torch_private.hooks import no_new_registration_hooks
 from csc.torch_private.real_layouts import real_layouts
 from csc.torch_private.symbolic_sizes import assumed_of_sizes, conditions_of_models, one_is_no_special_size
@@ -111,7 +112,7 @@ VARLEN = "csc_flash_of_packed_rows"  # with "flash" in it, modules hand over the
 LIBRARY = "transformers.modeling_utils"
 LIBRARY_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 FURTHER = ("sliding_window", "softcap", "s_aux")  # what the library's attention functions may be given beside
-BEGINNINGS, LONGEST = "cu_seqlens", "max_seqlen"
+LONGEST = "max_seqlen"
 CACHES = ("seqused_k", "block_table")  # what varlen_attn is given of a cache of keys and values
 
 
@@ -133,7 +134,7 @@ def one_attention(model: nn.Module) -> Iterator[None]:
 
 def _takes_packed_rows(module: nn.Module) -> bool:
     return (
-        BEGINNINGS in inspect.signature(type(module).forward).parameters
+        not inspect.signature(type(module).forward).parameters.keys().isdisjoint(BEGINNINGS)
         and LIBRARY_FUNCTIONS in vars(sys.modules[type(module).__module__])
         and hasattr(getattr(module, "config", None), "_attn_implementation")
     )
