@@ -285,9 +285,10 @@ Place = Action | str | None
 Waits = tuple[str, int | None]
 
 
-def store_of_processes(name: str) -> dist.Store | None:
+def store_of_processes(name: str, of_attempt: bool = True) -> dist.Store | None:
     """A connection of its own to the store where the processes found each other, and in it what is said under a name;
-    None if the environment does not say where it is (MASTER_ADDR, MASTER_PORT).
+    None if the environment does not say where it is (MASTER_ADDR, MASTER_PORT). of_attempt: by processes that torchrun
+    has started as often as this one, else by any.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
@@ -296,7 +297,7 @@ def store_of_processes(name: str) -> dist.Store | None:
         store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=CONNECTING))
     except dist.DistError:
         return None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_attempt else "any"
     return dist.PrefixStore(f"csc/positions/{attempt}/{name}", store)
 
 

@@ -3,7 +3,7 @@
 Terms
   member      a process that trains now, known for good by its number at the start; *place*: its rank among members
   replica     a whole pipeline with all that belongs to it; one that has lost a rank is taken out, and its other ranks
-              are *spare*: they train no more
+              are *spare*: they train no more, until those that were killed are back
   flight      what one rank has of the step that is under way: which microbatches it has done, and the sums of their
               gradients before any other replica's are added
   report      what a rank says of itself after a death; *plan*: what the lowest rank makes of all reports
@@ -21,6 +21,7 @@ used. So it does not matter which rank dies. A death meanwhile begins it again, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -514,7 +515,7 @@ def _transport(trainer: Trainer) -> Distributed:
 class Survival:
     """Of one process. All make it at the same time, right after a meeting."""
 
-    def __init__(self, given: Survive, mesh: Mesh, zero: int, meeting: Meeting, seconds: float) -> None:
+    def __init__(self, given: Survive, mesh: Mesh, meeting: Meeting, seconds: float) -> None:
         if any(map(devices.aborts, re.split("[:,]", str(dist.get_backend_config())))):
             raise InputError(
                 "survive= is for gloo, and the processes meet over NCCL", "compile",
@@ -523,7 +524,6 @@ class Survival:
         self.given, self.failures, self._meeting, self._seconds = given, given.failures, meeting, seconds
         self.me = dist.get_rank()
         self.members = list(range(dist.get_world_size()))
-        self._zero = zero
         self._before, self.mesh = mesh, mesh  # as it was compiled, and as it is
         self._trainers: list[weakref.ref[Trainer]] = []
         self.forget: list[Callable[[], None]] = []  # called when all groups are gone
@@ -544,6 +544,7 @@ class Survival:
         self._holders = [(host, port) for host, _, _, port in found]
         self.deaths.connect([(host, port) for host, port, _, _ in found], seconds)
         self._send_copies()
+        self._refuses = ""  # why nobody can be taken up
         self._announce()
         self.recoveries: list[dict[str, Any]] = []  # when each was begun and done, and what was done again
 
@@ -701,15 +702,22 @@ class Survival:
 
     def _announce(self) -> None:
         if self.members[0] == self.me:
-            mesh, zero = self._before, self._zero
-            refuses = "" if mesh.size == mesh.dp and not zero else f"each of its replicas has several ranks ({mesh})"
-            joining.announce(*self._stores[self.me], refuses if not zero else f"zero={zero} divides the optimizer")
+            others = [self._stores[rank] for rank in range(self._before.size) if rank != self.me]
+            joining.announce(self._stores[self.me], others, self._refuses)
 
     def waiting(self) -> bool:
-        """Whether all that were lost wait to be taken up. The first member knows."""
-        if not self.has_lost or self.members[0] != self.me:
+        """Whether all that were lost wait to be taken up, spare ranks too. The first member knows."""
+        if not self.has_lost or self.members[0] != self.me or self._refuses:
             return False
-        return self._store.check([f"{joining.ASKS}/{member}" for member in self._gone()])
+        lost = [rank for rank in range(self._before.size) if rank not in self.members]
+        return self._gone() == lost and joining.all_ask(self._store, lost)
+
+    def refuse(self, why: str) -> None:
+        """Take up nobody from now on, and say why to whoever asks. All members call it."""
+        self._refuses = why
+        self._announce()
+        if self.members[0] == self.me:
+            log.warning("ranks that come back are not taken up: %s", why)
 
     def admit(self, steps: int, calls: int) -> joining.Admission:
         """Leave the groups of now for those with all that come back. All members call it, and use this object no more.
@@ -821,7 +829,8 @@ class Survival:
 
     def _wait_as_spare(self, gone: Sequence[int], plan: Regrouping) -> None:
         """This process' replica lacks a rank: it waits until another rank dies, and says what it has then; or until the
-        members have ended, and ends.
+        members have ended, and ends; or until the killed ones are there again, and ends as one that is to be started
+        again.
         """
         trainers = [one for ref in self._trainers if (one := ref()) is not None]
         for trainer in trainers:
@@ -833,7 +842,17 @@ class Survival:
         if not self.is_spare:
             self.is_spare = True
             log.warning("rank %d is spare from now on: its replica has lost a rank", self.me)
-        while not self.deaths.left.intersection(plan.members):
-            if self.lost(1.0):
+        store = joining.connected(*self._stores[plan.members[0]])
+        members = set(plan.members)
+        while not self.deaths.left & members:
+            if self.deaths.wait(members, 1.0) and self.deaths.dead.keys() & members:
                 return
+            with contextlib.suppress(RuntimeError):  # that member has just died
+                if store is not None and joining.all_ask(store, gone):
+                    log.warning(
+                        "rank %d ends with code %d: with rank%s %s it is to be started again", self.me, joining.AGAIN,
+                        "s" * (len(gone) > 1), ", ".join(map(str, gone)),
+                    )  # fmt: skip
+                    self.deaths.end_as_dead()
+                    raise SystemExit(joining.AGAIN)
         raise SystemExit(0)

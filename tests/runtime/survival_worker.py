@@ -17,6 +17,8 @@ import torch
 
 import csc
 from csc.driver.compiled import CompiledModel
+from csc.errors import RankLost
+from csc.runtime import joining
 from tests.compiler import small
 
 STEPS, MICROBATCHES = 5, 2
@@ -112,22 +114,55 @@ def main(
     (directory / f"told_{rank}.json").write_text(json.dumps(told))
 
 
-def rejoining(directory: Path, mesh: str, victim: int, steps: int) -> None:
-    """Train; one rank kills itself before its third step, and is there again some time later."""
+def beside_a_stopped_rank(directory: Path, mesh: str, faults: list[Fault]) -> None:
+    """Train until the job ends in a sentence, which is written; then end the ranks that are stopped."""
     rank, of = int(os.environ["RANK"]), csc.Mesh.parse(mesh)
-    compiled, mark = compiled_for(of, 1), directory / "killed"
-    strikes = rank == victim and not mark.exists()
+    (directory / f"pid_{rank}.txt").write_text(str(os.getpid()))
+    compiled = compiled_for(of, 1, timeout=4.0)
+    compiled.compile_for(samples(of)[0])
+    strike(compiled, faults, losses := [], directory)
+    began = time.monotonic()
+    try:
+        trained(compiled, of, losses)
+    except RankLost as lost:
+        (directory / f"said_{rank}.json").write_text(json.dumps([str(lost), time.monotonic() - began]))
+    for fault in (Fault(*one) for one in faults):
+        if fault.signal == signal.SIGSTOP:
+            os.kill(int((directory / f"pid_{fault.rank}.txt").read_text()), signal.SIGKILL)
+
+
+def rejoining(directory: Path, mesh: str, victims: list[int], zero: int = 0) -> None:
+    """Train; each victim kills itself once, the first one before its third step, the next one two steps after that. The
+    others train on without it for a step, and wait before the next one until all that were lost ask to be taken up.
+    """
+    rank, of = int(os.environ["RANK"]), csc.Mesh.parse(mesh)
+    compiled = compiled_for(of, 1, zero=zero)
     done = compiled.rejoin()
     optimizer = compiled.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     if not done:
         torch.manual_seed(1)
     losses = []
-    for step in range(done, steps):
-        if strikes and step == 2:
+    for step in range(done, 2 * len(victims) + 3):
+        turn, is_odd = divmod(step - 2, 2)
+        mark = directory / f"killed_{turn}"
+        if not is_odd and 0 <= turn < len(victims) and victims[turn] == rank and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if is_odd and 0 <= turn < len(victims):
+            _wait_for_lost(compiled)
         losses.append(float(compiled.train_step(samples(of)[step % STEPS])))
+        compiled.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.5)  # or the others end before it is there
-    (directory / f"told_{rank}.json").write_text(json.dumps([done, losses]))
+    compiled.trainer().own.refresh()
+    weights = {name: p.detach().tolist() for name, p in compiled.trainer().own.values.items()}
+    (directory / f"told_{rank}.json").write_text(json.dumps([done, losses, weights]))
+
+
+def _wait_for_lost(compiled: CompiledModel) -> None:
+    survival: Any = compiled.trainer().transport.meeting.survival
+    lost = [rank for rank in range(compiled.options.mesh.size) if rank not in survival.members]
+    store = joining.connected(*survival._stores[survival.members[0]])
+    assert store is not None
+    while not joining.all_ask(store, lost):
+        time.sleep(0.05)
