@@ -34,6 +34,7 @@ from csc.runtime.launch import several_processes
 from csc.runtime.loss import StepLoss
 from csc.runtime.meeting import COMPILATION, without_dead
 from csc.runtime.optimizer import make_optimizer
+from csc.runtime.survival import Survive
 from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import Timeline
 
@@ -596,10 +597,9 @@ class CompiledModel:
         return Saved.of(self.model, trainer, self._programs, mesh, loader, optimizer)
 
     @property
-    def survives(self) -> int:
-        """The number of ranks that may die."""
-        survive = self._all.settings.survive
-        return 0 if survive is None else survive.failures
+    def survive(self) -> Survive | None:
+        """Which ranks may die, and what is done for that."""
+        return self._all.settings.survive
 
     def save_adapter(self, directory: str | Path) -> None:
         """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.

@@ -84,6 +84,11 @@ class Settings:
     axes: Mapping[str, int] = field(default_factory=dict)
     survive: Survive | None = None
 
+    @property
+    def failures(self) -> int:
+        """The number of ranks that may be killed."""
+        return 0 if self.survive is None else self.survive.failures
+
 
 class ModelPrograms:
     """With one set of options.
@@ -105,7 +110,7 @@ class ModelPrograms:
         self._model, self.settings, self._directory = model, settings, directory
         self._compiler, self._before, self._was = compiler, before, was
         self._set: ProgramSet | None = None
-        self._ended: list[Survival | None] = []
+        self._ended: Survival | None = None
         self._held: OwnParameters | None = None
         self.training = training
         self.progress: Progress = quiet
@@ -186,8 +191,7 @@ class ModelPrograms:
         """What ranks share is built anew: others have come. The store of those that were left is still asked. held:
         what this process goes on to step.
         """
-        if self._set is not None:
-            self._ended.append(self._set.survival)
+        self._ended = None if self._set is None else self._set.survival
         self._set, self._before, self._was, self._held = None, None, None, held
 
     def after(self, directory: Path | None, check: bool | int | None) -> ModelPrograms:

@@ -32,6 +32,7 @@ from csc.driver.batches import SAME, Trials, filling, fullest_first, pad, tried
 from csc.driver.checking import CHECK, Checking, Comparison, NewProgram, Pair, meeting_in
 from csc.driver.compiler import Compiler, FusingAhead, Progress, uncollected
 from csc.driver.features import FeaturesAhead, FeatureSource, FrozenEncoders
+from csc.driver.options import refuse_beside_survive
 from csc.errors import InputError
 from csc.ir.capture_guards import Unstorable, short
 from csc.ir.program import Options, Program
@@ -46,6 +47,7 @@ from csc.runtime.meeting import NOTHING, Meeting, Vote, broadcast_group, first_m
 from csc.runtime.parameters import DataShards, Kept, OwnParameters
 from csc.runtime.specs import Manifest
 from csc.runtime.survival import Survival, Survive
+from csc.runtime.survival import check as check_survival
 from csc.runtime.trainer import Trainer
 from csc.temporary import TemporaryFolder
 from csc.torch_private.autograd import below_autograd
@@ -825,9 +827,13 @@ class ProgramSet:
         self._join_group(options)
         if self._meeting is None:
             several = dist.is_initialized() and dist.get_world_size() > 1
+            survive = self._survive if several else None
+            if survive is not None:  # of options that have changed since csc.compile
+                refuse_beside_survive(options, self.features is not None)
+                check_survival(options.mesh, survive.failures)
             self._meeting = Meeting.of_all(self._timeout) if several else Meeting()
-            if several and self._survive is not None:
-                self._meeting.survival = Survival(self._survive, options.mesh, self._meeting, self._timeout)
+            if survive is not None:
+                self._meeting.survival = Survival(survive, options.mesh, self._meeting, self._timeout)
         if self.survival is not None and self._broadcast.forget not in self.survival.forget:
             self.survival.forget.append(self._broadcast.forget)
         return self._meeting

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,12 +76,11 @@ def job_store() -> dist.Store | None:
     return store_of_processes("survive", of_attempt=False)
 
 
-def announce(first: Address, others: Sequence[Address], refuses: str) -> None:
+def announce(jobs: dist.Store | None, first: Address, others: Sequence[Address], refuses: str) -> None:
     """To whoever is started again: the stores of those that train, and of spare ones. refuses: why nobody can join."""
-    store = job_store()
-    if store is not None:
-        with contextlib.suppress(RuntimeError):  # it is gone: nobody can join
-            store.set(JOB, json.dumps([[first, *others], refuses]))
+    if jobs is not None:
+        with contextlib.suppress(RuntimeError):  # it is gone, as its host is: nobody can join
+            jobs.set(JOB, json.dumps([[first, *others], refuses]))
 
 
 def is_under_way() -> bool:
@@ -91,14 +91,19 @@ def is_under_way() -> bool:
     if store is None or not store.check([JOB]):
         return False
     addresses, _ = json.loads(store.get(JOB))
-    return any(connected(*address) is not None for address in addresses)
+    return any(_answers(*address) for address in addresses)
 
 
-def connected(host: str, port: int) -> dist.Store | None:
-    """The store of a process; None if that has ended."""
-    with contextlib.suppress(RuntimeError):
-        return dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=ANSWER))
-    return None
+def _answers(host: str, port: int) -> bool:
+    """Whether a process is there: a store would be tried for seconds."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=ANSWER):
+        return True
+    return False
+
+
+def connected(host: str, port: int) -> dist.Store:
+    """The store of a process. RuntimeError: nobody is there."""
+    return dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=ANSWER))
 
 
 def all_ask(store: dist.Store, ranks: Sequence[int]) -> bool:
@@ -113,14 +118,8 @@ def ask(rank: int, seconds: float) -> Admission | None:
         return None
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        [[host, port], *_], refuses = json.loads(jobs.get(JOB))
-        if refuses:
-            raise InputError(
-                f"the job goes on without rank {rank}, and takes up nobody: {refuses}", "rejoin",
-                "start all ranks again from the next checkpoint",
-            )  # fmt: skip
         with contextlib.suppress(RuntimeError):  # the rank that was to be asked has died as well
-            admission = _admitted(rank, host, port, jobs.get(JOB), jobs, end)
+            admission = _admitted(rank, jobs, end)
             if admission is not None:
                 return admission
         time.sleep(LOOK)
@@ -130,9 +129,16 @@ def ask(rank: int, seconds: float) -> Admission | None:
     )  # fmt: skip
 
 
-def _admitted(rank: int, host: str, port: int, said: bytes, jobs: dist.Store, end: float) -> Admission | None:
-    """None where the job says something else than `said`, or time is up. RuntimeError: nobody is there."""
-    store = dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=ANSWER))
+def _admitted(rank: int, jobs: dist.Store, end: float) -> Admission | None:
+    """None where the job says another thing meanwhile, or time is up. RuntimeError: nobody is there."""
+    said = jobs.get(JOB)
+    [[host, port], *_], refuses = json.loads(said)
+    if refuses:
+        raise InputError(
+            f"the job goes on without rank {rank}, and takes up nobody: {refuses}", "rejoin",
+            "start all ranks again from the next checkpoint",
+        )  # fmt: skip
+    store = connected(host, port)
     store.set(f"{ASKS}/{rank}", "")
     while time.monotonic() < end:
         if store.check([ADMITTED]):
@@ -181,9 +187,9 @@ class OptimizerState:
         put(optimizer, restored(self.table, optimizer, own, self._assembled, _unfit))
 
     def _assembled(self, parameter: SteppedParameter, key: str, _: Any) -> torch.Tensor:
-        device, parts = parameter.parameter.device, self.parts[parameter.name, key]
-        assembled = parts[0].tensor.new_empty(parameter.parameter.shape)
-        filled = 0
+        device, parts = parameter.parameter.device, self.parts.get((parameter.name, key), [])
+        dtype = parts[0].tensor.dtype if parts else parameter.parameter.dtype  # without parts of a shard of no entries
+        assembled, filled = torch.empty(parameter.parameter.shape, dtype=dtype), 0
         for box, tensor in parts:
             if box is None:
                 check_whole(parameter, key, tensor.shape, _unfit)

@@ -47,7 +47,7 @@ def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[st
     padded[: encoded.numel()] = encoded
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded, group=group)
-    return [bytes(row[: int(size)].cpu().tolist()).decode() for row, size in zip(rows, sizes)]
+    return [row[: int(size)].cpu().numpy().tobytes().decode() for row, size in zip(rows, sizes)]
 
 
 def destroy(groups: list[dist.ProcessGroup]) -> None:

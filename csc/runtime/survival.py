@@ -96,10 +96,8 @@ class Again(Exception):
 # --- before training ---------------------------------------------------------------------------------------------
 
 
-def check(mesh: Mesh, failures: int, refused: Mapping[str, str]) -> None:
-    """InputError unless so many ranks may die at once, whichever they are. refused: options that cannot be had with it,
-    and why.
-    """
+def check(mesh: Mesh, failures: int) -> None:
+    """InputError unless so many ranks may die at once, whichever they are."""
     where = "compile"
     if mesh.dp <= failures:
         needed = f"dp={failures + 1}" if mesh.components else replace(mesh, dp=failures + 1)
@@ -114,8 +112,6 @@ def check(mesh: Mesh, failures: int, refused: Mapping[str, str]) -> None:
             f"a rank of the mesh {mesh} cannot be lost: components have sizes of their own, or ranks another order",
             where, "use one mesh for the whole model, in the usual order, or leave survive= out",
         )  # fmt: skip
-    for option, why in refused.items():
-        raise InputError(f"with {option} a rank cannot be lost: {why}", where, f"leave {option} or survive= out")
 
 
 # --- one step on one rank ----------------------------------------------------------------------------------------
@@ -545,6 +541,7 @@ class Survival:
         self.deaths.connect([(host, port) for host, port, _, _ in found], seconds)
         self._send_copies()
         self._refuses = ""  # why nobody can be taken up
+        self._jobs = joining.job_store()  # asked for now: a host that is gone would be waited for
         self._announce()
         self.recoveries: list[dict[str, Any]] = []  # when each was begun and done, and what was done again
 
@@ -703,7 +700,7 @@ class Survival:
     def _announce(self) -> None:
         if self.members[0] == self.me:
             others = [self._stores[rank] for rank in range(self._before.size) if rank != self.me]
-            joining.announce(self._stores[self.me], others, self._refuses)
+            joining.announce(self._jobs, self._stores[self.me], others, self._refuses)
 
     def waiting(self) -> bool:
         """Whether all that were lost wait to be taken up, spare ranks too. The first member knows."""
@@ -842,17 +839,21 @@ class Survival:
         if not self.is_spare:
             self.is_spare = True
             log.warning("rank %d is spare from now on: its replica has lost a rank", self.me)
-        store = joining.connected(*self._stores[plan.members[0]])
         members = set(plan.members)
         while not self.deaths.left & members:
             if self.deaths.wait(members, 1.0) and self.deaths.dead.keys() & members:
                 return
-            with contextlib.suppress(RuntimeError):  # that member has just died
-                if store is not None and joining.all_ask(store, gone):
-                    log.warning(
-                        "rank %d ends with code %d: with rank%s %s it is to be started again", self.me, joining.AGAIN,
-                        "s" * (len(gone) > 1), ", ".join(map(str, gone)),
-                    )  # fmt: skip
-                    self.deaths.end_as_dead()
-                    raise SystemExit(joining.AGAIN)
+            if self._are_back(gone, plan.members[0]):
+                log.warning(
+                    "rank %d ends with code %d: rank%s %s asked to be taken up again, and it is to be, too", self.me,
+                    joining.AGAIN, "s" * (len(gone) > 1), ", ".join(map(str, gone)),
+                )  # fmt: skip
+                self.deaths.end_as_dead()
+                raise SystemExit(joining.AGAIN)
         raise SystemExit(0)
+
+    def _are_back(self, gone: Sequence[int], first: int) -> bool:
+        """Whether all that had died ask the first member to be taken up."""
+        with contextlib.suppress(RuntimeError):  # it has just died, or ended
+            return joining.all_ask(joining.connected(*self._stores[first]), gone)
+        return False

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import csc
 from csc.driver.compiled import CompiledModel
@@ -90,6 +91,18 @@ def strike(compiled: CompiledModel, faults: list[Fault], losses: list[float], di
         inner(self, place)
 
     type(places).moved = moved  # type: ignore[method-assign]
+
+
+def beside_the_store(*arguments: Any) -> None:
+    """As `main`, with the store where processes find each other in rank 0: it dies with that, as with torchrun's agent
+    of the first node.
+    """
+    outer = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    if os.environ["RANK"] == "0":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        outer.set("port", str(store.port))
+    os.environ["MASTER_PORT"] = outer.get("port").decode()
+    main(*arguments)
 
 
 def main(

@@ -116,6 +116,12 @@ def test_one_rank_after_the_other_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+def test_the_store_where_the_ranks_met_dies_with_rank_0(tmp_path: Path) -> None:
+    launching.ranks(survival_worker.beside_the_store, 2, tmp_path, "dp=2", [Fault(0, 1, "BW 0 1")], 1, dying=1)
+    check_undisturbed(tmp_path, "dp=2", [1])
+
+
+@pytest.mark.gloo
 def test_a_pipeline_that_loses_a_rank_is_taken_out(tmp_path: Path) -> None:
     faults = [Fault(1, 2, "BW 1 0")]
     launching.ranks(survival_worker.main, 4, tmp_path, "dp=2,pp=2", faults, 1, True, dying=1)
