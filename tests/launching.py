@@ -162,6 +162,7 @@ def _rank(main: Callable[..., None], environment: Mapping[str, str], heard: Path
     try:
         main(*arguments)
     except SystemExit as end:
+        sys.stdout.flush()
         os._exit(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
     except BaseException:
         traceback.print_exc()

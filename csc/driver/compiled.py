@@ -518,9 +518,9 @@ class CompiledModel:
         return optimizer
 
     def rejoin(self) -> int:
-        """Take the place of a rank that was lost, in a job with `survive=`: to be called right after `csc.compile`, in
-        every process. It waits until the others begin a step; a `compiled.optimizer(...)` made after it has the state
-        of theirs.
+        """Take the place of a rank that was lost, killed or spare, in a job with `survive=`: to be called right after
+        `csc.compile`, in every process. It waits until all that were lost have been started again and the others begin
+        a step; a `compiled.optimizer(...)` made after it has the state of theirs.
 
         Returns:
             The number of steps that the job has trained: 0 at its start.

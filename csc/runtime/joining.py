@@ -32,11 +32,11 @@ from csc.errors import InputError, RankLost
 from csc.runtime.meeting import answering, gathered_texts, store_of_processes
 from csc.runtime.optimizer import SteppedParameter, check_whole, fits, joined, put, restored
 from csc.runtime.specs import Box, overlap
+from csc.runtime.stores import ANSWER, Guarded, connected
 
 JOB, ADMITTED, ASKS = "job", "admitted", "joins"
 AGAIN = 75  # the exit code of a spare rank that is to be started again; EX_TEMPFAIL of sysexits.h
 LOOK = 0.05  # seconds between two looks into a store
-ANSWER = 5  # seconds in which a process that is there takes a connection
 Address = tuple[str, int]
 
 
@@ -101,11 +101,6 @@ def _answers(host: str, port: int) -> bool:
     return False
 
 
-def connected(host: str, port: int) -> dist.Store:
-    """The store of a process. RuntimeError: nobody is there."""
-    return dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=ANSWER))
-
-
 def all_ask(store: dist.Store, ranks: Sequence[int]) -> bool:
     """Whether these have asked to join."""
     return store.check([f"{ASKS}/{rank}" for rank in ranks])
@@ -138,12 +133,14 @@ def _admitted(rank: int, jobs: dist.Store, end: float) -> Admission | None:
             f"the job goes on without rank {rank}, and takes up nobody: {refuses}", "rejoin",
             "start all ranks again from the next checkpoint",
         )  # fmt: skip
-    store = connected(host, port)
+    who = "the first of the ranks that train"
+    of_first = connected(host, port, ANSWER, who)
+    store = Guarded(of_first, ANSWER, who)
     store.set(f"{ASKS}/{rank}", "")
     while time.monotonic() < end:
         if store.check([ADMITTED]):
             name, source, steps, calls = json.loads(store.get(ADMITTED))
-            return Admission(store, name, source, steps, calls, joins=True)
+            return Admission(of_first, name, source, steps, calls, joins=True)
         if jobs.get(JOB) != said:
             return None
         time.sleep(LOOK)

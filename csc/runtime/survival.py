@@ -49,9 +49,10 @@ from csc.runtime.deaths import Deaths, own_host
 from csc.runtime.executor import Alone, Computed, StepResult, Timed, computed
 from csc.runtime.gradients import GradientSums, of_any, reduce, wait_sum
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import NEWS, Meeting, StepVote, let_go
+from csc.runtime.meeting import LATE, NEWS, Meeting, StepVote, is_silence, let_go
 from csc.runtime.rank import Rank
 from csc.runtime.specs import StepCounts
+from csc.runtime.stores import ANSWER, LOOK, Guarded, connected
 from csc.runtime.trainer import counted
 from csc.runtime.transport import Work, finished
 
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from csc.runtime.trainer import Trainer
 
 log = logging.getLogger("csc")
-
-LOOK = 0.005  # seconds between two looks into a store
 
 
 @dataclass(frozen=True)
@@ -457,49 +456,6 @@ def _known(ranks: Sequence[tuple[int, Report]], step: int) -> tuple[dict[int, li
     return known, takes
 
 
-class _Guarded(dist.Store):
-    """A store in which nobody waits for the dead. stop: asked meanwhile, raises."""
-
-    def __init__(self, store: dist.Store, stop: Callable[[], None]) -> None:
-        super().__init__()
-        self._store, self._stop = store, stop
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until they are there."""
-        while not self._store.check(list(keys)):
-            self._stop()
-            time.sleep(LOOK)
-
-    def get(self, key: str) -> bytes:
-        """Once it is there."""
-        self.wait([key])
-        return self._store.get(key)
-
-    def set(self, key: str, value: Any) -> None:
-        """As the store."""
-        self._store.set(key, value)
-
-    def add(self, key: str, number: int) -> int:
-        """As the store."""
-        return self._store.add(key, number)
-
-    def check(self, keys: list[str]) -> bool:
-        """As the store."""
-        return self._store.check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """As the store."""
-        return self._store.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        """As the store."""
-        return self._store.delete_key(key)
-
-    def num_keys(self) -> int:
-        """As the store."""
-        return self._store.num_keys()
-
-
 def _transport(trainer: Trainer) -> Distributed:
     assert isinstance(trainer.transport, Distributed)
     return trainer.transport
@@ -575,7 +531,9 @@ class Survival:
                 results = flight.results(trainer, dealt, vote, drawn, self._copying)
             except RankLost as error:
                 let_go(error)
-                if not self.lost(NEWS):
+                if not self.lost(LATE if is_silence(error.what) else NEWS):
+                    if is_silence(error.what):  # a meeting, too, would wait for the one that is silent
+                        self._meeting.give_up(error.what)
                     raise
                 _transport(trainer).leave(messages=not flight.adds)
                 self.recover(error)
@@ -660,6 +618,8 @@ class Survival:
             except Again:
                 continue
             except RuntimeError as broken:
+                alive = set(range(self._before.size)).difference(gone)
+                self.deaths.wait(alive, LATE if is_silence(str(broken)) else NEWS)
                 if self._gone() == gone:
                     raise self._cannot(gone, f"they did not come together again ({broken})") from error
                 continue
@@ -754,7 +714,8 @@ class Survival:
     def _agreed(self, gone: Sequence[int], replicas: Sequence[Sequence[int]], end: float) -> Regrouping:
         """What the lowest rank that is alive decides, once all have said how far they are."""
         alive = [rank for rank in range(self._before.size) if rank not in gone]
-        store = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0]))
+        common = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0]))
+        store = Guarded(common, self._seconds, f"rank {alive[0]}")
         store.set(f"report/{self.me}", json.dumps(asdict(self._report(gone))))
         if self.me == alive[0]:
             reports = {}
@@ -766,12 +727,9 @@ class Survival:
         return Regrouping.read(store.get("plan"))
 
     def _store_of(self, member: int) -> dist.Store:
-        if member == self.me:
-            return self._store
-        host, port = self._stores[member]
-        return dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=self._seconds))
+        return self._store if member == self.me else connected(*self._stores[member], self._seconds, f"rank {member}")
 
-    def _await(self, store: dist.Store, key: str, gone: Sequence[int], end: float, silent: str) -> None:
+    def _await(self, store: Guarded, key: str, gone: Sequence[int], end: float, silent: str) -> None:
         while not store.check([key]):
             self._check(gone)
             if time.monotonic() > end:
@@ -795,7 +753,7 @@ class Survival:
         place, wait = plan.members.index(self.me), timedelta(seconds=self._seconds)
         name = f"groups/{'-'.join(map(str, gone))}"
         common = dist.PrefixStore(name, self._store_of(plan.members[0]))
-        self._common = _Guarded(common, lambda: self._stop(gone))  # held here: torch holds what is below Python alone
+        self._common = Guarded(common, self._seconds, f"rank {plan.members[0]}", lambda: self._stop(gone))
         dist.init_process_group("gloo", store=self._common, rank=place, world_size=len(plan.members), timeout=wait)
         mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
         self._meeting.rejoin(self._seconds, common)
@@ -855,5 +813,5 @@ class Survival:
     def _are_back(self, gone: Sequence[int], first: int) -> bool:
         """Whether all that had died ask the first member to be taken up."""
         with contextlib.suppress(RuntimeError):  # it has just died, or ended
-            return joining.all_ask(joining.connected(*self._stores[first]), gone)
+            return joining.all_ask(Guarded(self._store_of(first), ANSWER, f"rank {first}"), gone)
         return False

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import csc
 from csc.driver.compiled import CompiledModel
-from csc.errors import RankLost
+from csc.errors import InputError, RankLost
 from csc.runtime import joining
 from tests.compiler import small
 
@@ -131,7 +131,7 @@ def beside_a_stopped_rank(directory: Path, mesh: str, faults: list[Fault]) -> No
     """Train until the job ends in a sentence, which is written; then end the ranks that are stopped."""
     rank, of = int(os.environ["RANK"]), csc.Mesh.parse(mesh)
     (directory / f"pid_{rank}.txt").write_text(str(os.getpid()))
-    compiled = compiled_for(of, 1, timeout=4.0)
+    compiled = compiled_for(of, 1, timeout=8.0)  # longer than a rank may say nothing
     compiled.compile_for(samples(of)[0])
     strike(compiled, faults, losses := [], directory)
     began = time.monotonic()
@@ -172,10 +172,32 @@ def rejoining(directory: Path, mesh: str, victims: list[int], zero: int = 0) -> 
     (directory / f"told_{rank}.json").write_text(json.dumps([done, losses, weights]))
 
 
+def refused(directory: Path) -> None:
+    """The second of two ranks is killed and started again, in a job that trains with an optimizer that csc does not
+    know: it hears why it is not taken up, and the first one trains on.
+    """
+    rank, of = int(os.environ["RANK"]), csc.Mesh.parse("dp=2")
+    compiled = compiled_for(of, 1)
+    try:
+        compiled.rejoin()
+    except InputError as error:
+        (directory / "refused.txt").write_text(str(error))
+        return
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    for step in range(STEPS):
+        if rank and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 2:
+            _wait_for_lost(compiled)
+        compiled.train_step(samples(of)[step])
+        optimizer.step()
+        optimizer.zero_grad()
+    (directory / "done.txt").touch()
+
+
 def _wait_for_lost(compiled: CompiledModel) -> None:
     survival: Any = compiled.trainer().transport.meeting.survival
     lost = [rank for rank in range(compiled.options.mesh.size) if rank not in survival.members]
-    store = joining.connected(*survival._stores[survival.members[0]])
-    assert store is not None
+    store = survival._store_of(survival.members[0])
     while not joining.all_ask(store, lost):
         time.sleep(0.05)
