@@ -76,7 +76,7 @@ def plan(
     choose the mesh, microbatches and stages with the least mean step over random batches of such samples.
     """
     if lengths is not None:
-        _refuse_both(ranks)
+        _refuse_both(ranks, survive)
         request = (batch_size, batches, multiple, packed, limit)
         with opening as compiled:
             for_lengths = _for_lengths(over(pp, compiled), lengths, *request)
@@ -121,7 +121,9 @@ def plan(
 
 
 def _asked(compiled: CompiledModel, failures: int | None, copies: int) -> Survive | None:
-    """`survive=` as the command line has it, else as the model was compiled."""
+    """`survive=` as the command line has it, else as the model was compiled. InputError for copies alone."""
+    if copies and failures is None:
+        raise InputError("--copies is given without --survive", "plan", "say how many ranks may be killed: --survive 1")
     return compiled.survive if failures is None else Survive(failures, copies)
 
 
@@ -136,8 +138,13 @@ def _price(compiled: CompiledModel, survive: Survive | None) -> SurvivalPrice | 
     return survival_price(compiled.program, compiled.options, survive)
 
 
-def _refuse_both(ranks: int | None) -> None:
-    """InputError for a number of ranks beside --lengths."""
+def _refuse_both(ranks: int | None, survive: int | None) -> None:
+    """InputError for a number of ranks beside --lengths, to be chosen or that may be killed."""
+    if survive is not None:
+        raise InputError(
+            "--lengths and --survive are given", "plan",
+            "ask for the price of --survive with the mesh that --lengths has chosen",
+        )  # fmt: skip
     if ranks is not None:
         raise InputError(
             "--lengths and --ranks are given", "plan",

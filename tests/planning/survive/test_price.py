@@ -28,7 +28,7 @@ def priced(survive: csc.Survive, **options: Any) -> tuple[SurvivalPrice, csc.Com
     return survival_price(compiled.program, compiled.options, survive), compiled
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [2, *(pytest.param(zero, marks=pytest.mark.long) for zero in (0, 1))])
 def test_the_price_is_of_gradients_and_of_shards_that_several_have(zero: int) -> None:
     price, compiled = priced(csc.Survive(1, copies=1), mesh="dp=4", zero=zero)
     (held,) = memory_forecast(compiled.program, compiled.options)
@@ -47,8 +47,8 @@ def test_the_price_in_sentences() -> None:
     price = SurvivalPrice(1, 4_000_000, 0, 8_000_000, 2, 4_000_000, 0.01, 2, 4)
     first, memory, copies = price.sentences(0.1)
     assert first.endswith("those that are left do 4 microbatches each in place of 2")
-    assert "4 MB of gradients at the end of a step" in memory and "optimizer" not in memory
-    assert "4 MB are sent 2 times a step" in copies and copies.endswith("10.0% of the step")
+    assert "3.81 MiB of gradients at the end of a step" in memory and "optimizer" not in memory
+    assert "3.81 MiB are sent 2 times a step" in copies and copies.endswith("10.0% of the step")
     assert len(SurvivalPrice(2, 1, 1, 0, 0, 1, 0.0, 2, 4).sentences(0.1)) == 2
 
 
@@ -61,11 +61,15 @@ def test_layouts_that_can_lose_ranks() -> None:
     assert not FixedChoices(microbatches=2, failures=1).allow(MeshLayout(Mesh(dp=2), 1, 4))
 
 
-def test_a_mesh_is_chosen_that_can_lose_a_rank() -> None:
+def test_meshes_that_cannot_be_chosen() -> None:
     with pytest.raises(InputError, match=r"divided among 2 devices .* 2 replicas that survive=1 needs"):
         csc.compile(lambda: small.text(2), example=small.text_batch(1), mesh=csc.Mesh(ranks=2), survive=1)
     with pytest.raises(InputError, match=r"with zero=3 a rank cannot be lost.*use zero=2"):
         csc.compile(lambda: small.text(2), example=small.text_batch(4), mesh=csc.Mesh(ranks=2), zero=3, survive=1)
+
+
+@pytest.mark.long
+def test_the_chosen_mesh_has_two_replicas() -> None:
     chosen = csc.compile(lambda: small.text(2), example=small.text_batch(4), mesh=csc.Mesh(ranks=2), survive=1)
     assert chosen.options.mesh == Mesh(dp=2) and chosen.options.zero < 3
 
@@ -84,5 +88,10 @@ def test_the_command(tmp_path: Path) -> None:
     asked = ["plan", f"{file}:model", "--example", "example", "--hardware", "a100", "--limit", "0", "--survive", "1"]
     said = CliRunner().invoke(app, [*asked, "--mesh", "dp=2,pp=2", "--copies", "1"])
     assert said.exit_code == 0 and re.search(r"survive=1: 1 killed rank may take.*copies: .* a step", said.output, re.S)
+    for wrong, fault in (("--lengths", "--lengths and --survive"), ("--copies", "--copies is given without")):
+        options = [*asked, "--lengths", str(file)] if wrong == "--lengths" else [*asked[:-2], "--copies", "1"]
+        assert fault in str(CliRunner().invoke(app, options).exception)
     refused = CliRunner().invoke(app, [*asked, "--mesh", "pp=2"])
-    assert refused.exit_code and "no copy of some weights would be left" in " ".join(refused.output.split())
+    assert isinstance(refused.exception, InputError) and "no copy of some weights would be left" in str(
+        refused.exception
+    )
