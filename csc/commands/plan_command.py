@@ -22,17 +22,15 @@ from csc.commands.model_options import (
 from csc.commands.printing import Column, DebugOption, JsonOption, Rows, console, print_json, table
 from csc.commands.simulate_command import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.commands.tables import bound_text, memory_table, show_lengths_plan, show_limits, show_meshes, step_text
-from csc.driver.options import refuse_beside_survive
 from csc.driver.search_clock import SECONDS
 from csc.errors import InputError
-from csc.runtime.survival import Survive
-from csc.runtime.survival import check as check_survival
 from csc.simulation.page import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from csc.driver.compiled import CompiledModel
     from csc.reports.advice import Advice, Row
     from csc.reports.survival_price import SurvivalPrice
+    from csc.runtime.survival import Survive
 
 
 TIE = 0.005  # of a step: costs are not known more exactly
@@ -124,12 +122,16 @@ def _asked(compiled: CompiledModel, failures: int | None, copies: int) -> Surviv
     """`survive=` as the command line has it, else as the model was compiled. InputError for copies alone."""
     if copies and failures is None:
         raise InputError("--copies is given without --survive", "plan", "say how many ranks may be killed: --survive 1")
+    from csc.runtime.survival import Survive
+
     return compiled.survive if failures is None else Survive(failures, copies)
 
 
 def _price(compiled: CompiledModel, survive: Survive | None) -> SurvivalPrice | None:
     """InputError if it cannot be had."""
+    from csc.driver.options import refuse_beside_survive
     from csc.reports.survival_price import survival_price
+    from csc.runtime.survival import check as check_survival
 
     if survive is None:
         return None
