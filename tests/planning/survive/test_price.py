@@ -80,18 +80,29 @@ def test_what_cannot_be_lost_with() -> None:
             refuse_beside_survive(csc.compile(lambda: small.text(2), mesh="dp=2", **options).options)
 
 
-def test_the_command(tmp_path: Path) -> None:
-    file = tmp_path / "model.py"
+def asked(directory: Path) -> list[str]:
+    file = directory / "model.py"
     file.write_text(
         "from tests.compiler import small\nexample = small.text_batch(8)\n\n\ndef model():\n    return small.text(2)\n"
     )
-    asked = ["plan", f"{file}:model", "--example", "example", "--hardware", "a100", "--limit", "0", "--survive", "1"]
-    said = CliRunner().invoke(app, [*asked, "--mesh", "dp=2,pp=2", "--copies", "1"])
+    return ["plan", f"{file}:model", "--example", "example", "--hardware", "a100", "--limit", "0"]
+
+
+@pytest.mark.long
+def test_the_command_says_what_it_takes(tmp_path: Path) -> None:
+    options = ["--survive", "1", "--mesh", "dp=2,pp=2", "--copies", "1"]
+    said = CliRunner().invoke(app, [*asked(tmp_path), *options])
     assert said.exit_code == 0 and re.search(r"survive=1: 1 killed rank may take.*copies: .* a step", said.output, re.S)
-    for wrong, fault in (("--lengths", "--lengths and --survive"), ("--copies", "--copies is given without")):
-        options = [*asked, "--lengths", str(file)] if wrong == "--lengths" else [*asked[:-2], "--copies", "1"]
-        assert fault in str(CliRunner().invoke(app, options).exception)
-    refused = CliRunner().invoke(app, [*asked, "--mesh", "pp=2"])
-    assert isinstance(refused.exception, InputError) and "no copy of some weights would be left" in str(
-        refused.exception
-    )
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--survive", "1", "--lengths", "model.py"], "--lengths and --survive are given"),
+        (["--copies", "1"], "--copies is given without --survive"),
+        (["--survive", "1", "--mesh", "pp=2"], "no copy of some weights would be left"),
+    ],
+)
+def test_what_the_command_refuses(tmp_path: Path, options: list[str], fault: str) -> None:
+    refused = CliRunner().invoke(app, [*asked(tmp_path), *options])
+    assert isinstance(refused.exception, InputError) and fault in str(refused.exception)
