@@ -31,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from csc import cores
+from csc.runtime.joining import AGAIN
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 600.0  # seconds: for what hangs. What is only slow, beside other work, is done by then
@@ -81,7 +82,8 @@ def run_csc(*arguments: str) -> None:
 def ranks(main: Callable[..., None], processes: int, *arguments: Any, dying: int = 0, again: bool = False) -> list[str]:
     """main(*arguments) on so many processes with the environment that torchrun would give them, and torchrun's kind of
     store, which outlives any rank; what each of them wrote. AssertionError with what the first rank that failed wrote,
-    if one did. dying: how many may be killed: the others are waited for. again: those are started once more.
+    if one did. dying: how many may be killed: the others are waited for. again: those are started once more, and ranks
+    that end with the code AGAIN of csc.runtime.joining.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -138,10 +140,11 @@ def _first_failure(started: list[Any], dying: int, start: Callable[[int], Any] |
         for rank, process in list(running.items()):
             if process.exitcode is not None:
                 del running[rank]
-                if process.exitcode == -signal.SIGKILL and dying:
-                    dying -= 1
-                    if start is not None:
-                        started[rank] = running[rank] = start(rank)
+                is_killed = process.exitcode == -signal.SIGKILL and dying > 0
+                dying -= is_killed
+                if start is not None and (is_killed or process.exitcode == AGAIN):
+                    started[rank] = running[rank] = start(rank)
+                if is_killed or (start is not None and process.exitcode == AGAIN):
                     continue
                 failed = rank if process.exitcode and failed is None else failed
     for process in running.values():
@@ -158,6 +161,9 @@ def _rank(main: Callable[..., None], environment: Mapping[str, str], heard: Path
         os.dup2(output.fileno(), 2)
     try:
         main(*arguments)
+    except SystemExit as end:
+        sys.stdout.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -374,28 +374,31 @@ class ModelEntries:
         if self._store.write("capture", f"{model}-{match.capture.name}", files, about):
             self._keep_guards(model, files["guards.json"], about)
 
-    def mesh(self, batch: Mapping[str, Any], options: Options) -> str:
-        """What was chosen for a batch of these sizes in place of the options' open mesh; "" if nothing is known."""
-        key = self._mesh_key(batch, options)
+    def mesh(self, batch: Mapping[str, Any], options: Options, failures: int = 0) -> str:
+        """What was chosen for a batch of these sizes in place of the options' open mesh; "" if nothing is known.
+        failures: how many ranks may be killed.
+        """
+        key = self._mesh_key(batch, options, failures)
         if key is None or self._store is None:
             return ""
         return self._read("mesh", key, self._store.read("mesh", key), lambda files, _: files[MESH].decode()) or ""
 
-    def keep_mesh(self, text: str, batch: Mapping[str, Any], options: Options) -> None:
+    def keep_mesh(self, text: str, batch: Mapping[str, Any], options: Options, failures: int = 0) -> None:
         """Keep what was just chosen."""
-        key = self._mesh_key(batch, options)
+        key = self._mesh_key(batch, options, failures)
         if key is not None and self._store is not None:
             about = {"name": self._name, "shapes": self._shapes(batch), "mesh": options.mesh.to_dict()}
             self._store.write("mesh", key, {MESH: text.encode()}, about)
 
-    def _mesh_key(self, batch: Mapping[str, Any], options: Options) -> str | None:
+    def _mesh_key(self, batch: Mapping[str, Any], options: Options, failures: int) -> str | None:
         model, passes = self._model_key(batch), self._passes_key(options)
         sizes = {
             name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in sorted(split_batch(batch)[0].items())
         }
         if model is None or passes is None:
             return None
-        return mesh_key(f"{model}{passes}", sizes, options, self._trainable())
+        lasting = (sizes, failures) if failures else sizes
+        return mesh_key(f"{model}{passes}", lasting, options, self._trainable())
 
     @staticmethod
     def _shapes(batch: Mapping[str, Any]) -> dict[str, list[int]]:

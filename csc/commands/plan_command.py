@@ -27,7 +27,10 @@ from csc.errors import InputError
 from csc.simulation.page import bytes_text, seconds_text
 
 if TYPE_CHECKING:
+    from csc.driver.compiled import CompiledModel
     from csc.reports.advice import Advice, Row
+    from csc.reports.survival_price import SurvivalPrice
+    from csc.runtime.survival import Survive
 
 
 TIE = 0.005  # of a step: costs are not known more exactly
@@ -46,6 +49,12 @@ def plan(
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="with --ranks: samples of a step; else the example's")
     ] = None,
+    survive: Annotated[
+        int | None, typer.Option("--survive", min=1, help="ranks that may be killed: which mesh can, and what it takes")
+    ] = None,
+    copies: Annotated[
+        int, typer.Option("--copies", min=0, help="with --survive: microbatches after which sums of gradients are sent")
+    ] = 0,
     limit: Annotated[
         float, typer.Option("--limit", min=0, help="seconds for the choice, or for alternatives and changes")
     ] = SECONDS,
@@ -65,35 +74,42 @@ def plan(
     choose the mesh, microbatches and stages with the least mean step over random batches of such samples.
     """
     if lengths is not None:
-        _refuse_both(ranks)
+        _refuse_both(ranks, survive)
         request = (batch_size, batches, multiple, packed, limit)
         with opening as compiled:
             for_lengths = _for_lengths(over(pp, compiled), lengths, *request)
         print_json(for_lengths.as_dict()) if json_output else show_lengths_plan(for_lengths, batch_size, batches)
         return
+    from csc.driver.mesh_candidates import FixedChoices
     from csc.driver.mesh_choice import choose
     from csc.reports.advice import advice
     from csc.reports.forecast import forecast, memory_forecast
 
     if ranks is not None:
         with opening as compiled:
-            choice = choose(compiled, ranks, samples, limit, compiled.inspected.progress)
+            asked = _asked(compiled, survive, copies)
+            fixed = FixedChoices(failures=0 if asked is None else asked.failures)
+            choice = choose(compiled, ranks, samples, limit, compiled.inspected.progress, fixed)
         print_json(choice.as_dict()) if json_output else show_meshes(choice, limit)
         return
     with opening as compiled:
         compiled = over(pp, compiled)
+        price = _price(compiled, _asked(compiled, survive, copies))
         costs = forecast(compiled, None)
         held = memory_forecast(compiled.program, compiled.options)
         advised = advice(compiled, limit, compiled.inspected.progress)
     title = f"{compiled.program.name}: {costs.layout}"
     write_timelines([costs.plan], title, output, page, chrome, svg, costs.bound, costs.memory)
     if json_output:
-        print_json({**costs.as_dict(), "memory": [row.as_dict() for row in held], **advised.as_dict()})
+        survived = {"survive": price.as_dict()} if price is not None else {}
+        print_json({**costs.as_dict(), "memory": [row.as_dict() for row in held], **advised.as_dict(), **survived})
         return
     console.print(f"{escape(costs.schedule)}, {escape(costs.layout)}", highlight=False)
     for rank, (device, holds) in enumerate(zip(costs.devices, costs.holds)):
         console.print(f"rank {rank}, {escape(device)}: {escape(holds)}", highlight=False)
     console.print(memory_table(held, costs.memory, costs.devices))
+    for line in price.sentences(costs.plan.makespan) if price is not None else ():
+        console.print(escape(line), highlight=False)
     show_limits(costs.limits)
     console.print(escape(step_text(costs)), highlight=False)
     console.print(bound_text(costs), highlight=False)
@@ -102,8 +118,35 @@ def plan(
     _show(advised, limits or (None if costs.memory is None else bytes_text(costs.memory)), limit)
 
 
-def _refuse_both(ranks: int | None) -> None:
-    """InputError for a number of ranks beside --lengths."""
+def _asked(compiled: CompiledModel, failures: int | None, copies: int) -> Survive | None:
+    """`survive=` as the command line has it, else as the model was compiled. InputError for copies alone."""
+    if copies and failures is None:
+        raise InputError("--copies is given without --survive", "plan", "say how many ranks may be killed: --survive 1")
+    from csc.runtime.survival import Survive
+
+    return compiled.survive if failures is None else Survive(failures, copies)
+
+
+def _price(compiled: CompiledModel, survive: Survive | None) -> SurvivalPrice | None:
+    """InputError if it cannot be had."""
+    from csc.driver.options import refuse_beside_survive
+    from csc.reports.survival_price import survival_price
+    from csc.runtime.survival import check as check_survival
+
+    if survive is None:
+        return None
+    refuse_beside_survive(compiled.options)
+    check_survival(compiled.options.mesh, survive.failures)
+    return survival_price(compiled.program, compiled.options, survive)
+
+
+def _refuse_both(ranks: int | None, survive: int | None) -> None:
+    """InputError for a number of ranks beside --lengths, to be chosen or that may be killed."""
+    if survive is not None:
+        raise InputError(
+            "--lengths and --survive are given", "plan",
+            "ask for the price of --survive with the mesh that --lengths has chosen",
+        )  # fmt: skip
     if ranks is not None:
         raise InputError(
             "--lengths and --ranks are given", "plan",

@@ -243,7 +243,7 @@ class CheckpointManager:
                 f"a {type(scheduler).__name__} has no state_dict() and load_state_dict()", "CheckpointManager",
                 "pass a scheduler of torch.optim.lr_scheduler, or anything with these two",
             )  # fmt: skip
-        if asynchronous and compiled.survives:
+        if asynchronous and compiled.survive is not None:
             raise InputError(
                 "what a thread writes would lack the part of a rank that dies", "CheckpointManager",
                 "use asynchronous=False, or compile without survive=",

@@ -34,6 +34,7 @@ from csc.runtime.launch import several_processes
 from csc.runtime.loss import StepLoss
 from csc.runtime.meeting import COMPILATION, without_dead
 from csc.runtime.optimizer import make_optimizer
+from csc.runtime.survival import Survive
 from csc.runtime.trainer import Trainer
 from csc.simulation.timeline import Timeline
 
@@ -517,9 +518,9 @@ class CompiledModel:
         return optimizer
 
     def rejoin(self) -> int:
-        """Take the place of a rank that was lost, in a job with `survive=`: to be called right after `csc.compile`, in
-        every process. It waits until the others begin a step; a `compiled.optimizer(...)` made after it has the state
-        of theirs.
+        """Take the place of a rank that was lost, killed or spare, in a job with `survive=`: to be called right after
+        `csc.compile`, in every process. It waits until all that were lost have been started again and the others begin
+        a step; a `compiled.optimizer(...)` made after it has the state of theirs.
 
         Returns:
             The number of steps that the job has trained: 0 at its start.
@@ -596,10 +597,9 @@ class CompiledModel:
         return Saved.of(self.model, trainer, self._programs, mesh, loader, optimizer)
 
     @property
-    def survives(self) -> int:
-        """The number of ranks that may die."""
-        survive = self._all.settings.survive
-        return 0 if survive is None else survive.failures
+    def survive(self) -> Survive | None:
+        """Which ranks may die, and what is done for that."""
+        return self._all.settings.survive
 
     def save_adapter(self, directory: str | Path) -> None:
         """Write a PEFT model's adapters in PEFT's own format: adapter_model.safetensors and adapter_config.json.

@@ -120,17 +120,24 @@ class MeshChoice:
 
 @dataclass(frozen=True)
 class FixedChoices:
-    """What is not chosen, but given. None: it is chosen."""
+    """What is not chosen, but given. None: it is chosen. failures: how many ranks may be killed (`survive=`)."""
 
     microbatches: int | None = None
     zero: int | None = None
     recompute: Any = None
+    failures: int = 0
+
+    def allow(self, layout: MeshLayout) -> bool:
+        """Whether a layout has these microbatches, and can lose so many ranks."""
+        lasts = not self.failures or (layout.mesh.dp > self.failures and not layout.mesh.components)
+        return lasts and self.microbatches in (None, layout.microbatches)
 
     def ways(self) -> list[tuple[int, Any]]:
         """(zero, recompute), in the order in which they are tried."""
         ways_found = [
             (zero if self.zero is None else self.zero, recompute if self.recompute is None else self.recompute)
             for zero, recompute in WAYS
+            if not (self.failures and zero >= 3)
         ]
         return [way for number, way in enumerate(ways_found) if way not in ways_found[:number]]
 
@@ -691,7 +698,8 @@ class MeshTraces:
                     possible = [
                         layout
                         for layout in layouts_in_form
-                        if zero < 3 or self._fixed.zero is not None or are_several(layout)
+                        if (zero < 3 or self._fixed.zero is not None or are_several(layout))
+                        and self._fixed.allow(layout)
                     ]
                     candidates += self._problems.bounded(possible, [(zero, recompute)], self.made + len(candidates))
         except CscError as error:  # or microbatches of this size

@@ -120,7 +120,8 @@ def _kept(programs: ModelPrograms, batches: GivenBatches, options: Options) -> s
     """The choice as text, from the cache if it is there."""
     tensors, extra = split_batch(batches.example)
     entries, example = programs.compiler.kept, tensors | extra
-    known = entries.mesh(example, options)
+    failures = programs.settings.failures
+    known = entries.mesh(example, options, failures)
     if known:
         try:
             chosen = json.loads(known)
@@ -131,7 +132,7 @@ def _kept(programs: ModelPrograms, batches: GivenBatches, options: Options) -> s
         except (ValueError, KeyError, TypeError, CscError) as error:  # nothing that csc wrote
             log.info("the mesh in the cache is not used: %s", error)
     text = json.dumps(_chosen(programs, batches, options, options.mesh.size))
-    entries.keep_mesh(text, example, options)
+    entries.keep_mesh(text, example, options, failures)
     return text
 
 
@@ -163,6 +164,7 @@ def _chosen(programs: ModelPrograms, batches: GivenBatches, options: Options, ra
     recompute = options.recompute if options.recompute != Options().recompute else None
     fixed = FixedChoices(
         options.microbatches if options.microbatches > 1 else None, options.zero or None, recompute,
+        programs.settings.failures,
     )  # fmt: skip
     plain = CompiledModel(programs, batches, replace(options, mesh=Mesh(), microbatches=1, zero=0))
     choice = choose(plain, ranks, None, SECONDS, _told(programs), fixed)

@@ -345,14 +345,16 @@ class MeshSearch:
         hardware = chosen_hardware(first, model.options)
         self.asked = [
             layout for layout in layouts(devices, step, model.sizes, hardware.ranks_per_node, len(first.regions))
-            if fixed.microbatches in (None, layout.microbatches)
+            if fixed.allow(layout)
         ]  # fmt: skip
         if not self.asked:
-            microbatches = fixed.microbatches
+            microbatches, failures = fixed.microbatches, fixed.failures
             many, other = (
                 "" if microbatches is None else f" with microbatches={microbatches}",
                 ", or leave microbatches out",
             )
+            many += f" over the {failures + 1} replicas that survive={failures} needs" if failures else ""
+            other = other if microbatches is not None else ", or leave survive out"
             raise InputError(
                 f"{step} samples of a step cannot be divided among {devices} devices alike{many}", "samples",
                 f"give a multiple of {devices}, or fewer devices{other if many else ''}",

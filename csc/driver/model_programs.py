@@ -21,6 +21,7 @@ from csc.driver.programs import MadeFeatures, ProgramSet
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
+from csc.runtime.parameters import OwnParameters
 from csc.runtime.survival import Survival, Survive
 from csc.runtime.trainer import Trainer
 
@@ -83,6 +84,11 @@ class Settings:
     axes: Mapping[str, int] = field(default_factory=dict)
     survive: Survive | None = None
 
+    @property
+    def failures(self) -> int:
+        """The number of ranks that may be killed."""
+        return 0 if self.survive is None else self.survive.failures
+
 
 class ModelPrograms:
     """With one set of options.
@@ -104,7 +110,8 @@ class ModelPrograms:
         self._model, self.settings, self._directory = model, settings, directory
         self._compiler, self._before, self._was = compiler, before, was
         self._set: ProgramSet | None = None
-        self._ended: list[Survival | None] = []
+        self._ended: Survival | None = None
+        self._held: OwnParameters | None = None
         self.training = training
         self.progress: Progress = quiet
         self.chosen: tuple[Mesh, str] | None = None  # the mesh, if csc chose it, and how
@@ -139,8 +146,9 @@ class ModelPrograms:
             self._set = ProgramSet(
                 self.compiler, self._directory, self._before, bool(self.settings.check), self._was,
                 self.settings.timeout, training.met if training is not None else None, training,
-                self.settings.features, self.settings.survive,
+                self.settings.features, self.settings.survive, self._held,
             )  # fmt: skip
+            self._held = None
         return self._set
 
     def current(self) -> ProgramSet:
@@ -179,11 +187,12 @@ class ModelPrograms:
             self.set.look()
         return changes
 
-    def start_again(self) -> None:
-        """What ranks share is built anew: others have come. The store of those that were left is still asked."""
-        if self._set is not None:
-            self._ended.append(self._set.survival)
-        self._set, self._before, self._was = None, None, None
+    def start_again(self, held: OwnParameters) -> None:
+        """What ranks share is built anew: others have come. The store of those that were left is still asked. held:
+        what this process goes on to step.
+        """
+        self._ended = None if self._set is None else self._set.survival
+        self._set, self._before, self._was, self._held = None, None, None, held
 
     def after(self, directory: Path | None, check: bool | int | None) -> ModelPrograms:
         """For other options of the same model: the same traces, the same parameters. check: None: as before."""

@@ -17,12 +17,12 @@ from csc.driver.compiler import Compiler
 from csc.driver.features import FeaturesAhead, KeptFeatures
 from csc.driver.mesh_choice import with_chosen_mesh
 from csc.driver.model_programs import Example, Factory, GivenBatches, ModelPrograms, Settings
-from csc.driver.options import shown
+from csc.driver.options import refuse_beside_survive, shown
 from csc.driver.programs import MadeFeatures
 from csc.errors import InputError
 from csc.ir.program import Options
 from csc.runtime.survival import Survive
-from csc.runtime.survival import check as check_survival
+from csc.runtime.survival import check as check_mesh
 
 
 def compiled_model(
@@ -45,18 +45,12 @@ def compiled_model(
     settings = Settings(cache, checks(check), timeout, features, dividing.axes, _survived(survive))
     programs = ModelPrograms(model, settings, directory, compiler)
     batches = GivenBatches(example, dividing, programs, Widths.of(widths))
+    if settings.survive is not None:
+        refuse_beside_survive(options, features is not None)
     if options.mesh.is_open:
         options = with_chosen_mesh(programs, batches, options)
-    if settings.survive:
-        refused = {
-            f"zero={options.zero}": (options.zero >= 3, "all replicas meet in each stage, and none finishes alone"),
-            "fuse=True": (options.fuse, "ranks meet while functions are compiled"),
-            "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start"),
-            "encode_ahead or cache_features": (features, "a rank has features that others lack"),
-        }
-        check_survival(
-            options.mesh, settings.survive.failures, {option: why for option, (is_on, why) in refused.items() if is_on}
-        )
+    if settings.survive is not None:
+        check_mesh(options.mesh, settings.survive.failures)
     return CompiledModel(programs, batches, options)
 
 

@@ -182,6 +182,23 @@ def _each(option: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
     return tuple(read(option, item) for item in value)
 
 
+def refuse_beside_survive(options: Options, features: bool = False) -> None:
+    """InputError for options with which a rank cannot be lost. features: some come before a step."""
+    shards = "all replicas meet in each stage, and none finishes alone; a lost rank's shards are nowhere else"
+    refused = {
+        f"zero={options.zero}": (options.zero >= 3, shards),
+        "fuse=True": (options.fuse, "ranks meet while functions are compiled"),
+        "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start"),
+        "encode_ahead or cache_features": (features, "a rank has features that others lack"),
+    }
+    for option, (is_on, why) in refused.items():
+        if is_on:
+            instead = "use zero=2, whose shards several replicas have" if options.zero >= 3 else f"leave {option} out"
+            raise InputError(
+                f"with {option} a rank cannot be lost: {why}", "compile", f"{instead}; or leave survive= out"
+            )  # fmt: skip
+
+
 def shown(value: object) -> str:
     """A value as a sentence names it: in a line, and not a long one."""
     text = repr(value)

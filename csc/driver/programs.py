@@ -32,6 +32,7 @@ from csc.driver.batches import SAME, Trials, filling, fullest_first, pad, tried
 from csc.driver.checking import CHECK, Checking, Comparison, NewProgram, Pair, meeting_in
 from csc.driver.compiler import Compiler, FusingAhead, Progress, uncollected
 from csc.driver.features import FeaturesAhead, FeatureSource, FrozenEncoders
+from csc.driver.options import refuse_beside_survive
 from csc.errors import InputError
 from csc.ir.capture_guards import Unstorable, short
 from csc.ir.program import Options, Program
@@ -43,9 +44,10 @@ from csc.runtime.joining import is_under_way
 from csc.runtime.launch import join_group
 from csc.runtime.loaded_program import LoadedProgram, is_part, load
 from csc.runtime.meeting import NOTHING, Meeting, Vote, broadcast_group, first_makes
-from csc.runtime.parameters import DataShards, Kept
+from csc.runtime.parameters import DataShards, Kept, OwnParameters
 from csc.runtime.specs import Manifest
 from csc.runtime.survival import Survival, Survive
+from csc.runtime.survival import check as check_survival
 from csc.runtime.trainer import Trainer
 from csc.temporary import TemporaryFolder
 from csc.torch_private.autograd import below_autograd
@@ -481,18 +483,20 @@ class ProgramSet:
         training: ProgramSet | None = None,
         features: MadeFeatures | None = None,
         survive: Survive | None = None,
+        held: OwnParameters | None = None,
     ) -> None:
         """directory: where programs are written; before: what trained these parameters until now; checks: whether
         programs are compared with eager PyTorch before they run; model: as it was when the compiler captured it;
         timeout: seconds without an answer until another process counts as lost; meeting: of all ranks, if there is one;
         training: the programs that train what these evaluate; features: how those of frozen encoders are come
-        by. survive: which ranks may die.
+        by. survive: which ranks may die. held: parameters that an optimizer of this process steps already, with the
+        values of now.
         """
         self.features = None
         if features is not None:
             self.features = FrozenEncoders(compiler.model, features(self._made_by_host))
         self._training = training
-        self._timeout, self._survive = timeout, survive
+        self._timeout, self._survive, self._held = timeout, survive, held
         self._meeting = meeting
         self._compiler = compiler
         alike = training.compiled if training is not None else None
@@ -757,6 +761,10 @@ class ProgramSet:
                 weights |= self._training.trained_now
                 self._shards |= self._training.shards_now
                 self._data = self._training.trained.own.data if self._training.trained is not None else None
+            if self._held is not None:
+                weights |= self._held.wholes
+                self._shards |= self._held.shards
+                self._data, self._held = self._held.data, None
             trainer = Trainer(
                 loaded, weights, timeout=self._timeout, meeting=meeting, fused=options.fuse,
                 artifacts=self._fusing.folder if options.fuse else None, is_profiled=is_profiled,
@@ -819,11 +827,13 @@ class ProgramSet:
         self._join_group(options)
         if self._meeting is None:
             several = dist.is_initialized() and dist.get_world_size() > 1
+            survive = self._survive if several else None
+            if survive is not None:  # of options that have changed since csc.compile
+                refuse_beside_survive(options, self.features is not None)
+                check_survival(options.mesh, survive.failures)
             self._meeting = Meeting.of_all(self._timeout) if several else Meeting()
-            if several and self._survive is not None:
-                self._meeting.survival = Survival(
-                    self._survive, options.mesh, options.zero, self._meeting, self._timeout
-                )
+            if survive is not None:
+                self._meeting.survival = Survival(survive, options.mesh, self._meeting, self._timeout)
         if self.survival is not None and self._broadcast.forget not in self.survival.forget:
             self.survival.forget.append(self._broadcast.forget)
         return self._meeting

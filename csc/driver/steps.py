@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +32,10 @@ from csc.errors import DifferenceError, InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Fetched, Microbatches, ahead
 from csc.runtime.executor import Encoding
-from csc.runtime.joining import ask, exchange, is_under_way
+from csc.runtime.joining import OptimizerState, ask, give_state, give_weights, is_under_way
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import EVALUATION, FIRST_STEP, STEP, STEPS, Joining, StepVote, Vote
+from csc.runtime.meeting import EVALUATION, FIRST_STEP, NOTHING, STEP, STEPS, Interrupted, Joining, StepVote, Vote
+from csc.runtime.optimizer import SteppedParameter, listed, owned
 from csc.runtime.specs import Manifest
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
@@ -187,8 +189,8 @@ class Steps:
         self._handed: tuple[Any, Fetched[Any]] | None = None  # a loader of `ahead`, and its batch that is trained on
         self.metrics: dict[str, float] = {}
         self._trained = 0
-        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was made
-        self._state: dict[str, Any] | None = None  # of the others' optimizer, for one that is to be made
+        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # that were made
+        self._state: OptimizerState | None = None  # of the others' optimizer, for one that is to be made
 
     def options(self, microbatches: int | None = None) -> Options:
         """Those of a step. InputError if there cannot be so many."""
@@ -235,6 +237,11 @@ class Steps:
     def train(self, batch: Any, microbatches: int | None, local: bool, following: Any = None) -> torch.Tensor:
         """One training step; the loss."""
         self._refuse_local(local or isinstance(batch, ReplicaShare))
+        if self._state is not None:
+            raise InputError(
+                "the optimizer of the other ranks has a state, which no optimizer of this one was given", "train_step",
+                "make it with compiled.optimizer(...) after compiled.rejoin(), as the other ranks have made theirs",
+            )  # fmt: skip
         if following is not None and self.encodes_ahead is None:
             raise InputError(
                 "nothing is done ahead for a next batch", "train_step",
@@ -247,7 +254,8 @@ class Steps:
                 with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
                     loss = self._step(STEP, batch, microbatches, local, following)
             except Joining:
-                self._take_up()
+                with suppress(Interrupted):  # a rank has died meanwhile: those that were lost are not all there
+                    self._take_up()
             else:
                 self._trained += 1
                 return loss
@@ -273,29 +281,52 @@ class Steps:
         if admission is None:
             return 0
         admission.enter(rank, self._options.mesh.size, settings.timeout)
-        self._state = exchange(admission, self.programs.compiler.model, None)
+        give_weights(admission, self.programs.compiler.model)
         self._trained, self._count = admission.steps, admission.calls
-        self.trainer(check=False)
+        self._state = give_state(admission, None, owned(self.trainer(check=False)))
         return admission.steps
 
     def _take_up(self) -> None:
         """Those that were lost are there again: all build what ranks share anew."""
-        survival = self.programs.set.survival
+        trainer, survival, model = self.current, self.programs.set.survival, self.programs.compiler.model
         assert survival is not None
-        optimizer = None if self._optimizer is None else self._optimizer()
+        own = owned(trainer)
+        try:
+            given = trainer.transport.meeting.hold("rejoin", lambda: (NOTHING, self._given_away(own)))
+            trainer.collect(weights_of(model))
+        except (InputError, StepFailed) as error:
+            if isinstance(error, Interrupted):
+                raise
+            survival.refuse(str(error))
+            return
         admission = survival.admit(self._trained, self._count)
-        exchange(admission, self.programs.compiler.model, None if optimizer is None else optimizer.state_dict())
-        self.programs.start_again()
+        give_weights(admission, model)
+        trainer.own.rejoined(self._options.mesh, survival.me)
+        self.programs.start_again(trainer.own)
         self._evaluating = None
         self.trainer(check=False)
+        give_state(admission, given, own)
         if admission.source == survival.me:
             log.warning("all ranks train again, from step %d on", admission.steps)
 
+    def _given_away(self, own: Sequence[SteppedParameter]) -> dict[str, Any]:
+        """What those that come back are to have of this rank's optimizer. InputError if they cannot have it."""
+        if len(self._optimizers) > 1:
+            gc.collect()  # one that was replaced may still be there
+        optimizers = list(self._optimizers)
+        if len(optimizers) != 1:
+            fault = "several optimizers were" if optimizers else "no optimizer was"
+            raise InputError(
+                f"{fault} made with compiled.optimizer(...), and a rank that comes back gets the state of one",
+                "rejoin", "make one, with groups of parameters where these have different options",
+            )  # fmt: skip
+        return listed(optimizers[0], own)
+
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         """It steps what trains: after `rejoin` it gets the state of the others'."""
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizers.add(optimizer)
         if self._state is not None:
-            optimizer.load_state_dict(self._state)
+            self._state.put(optimizer, owned(self.current))
             self._state = None
 
     def _refuse_local(self, local: bool) -> None:

@@ -108,6 +108,13 @@ class Deaths:
             with contextlib.suppress(OSError):
                 connection.send(BYE)
 
+    def end_as_dead(self) -> None:
+        """Have the others see this process' end as a death, now: it says nothing."""
+        self._closed = True
+        for connection in list(self._of.values()):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def _forked(self) -> None:
         """In a process that this one forks: its copies of the connections would outlive this one."""
         self._closed = True

@@ -1,12 +1,14 @@
-"""A process that was started again takes the place of one that was killed, between two steps.
+"""Processes that were started again take the places of those that were lost, between two steps.
 
 Terms
   job       what survives: ranks that were started together, some of them killed since. It says in torchrun's store,
             which outlives ranks, where it can be asked
-  joins     of a process: it was not there when the others stopped training. All that were lost come back at once
+  joins     of a process: it was not there when the others stopped training. All that were lost come back at once: the
+            killed ones, and the spare ones of their replicas, which end (with the code AGAIN) once those are there
 
-A rank that joins has nothing. The *source*, the lowest of those that were left, gives it weights, the state of the
-optimizer and of torch's generator, and the number of steps; then all build what ranks build at a start, in new groups.
+A rank that joins has nothing. The *source*, the lowest of those that were left, gives it the weights, torch's generator
+and the number of steps; then all build what ranks build at a start, in new groups. The state of the optimizer comes
+from whichever rank has it, by the names of parameters and boxes of their entries, as in a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,22 +16,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from csc.errors import InputError, RankLost
-from csc.runtime.meeting import store_of_processes
+from csc.runtime.meeting import answering, gathered_texts, store_of_processes
+from csc.runtime.optimizer import SteppedParameter, check_whole, fits, joined, put, restored
+from csc.runtime.specs import Box, overlap
+from csc.runtime.stores import ANSWER, Guarded, connected
 
 JOB, ADMITTED, ASKS = "job", "admitted", "joins"
+AGAIN = 75  # the exit code of a spare rank that is to be started again; EX_TEMPFAIL of sysexits.h
 LOOK = 0.05  # seconds between two looks into a store
+Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -65,21 +73,37 @@ def job_store() -> dist.Store | None:
     """torchrun's; None where a rank has the store, which may have died with it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    return store_of_processes("survive")
+    return store_of_processes("survive", of_attempt=False)
 
 
-def announce(host: str, port: int, refuses: str) -> None:
-    """To whoever is started again."""
-    store = job_store()
-    if store is not None:
-        with contextlib.suppress(RuntimeError):  # it is gone: nobody can join
-            store.set(JOB, json.dumps([host, port, refuses]))
+def announce(jobs: dist.Store | None, first: Address, others: Sequence[Address], refuses: str) -> None:
+    """To whoever is started again: the stores of those that train, and of spare ones. refuses: why nobody can join."""
+    if jobs is not None:
+        with contextlib.suppress(RuntimeError):  # it is gone, as its host is: nobody can join
+            jobs.set(JOB, json.dumps([[first, *others], refuses]))
 
 
 def is_under_way() -> bool:
-    """Whether this process was started beside a job that trains."""
+    """Whether this process was started beside a job that trains. What an earlier job has announced, all of whose
+    processes have ended, counts for nothing: torchrun starts all ranks again.
+    """
     store = None if dist.is_initialized() else job_store()
-    return store is not None and bool(store.check([JOB]))
+    if store is None or not store.check([JOB]):
+        return False
+    addresses, _ = json.loads(store.get(JOB))
+    return any(_answers(*address) for address in addresses)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether a process is there: a store would be tried for seconds."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=ANSWER):
+        return True
+    return False
+
+
+def all_ask(store: dist.Store, ranks: Sequence[int]) -> bool:
+    """Whether these have asked to join."""
+    return store.check([f"{ASKS}/{rank}" for rank in ranks])
 
 
 def ask(rank: int, seconds: float) -> Admission | None:
@@ -89,99 +113,149 @@ def ask(rank: int, seconds: float) -> Admission | None:
         return None
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        host, port, refuses = json.loads(jobs.get(JOB))
-        if refuses:
-            raise InputError(
-                f"the job goes on without rank {rank}, and takes up nobody: {refuses}", "rejoin",
-                "start all ranks again from the next checkpoint",
-            )  # fmt: skip
         with contextlib.suppress(RuntimeError):  # the rank that was to be asked has died as well
-            store = dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=5))
-            store.set(f"{ASKS}/{rank}", "")
-            while time.monotonic() < end:
-                if store.check([ADMITTED]):
-                    name, source, steps, calls = json.loads(store.get(ADMITTED))
-                    return Admission(store, name, source, steps, calls, joins=True)
-                time.sleep(LOOK)
+            admission = _admitted(rank, jobs, end)
+            if admission is not None:
+                return admission
+        time.sleep(LOOK)
     raise RankLost(
         f"a job is under way that does not take up rank {rank} within {seconds:g} s: it may have ended, or lacks other "
         "ranks, too", "rejoin", "start every rank that was lost; or all of them from the last checkpoint",
     )  # fmt: skip
 
 
+def _admitted(rank: int, jobs: dist.Store, end: float) -> Admission | None:
+    """None where the job says another thing meanwhile, or time is up. RuntimeError: nobody is there."""
+    said = jobs.get(JOB)
+    [[host, port], *_], refuses = json.loads(said)
+    if refuses:
+        raise InputError(
+            f"the job goes on without rank {rank}, and takes up nobody: {refuses}", "rejoin",
+            "start all ranks again from the next checkpoint",
+        )  # fmt: skip
+    who = "the first of the ranks that train"
+    of_first = connected(host, port, ANSWER, who)
+    store = Guarded(of_first, ANSWER, who)
+    store.set(f"{ASKS}/{rank}", "")
+    while time.monotonic() < end:
+        if store.check([ADMITTED]):
+            name, source, steps, calls = json.loads(store.get(ADMITTED))
+            return Admission(of_first, name, source, steps, calls, joins=True)
+        if jobs.get(JOB) != said:
+            return None
+        time.sleep(LOOK)
+    return None
+
+
+# --- What those that join are given ------------------------------------------------------------------------------
+
+
 @torch.no_grad()
-def exchange(admission: Admission, model: nn.Module, optimizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Give those that join what the source has. optimizer: its state, on the source."""
-    is_source = dist.get_rank() == admission.source
-    tensors: list[torch.Tensor] = []
-    state_text = json.dumps(_apart(optimizer, tensors)) if is_source else ""
-    text = (
-        torch.frombuffer(bytearray(state_text.encode()), dtype=torch.uint8)
-        if state_text
-        else torch.empty(0, dtype=torch.uint8)
-    )
-    size = torch.tensor([text.numel()])
-    dist.broadcast(size, admission.source)
-    text = text if is_source else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(text, admission.source)
-    listed = json.loads(bytes(text.tolist()).decode())
-    if not is_source:
-        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in _tensors(listed)]
-    drawn = torch.get_rng_state()
-    tensors = [_from_source(tensor, admission.source) for tensor in tensors]
+def give_weights(admission: Admission, model: nn.Module) -> None:
+    """The source's, which has all that was trained, and its generator's state. All ranks call it."""
     for tensor in chain(model.parameters(), model.buffers()):
-        value = _from_source(tensor, admission.source)
+        value = _from_rank(tensor, admission.source)
         if admission.joins:
             tensor.copy_(value)
-    drawn = _from_source(drawn, admission.source)
+    drawn = _from_rank(torch.get_rng_state(), admission.source)
     if admission.joins:
         torch.set_rng_state(drawn)
-    state: dict[str, Any] | None = _together(listed, tensors)
-    return state
 
 
-def _from_source(tensor: torch.Tensor, source: int) -> torch.Tensor:
-    """The source's values, in memory of their own."""
+class Part(NamedTuple):
+    """Entries of a tensor of an optimizer's state. box: those of the parameter; None: a tensor of another shape."""
+
+    box: Box | None
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What a rank that joins is given. table: of all parameters, as `optimizer.joined`; parts: by name and key, those
+    that it needs.
+    """
+
+    table: Mapping[str, Any]
+    parts: dict[tuple[str, str], list[Part]] = field(default_factory=dict)
+
+    def put(self, optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) -> None:
+        """Give it to this rank's optimizer. InputError if it is of another kind or has other groups."""
+        fits(self.table, optimizer, _unfit)
+        put(optimizer, restored(self.table, optimizer, own, self._assembled, _unfit))
+
+    def _assembled(self, parameter: SteppedParameter, key: str, _: Any) -> torch.Tensor:
+        device, parts = parameter.parameter.device, self.parts.get((parameter.name, key), [])
+        dtype = parts[0].tensor.dtype if parts else parameter.parameter.dtype  # without parts of a shard of no entries
+        assembled, filled = torch.empty(parameter.parameter.shape, dtype=dtype), 0
+        for box, tensor in parts:
+            if box is None:
+                check_whole(parameter, key, tensor.shape, _unfit)
+                return tensor.to(device)
+            for here, there in overlap(parameter.box, box):
+                assembled[here] = tensor[there]
+                filled += assembled[here].numel()
+        if filled != assembled.numel():
+            raise _unfit(f"{key!r} of {parameter.name!r} is not all there")
+        return assembled.to(device)
+
+
+def _unfit(fault: str) -> InputError:
+    return InputError(fault, "rejoin", "make the optimizer as the other ranks have made theirs")
+
+
+def give_state(
+    admission: Admission, listed: Mapping[str, Any] | None, own: Sequence[SteppedParameter]
+) -> OptimizerState | None:
+    """Give those that join the state of what they step; None: the others have no optimizer. listed: what this rank
+    gives, as `optimizer.listed`; None: nothing. All ranks call it.
+    """
+    rank, given = dist.get_rank(), listed if listed is not None else {"parameters": {}}
+    of_name = {parameter.name: parameter for parameter in own}
+    tensors = [
+        (name, key, value, of_name[name].box if value.shape == of_name[name].parameter.shape else None)
+        for name, entry in given["parameters"].items() for key, value in entry["tensors"].items() if value.numel()
+    ]  # fmt: skip
+    told = {
+        "table": None if listed is None else {**listed, "parameters": {
+            name: {**entry, "tensors": {key: [] for key in entry["tensors"]}}
+            for name, entry in listed["parameters"].items()
+        }},
+        "tensors": [[name, key, *_form(value), box] for name, key, value, box in tensors],
+        "steps": [[parameter.name, parameter.box] for parameter in own] if admission.joins else [],
+    }  # fmt: skip
+    with answering("a rank", "ranks were taken up again"):
+        said = [json.loads(text) for text in gathered_texts(json.dumps(told))]
+    tables = [one["table"] for one in said if one["table"] is not None]
+    if not tables:
+        return None
+    state = OptimizerState(joined(tables))
+    stepped: dict[str, list[Box]] = {}
+    for name, box in chain.from_iterable(one["steps"] for one in said):
+        stepped.setdefault(name, []).append(_box(box))
+    for source, one in enumerate(said):
+        for number, (name, key, dtype, shape, box) in enumerate(one["tensors"]):
+            part = None if box is None else _box(box)
+            if not any(part is None or any(overlap(theirs, part)) for theirs in stepped.get(name, ())):
+                continue
+            value = tensors[number][2] if source == rank else torch.empty(shape, dtype=getattr(torch, dtype))
+            value = _from_rank(value, source)
+            if admission.joins and name in of_name and (part is None or any(overlap(of_name[name].box, part))):
+                state.parts.setdefault((name, key), []).append(Part(part, value))
+    return state if admission.joins else None
+
+
+def _form(tensor: torch.Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def _box(listed: Any) -> Box:
+    return tuple(tuple((int(a), int(b)) for a, b in dim) for dim in listed)
+
+
+def _from_rank(tensor: torch.Tensor, source: int) -> torch.Tensor:
+    """A rank's values, in memory of their own."""
     sent = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     if sent.numel():
-        dist.broadcast(sent.view(-1).view(torch.uint8), source)
+        with answering("a rank", "ranks were taken up again"):
+            dist.broadcast(sent.view(-1).view(torch.uint8), source)
     return sent
-
-
-# --- A state as texts and tensors: nothing is unpickled ----------------------------------------------------------
-
-
-def _apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)], "at": len(tensors) - 1}
-    if isinstance(value, dict):
-        return {"dict": [[key, _apart(item, tensors)] for key, item in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_apart(item, tensors) for item in value]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise InputError(
-        f"the optimizer's state has a {type(value).__name__}, which cannot be given to another rank", "rejoin",
-        "use an optimizer whose state is numbers and tensors",
-    )  # fmt: skip
-
-
-def _tensors(listed: Any) -> Iterator[tuple[str, list[int]]]:
-    """In the order in which they were taken out."""
-    if isinstance(listed, dict) and "tensor" in listed:
-        yield tuple(listed["tensor"])
-    elif isinstance(listed, dict):
-        for item in next(iter(listed.values())):
-            yield from _tensors(item[1] if "dict" in listed else item)
-
-
-def _together(listed: Any, tensors: list[torch.Tensor]) -> Any:
-    if not isinstance(listed, dict):
-        return listed
-    if "tensor" in listed:
-        return tensors[listed["at"]]
-    if "dict" in listed:
-        return {key: _together(item, tensors) for key, item in listed["dict"]}
-    kind, values = next(iter(listed.items()))
-    return {"list": list, "tuple": tuple}[kind](_together(item, tensors) for item in values)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from csc import devices, errors
 from csc.errors import CscError, DifferenceError, InputError, RankLost, StepFailed
 from csc.ir.schedule import WHOLE, Action
+from csc.runtime.stores import ANSWER, Guarded
 
 # --- Short texts that ranks tell each other, as bytes: nothing is unpickled ------------------------------------------
 
@@ -47,7 +48,7 @@ def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[st
     padded[: encoded.numel()] = encoded
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded, group=group)
-    return [bytes(row[: int(size)].cpu().tolist()).decode() for row, size in zip(rows, sizes)]
+    return [row[: int(size)].cpu().numpy().tobytes().decode() for row, size in zip(rows, sizes)]
 
 
 def destroy(groups: list[dist.ProcessGroup]) -> None:
@@ -285,9 +286,10 @@ Place = Action | str | None
 Waits = tuple[str, int | None]
 
 
-def store_of_processes(name: str) -> dist.Store | None:
+def store_of_processes(name: str, of_attempt: bool = True) -> dist.Store | None:
     """A connection of its own to the store where the processes found each other, and in it what is said under a name;
-    None if the environment does not say where it is (MASTER_ADDR, MASTER_PORT).
+    None if the environment does not say where it is (MASTER_ADDR, MASTER_PORT). of_attempt: by processes that torchrun
+    has started as often as this one, else by any.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
@@ -296,7 +298,7 @@ def store_of_processes(name: str) -> dist.Store | None:
         store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=CONNECTING))
     except dist.DistError:
         return None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_attempt else "any"
     return dist.PrefixStore(f"csc/positions/{attempt}/{name}", store)
 
 
@@ -362,7 +364,7 @@ class Positions:
 
     def told(self) -> str:
         """To be added to a sentence: this rank's place, and those of the ranks that it waits for, each for the next;
-        where it waits for any of several, those that wait for nobody. "" if nobody can be asked.
+        where it waits for any of several, those that wait for nobody or are silent. "" if nobody can be asked.
         """
         if self._store is None:
             return ""
@@ -382,11 +384,12 @@ class Positions:
             return ""
 
     def _idle(self) -> dict[int, str]:
-        """Other ranks that wait for nobody."""
+        """Other ranks that wait for nobody; and those that did when they were last heard of, and may be stopped."""
         texts: dict[int, str] = {}
         for rank in range(self._ranks):
             standing = self._of(rank) if rank != self._rank else None
-            if rank != self._rank and len(texts) < SHOWN - 1 and (standing is None or not standing.waits):
+            is_idle = standing is None or not standing.waits or standing.silent > 0
+            if rank != self._rank and len(texts) < SHOWN - 1 and is_idle:
                 texts[rank] = standing.text(rank) if standing else f"rank {rank} has not said where it is"
         return texts
 
@@ -443,6 +446,7 @@ def _watch(positions: weakref.ref[Positions], done: threading.Event, every: floa
 
 MIDDLE = "the middle of a step"
 NEWS = 10.0  # seconds in which a death is seen after an error that it is the cause of, on a busy machine
+LATE = 1.0  # the same after a rank was waited for in vain: a death would have been seen long before
 STEP, FIRST_STEP, OWN_SAMPLES = "train_step", "the first step of its size", "the samples of a step"
 EVALUATION, COMPILATION = "eval_step", "compile_for"
 STEPS = (STEP, EVALUATION)  # what counts as a step
@@ -607,7 +611,7 @@ class Meeting:
         try:
             return call()
         except RankLost as lost:
-            if self.survival is None or not self.survival.lost(NEWS):
+            if self.survival is None or not self.survival.lost(LATE if is_silence(lost.what) else NEWS):
                 raise
             let_go(lost)
             self.survival.recover(lost)
@@ -704,7 +708,8 @@ class Meeting:
         self.positions.close()
         self._group, self.broken = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)), ""
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.positions = Positions(dist.PrefixStore("positions", store), rank, ranks, seconds)
+        told = Guarded(dist.PrefixStore("positions", store), ANSWER, "the rank with the store")
+        self.positions = Positions(told, rank, ranks, seconds)
 
     # one round
 
@@ -745,7 +750,7 @@ class Meeting:
         try:
             rows_found: list[list[int]] = self.guarded(lambda: self._gathered(row), operation)
         except RankLost as lost:
-            if self.survival is None or not self.survival.lost(NEWS):
+            if self.survival is None or not self.survival.lost(LATE if is_silence(lost.what) else NEWS):
                 raise
             let_go(lost)
             self.survival.recover(lost)

@@ -439,6 +439,13 @@ class OwnParameters:
         if self.data is not None:
             self.data.regroup(manifest.mesh, self._first, replicas)
 
+    def rejoined(self, mesh: Mesh, rank: int) -> None:
+        """All ranks of the start are there again, and this process is the one that it was: it steps what it has
+        stepped.
+        """
+        if self.data is not None:
+            self.data.regroup(mesh, rank, mesh.replicas)
+
     @property
     def _first(self) -> int:
         """Of this process' ranks."""

@@ -3,7 +3,7 @@
 Terms
   member      a process that trains now, known for good by its number at the start; *place*: its rank among members
   replica     a whole pipeline with all that belongs to it; one that has lost a rank is taken out, and its other ranks
-              are *spare*: they train no more
+              are *spare*: they train no more, until those that were killed are back
   flight      what one rank has of the step that is under way: which microbatches it has done, and the sums of their
               gradients before any other replica's are added
   report      what a rank says of itself after a death; *plan*: what the lowest rank makes of all reports
@@ -21,6 +21,7 @@ used. So it does not matter which rank dies. A death meanwhile begins it again, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -48,9 +49,10 @@ from csc.runtime.deaths import Deaths, own_host
 from csc.runtime.executor import Alone, Computed, StepResult, Timed, computed
 from csc.runtime.gradients import GradientSums, of_any, reduce, wait_sum
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import NEWS, Meeting, StepVote, let_go
+from csc.runtime.meeting import LATE, NEWS, Meeting, StepVote, is_silence, let_go
 from csc.runtime.rank import Rank
 from csc.runtime.specs import StepCounts
+from csc.runtime.stores import ANSWER, LOOK, Guarded, connected
 from csc.runtime.trainer import counted
 from csc.runtime.transport import Work, finished
 
@@ -58,8 +60,6 @@ if TYPE_CHECKING:
     from csc.runtime.trainer import Trainer
 
 log = logging.getLogger("csc")
-
-LOOK = 0.005  # seconds between two looks into a store
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,8 @@ class Again(Exception):
 # --- before training ---------------------------------------------------------------------------------------------
 
 
-def check(mesh: Mesh, failures: int, refused: Mapping[str, str]) -> None:
-    """InputError unless so many ranks may die at once, whichever they are. refused: options that cannot be had with it,
-    and why.
-    """
+def check(mesh: Mesh, failures: int) -> None:
+    """InputError unless so many ranks may die at once, whichever they are."""
     where = "compile"
     if mesh.dp <= failures:
         needed = f"dp={failures + 1}" if mesh.components else replace(mesh, dp=failures + 1)
@@ -113,8 +111,6 @@ def check(mesh: Mesh, failures: int, refused: Mapping[str, str]) -> None:
             f"a rank of the mesh {mesh} cannot be lost: components have sizes of their own, or ranks another order",
             where, "use one mesh for the whole model, in the usual order, or leave survive= out",
         )  # fmt: skip
-    for option, why in refused.items():
-        raise InputError(f"with {option} a rank cannot be lost: {why}", where, f"leave {option} or survive= out")
 
 
 # --- one step on one rank ----------------------------------------------------------------------------------------
@@ -461,49 +457,6 @@ def _known(ranks: Sequence[tuple[int, Report]], step: int) -> tuple[dict[int, li
     return known, takes
 
 
-class _Guarded(dist.Store):
-    """A store in which nobody waits for the dead. stop: asked meanwhile, raises."""
-
-    def __init__(self, store: dist.Store, stop: Callable[[], None]) -> None:
-        super().__init__()
-        self._store, self._stop = store, stop
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until they are there."""
-        while not self._store.check(list(keys)):
-            self._stop()
-            time.sleep(LOOK)
-
-    def get(self, key: str) -> bytes:
-        """Once it is there."""
-        self.wait([key])
-        return self._store.get(key)
-
-    def set(self, key: str, value: Any) -> None:
-        """As the store."""
-        self._store.set(key, value)
-
-    def add(self, key: str, number: int) -> int:
-        """As the store."""
-        return self._store.add(key, number)
-
-    def check(self, keys: list[str]) -> bool:
-        """As the store."""
-        return self._store.check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """As the store."""
-        return self._store.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        """As the store."""
-        return self._store.delete_key(key)
-
-    def num_keys(self) -> int:
-        """As the store."""
-        return self._store.num_keys()
-
-
 def _transport(trainer: Trainer) -> Distributed:
     assert isinstance(trainer.transport, Distributed)
     return trainer.transport
@@ -515,7 +468,7 @@ def _transport(trainer: Trainer) -> Distributed:
 class Survival:
     """Of one process. All make it at the same time, right after a meeting."""
 
-    def __init__(self, given: Survive, mesh: Mesh, zero: int, meeting: Meeting, seconds: float) -> None:
+    def __init__(self, given: Survive, mesh: Mesh, meeting: Meeting, seconds: float) -> None:
         if any(map(devices.aborts, re.split("[:,]", str(dist.get_backend_config())))):
             raise InputError(
                 "survive= is for gloo, and the processes meet over NCCL", "compile",
@@ -524,7 +477,6 @@ class Survival:
         self.given, self.failures, self._meeting, self._seconds = given, given.failures, meeting, seconds
         self.me = dist.get_rank()
         self.members = list(range(dist.get_world_size()))
-        self._zero = zero
         self._before, self.mesh = mesh, mesh  # as it was compiled, and as it is
         self._trainers: list[weakref.ref[Trainer]] = []
         self.forget: list[Callable[[], None]] = []  # called when all groups are gone
@@ -545,6 +497,8 @@ class Survival:
         self._holders = [(host, port) for host, _, _, port in found]
         self.deaths.connect([(host, port) for host, port, _, _ in found], seconds)
         self._send_copies()
+        self._refuses = ""  # why nobody can be taken up
+        self._jobs = joining.job_store()  # asked for now: a host that is gone would be waited for
         self._announce()
         self.recoveries: list[dict[str, Any]] = []  # when each was begun and done, and what was done again
 
@@ -578,7 +532,9 @@ class Survival:
                 results = flight.results(trainer, dealt, vote, drawn, self._copying)
             except RankLost as error:
                 let_go(error)
-                if not self.lost(NEWS):
+                if not self.lost(LATE if is_silence(error.what) else NEWS):
+                    if is_silence(error.what):  # a meeting, too, would wait for the one that is silent
+                        self._meeting.give_up(error.what)
                     raise
                 _transport(trainer).leave(messages=not flight.adds)
                 self.recover(error)
@@ -663,6 +619,8 @@ class Survival:
             except Again:
                 continue
             except RuntimeError as broken:
+                alive = set(range(self._before.size)).difference(gone)
+                self.deaths.wait(alive, LATE if is_silence(str(broken)) else NEWS)
                 if self._gone() == gone:
                     raise self._cannot(gone, f"they did not come together again ({broken})") from error
                 continue
@@ -702,15 +660,22 @@ class Survival:
 
     def _announce(self) -> None:
         if self.members[0] == self.me:
-            mesh, zero = self._before, self._zero
-            refuses = "" if mesh.size == mesh.dp and not zero else f"each of its replicas has several ranks ({mesh})"
-            joining.announce(*self._stores[self.me], refuses if not zero else f"zero={zero} divides the optimizer")
+            others = [self._stores[rank] for rank in range(self._before.size) if rank != self.me]
+            joining.announce(self._jobs, self._stores[self.me], others, self._refuses)
 
     def waiting(self) -> bool:
-        """Whether all that were lost wait to be taken up. The first member knows."""
-        if not self.has_lost or self.members[0] != self.me:
+        """Whether all that were lost wait to be taken up, spare ranks too. The first member knows."""
+        if not self.has_lost or self.members[0] != self.me or self._refuses:
             return False
-        return self._store.check([f"{joining.ASKS}/{member}" for member in self._gone()])
+        lost = [rank for rank in range(self._before.size) if rank not in self.members]
+        return self._gone() == lost and joining.all_ask(self._store, lost)
+
+    def refuse(self, why: str) -> None:
+        """Take up nobody from now on, and say why to whoever asks. All members call it."""
+        self._refuses = why
+        self._announce()
+        if self.members[0] == self.me:
+            log.warning("ranks that come back are not taken up: %s", why)
 
     def admit(self, steps: int, calls: int) -> joining.Admission:
         """Leave the groups of now for those with all that come back. All members call it, and use this object no more.
@@ -750,7 +715,8 @@ class Survival:
     def _agreed(self, gone: Sequence[int], replicas: Sequence[Sequence[int]], end: float) -> Regrouping:
         """What the lowest rank that is alive decides, once all have said how far they are."""
         alive = [rank for rank in range(self._before.size) if rank not in gone]
-        store = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0]))
+        common = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0]))
+        store = Guarded(common, self._seconds, f"rank {alive[0]}")
         store.set(f"report/{self.me}", json.dumps(asdict(self._report(gone))))
         if self.me == alive[0]:
             reports = {}
@@ -762,12 +728,9 @@ class Survival:
         return Regrouping.read(store.get("plan"))
 
     def _store_of(self, member: int) -> dist.Store:
-        if member == self.me:
-            return self._store
-        host, port = self._stores[member]
-        return dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=self._seconds))
+        return self._store if member == self.me else connected(*self._stores[member], self._seconds, f"rank {member}")
 
-    def _await(self, store: dist.Store, key: str, gone: Sequence[int], end: float, silent: str) -> None:
+    def _await(self, store: Guarded, key: str, gone: Sequence[int], end: float, silent: str) -> None:
         while not store.check([key]):
             self._check(gone)
             if time.monotonic() > end:
@@ -791,7 +754,7 @@ class Survival:
         place, wait = plan.members.index(self.me), timedelta(seconds=self._seconds)
         name = f"groups/{'-'.join(map(str, gone))}"
         common = dist.PrefixStore(name, self._store_of(plan.members[0]))
-        self._common = _Guarded(common, lambda: self._stop(gone))  # held here: torch holds what is below Python alone
+        self._common = Guarded(common, self._seconds, f"rank {plan.members[0]}", lambda: self._stop(gone))
         dist.init_process_group("gloo", store=self._common, rank=place, world_size=len(plan.members), timeout=wait)
         mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
         self._meeting.rejoin(self._seconds, common)
@@ -822,7 +785,8 @@ class Survival:
 
     def _wait_as_spare(self, gone: Sequence[int], plan: Regrouping) -> None:
         """This process' replica lacks a rank: it waits until another rank dies, and says what it has then; or until the
-        members have ended, and ends.
+        members have ended, and ends; or until the killed ones are there again, and ends as one that is to be started
+        again.
         """
         trainers = [one for ref in self._trainers if (one := ref()) is not None]
         for trainer in trainers:
@@ -834,7 +798,21 @@ class Survival:
         if not self.is_spare:
             self.is_spare = True
             log.warning("rank %d is spare from now on: its replica has lost a rank", self.me)
-        while not self.deaths.left.intersection(plan.members):
-            if self.lost(1.0):
+        members = set(plan.members)
+        while not self.deaths.left & members:
+            if self.deaths.wait(members, 1.0) and self.deaths.dead.keys() & members:
                 return
+            if self._are_back(gone, plan.members[0]):
+                log.warning(
+                    "rank %d ends with code %d: rank%s %s asked to be taken up again, and it is to be, too", self.me,
+                    joining.AGAIN, "s" * (len(gone) > 1), ", ".join(map(str, gone)),
+                )  # fmt: skip
+                self.deaths.end_as_dead()
+                raise SystemExit(joining.AGAIN)
         raise SystemExit(0)
+
+    def _are_back(self, gone: Sequence[int], first: int) -> bool:
+        """Whether all that had died ask the first member to be taken up."""
+        with contextlib.suppress(RuntimeError):  # it has just died, or ended
+            return joining.all_ask(Guarded(self._store_of(first), ANSWER, f"rank {first}"), gone)
+        return False

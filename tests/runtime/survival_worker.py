@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import csc
 from csc.driver.compiled import CompiledModel
+from csc.errors import InputError, RankLost
+from csc.runtime import joining
 from tests.compiler import small
 
 STEPS, MICROBATCHES = 5, 2
@@ -90,6 +93,18 @@ def strike(compiled: CompiledModel, faults: list[Fault], losses: list[float], di
     type(places).moved = moved  # type: ignore[method-assign]
 
 
+def beside_the_store(*arguments: Any) -> None:
+    """As `main`, with the store where processes find each other in rank 0: it dies with that, as with torchrun's agent
+    of the first node.
+    """
+    outer = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    if os.environ["RANK"] == "0":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        outer.set("port", str(store.port))
+    os.environ["MASTER_PORT"] = outer.get("port").decode()
+    main(*arguments)
+
+
 def main(
     directory: Path, mesh: str, faults: list[Fault], survive: int | csc.Survive = 1, saves: bool = False, zero: int = 0
 ) -> None:
@@ -112,22 +127,77 @@ def main(
     (directory / f"told_{rank}.json").write_text(json.dumps(told))
 
 
-def rejoining(directory: Path, mesh: str, victim: int, steps: int) -> None:
-    """Train; one rank kills itself before its third step, and is there again some time later."""
+def beside_a_stopped_rank(directory: Path, mesh: str, faults: list[Fault]) -> None:
+    """Train until the job ends in a sentence, which is written; then end the ranks that are stopped."""
     rank, of = int(os.environ["RANK"]), csc.Mesh.parse(mesh)
-    compiled, mark = compiled_for(of, 1), directory / "killed"
-    strikes = rank == victim and not mark.exists()
+    (directory / f"pid_{rank}.txt").write_text(str(os.getpid()))
+    compiled = compiled_for(of, 1, timeout=8.0)  # longer than a rank may say nothing
+    compiled.compile_for(samples(of)[0])
+    strike(compiled, faults, losses := [], directory)
+    began = time.monotonic()
+    try:
+        trained(compiled, of, losses)
+    except RankLost as lost:
+        (directory / f"said_{rank}.json").write_text(json.dumps([str(lost), time.monotonic() - began]))
+    for fault in (Fault(*one) for one in faults):
+        if fault.signal == signal.SIGSTOP:
+            os.kill(int((directory / f"pid_{fault.rank}.txt").read_text()), signal.SIGKILL)
+
+
+def rejoining(directory: Path, mesh: str, victims: list[int], zero: int = 0) -> None:
+    """Train; each victim kills itself once, the first one before its third step, the next one two steps after that. The
+    others train on without it for a step, and wait before the next one until all that were lost ask to be taken up.
+    """
+    rank, of = int(os.environ["RANK"]), csc.Mesh.parse(mesh)
+    compiled = compiled_for(of, 1, zero=zero)
     done = compiled.rejoin()
     optimizer = compiled.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     if not done:
         torch.manual_seed(1)
     losses = []
-    for step in range(done, steps):
-        if strikes and step == 2:
+    for step in range(done, 2 * len(victims) + 3):
+        turn, is_odd = divmod(step - 2, 2)
+        mark = directory / f"killed_{turn}"
+        if not is_odd and 0 <= turn < len(victims) and victims[turn] == rank and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if is_odd and 0 <= turn < len(victims):
+            _wait_for_lost(compiled)
         losses.append(float(compiled.train_step(samples(of)[step % STEPS])))
+        compiled.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.5)  # or the others end before it is there
-    (directory / f"told_{rank}.json").write_text(json.dumps([done, losses]))
+    compiled.trainer().own.refresh()
+    weights = {name: p.detach().tolist() for name, p in compiled.trainer().own.values.items()}
+    (directory / f"told_{rank}.json").write_text(json.dumps([done, losses, weights]))
+
+
+def refused(directory: Path) -> None:
+    """The second of two ranks is killed and started again, in a job that trains with an optimizer that csc does not
+    know: it hears why it is not taken up, and the first one trains on.
+    """
+    rank, of = int(os.environ["RANK"]), csc.Mesh.parse("dp=2")
+    compiled = compiled_for(of, 1)
+    try:
+        compiled.rejoin()
+    except InputError as error:
+        (directory / "refused.txt").write_text(str(error))
+        return
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    for step in range(STEPS):
+        if rank and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 2:
+            _wait_for_lost(compiled)
+        compiled.train_step(samples(of)[step])
+        optimizer.step()
+        optimizer.zero_grad()
+    (directory / "done.txt").touch()
+
+
+def _wait_for_lost(compiled: CompiledModel) -> None:
+    survival: Any = compiled.trainer().transport.meeting.survival
+    lost = [rank for rank in range(compiled.options.mesh.size) if rank not in survival.members]
+    store = survival._store_of(survival.members[0])
+    while lost and not joining.all_ask(store, lost):  # they may be there again already
+        time.sleep(0.05)

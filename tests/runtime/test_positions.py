@@ -82,6 +82,21 @@ def test_a_rank_that_has_become_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     here.close()
 
 
+def test_a_rank_that_waited_once_and_has_become_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    here, stopped = (Positions(store, rank, 2, 0.2) for rank in range(2))
+    stopped.moved("'train_step' of step 3")
+    stopped.waits = ("the others", None)
+    settled([here, stopped])
+    stopped.close()
+    assert "rank 1" not in here.told(), "it waits as well"
+    time.sleep(0.2)  # what its thread was about to tell
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 30)
+    assert "rank 1, at 'train_step' of step 3, waits for the others (said 30 s ago" in here.told()
+    here.close()
+
+
 def main(directory: Any) -> None:
     """The first of two ranks does not get done with its second microbatch."""
     compiled = csc.compile(

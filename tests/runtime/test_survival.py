@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import threading
 from dataclasses import asdict, replace
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import csc
 from csc.checkpoints import files, restoring
 from csc.errors import InputError
+from csc.runtime.stores import Guarded, answered
 from csc.runtime.survival import Held, Regrouping, Report, Taking, dealt_to, planned, shares
 from tests import launching
 from tests.compiler import small
@@ -115,6 +121,12 @@ def test_one_rank_after_the_other_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+def test_the_store_where_the_ranks_met_dies_with_rank_0(tmp_path: Path) -> None:
+    launching.ranks(survival_worker.beside_the_store, 2, tmp_path, "dp=2", [Fault(0, 1, "BW 0 1")], 1, dying=1)
+    check_undisturbed(tmp_path, "dp=2", [1])
+
+
+@pytest.mark.gloo
 def test_a_pipeline_that_loses_a_rank_is_taken_out(tmp_path: Path) -> None:
     faults = [Fault(1, 2, "BW 1 0")]
     launching.ranks(survival_worker.main, 4, tmp_path, "dp=2,pp=2", faults, 1, True, dying=1)
@@ -145,6 +157,41 @@ def test_shards_and_sequences_are_not_lost(
     check_checkpoint(tmp_path, reports)
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ([Fault(1, 1, "BW 0 1", 1, int(signal.SIGSTOP))], "rank 1"),
+        pytest.param(
+            [Fault(0, 1, "BW 0 0"), Fault(1, 1, "the sum of gradients", 1, int(signal.SIGSTOP))],
+            "others do not go on: .*rank 1 has not answered",
+            marks=pytest.mark.long,
+        ),
+    ],
+)  # fmt: skip
+def test_a_rank_that_is_silent_ends_the_job_in_a_sentence(tmp_path: Path, faults: list[Fault], said: str) -> None:
+    """In a step; while the others come together without one that was killed."""
+    mesh = f"dp={len(faults) + 1}"
+    launching.ranks(survival_worker.beside_a_stopped_rank, len(faults) + 1, tmp_path, mesh, faults, dying=len(faults))
+    (sentence, seconds), *more = [json.loads(path.read_text()) for path in tmp_path.glob("said_*.json")]
+    assert re.search(said, sentence) and "stopped" in sentence and re.search("last checkpoint|saved weights", sentence)
+    assert 8 < seconds < 8 * len(faults) + 60 and not more
+
+
+def test_a_store_whose_process_is_stopped_is_not_waited_for() -> None:
+    asleep = threading.Event()
+    with pytest.raises(RuntimeError, match=r"timed out: rank 1 has not answered for 0\.05 s"):
+        answered(lambda: asleep.wait(5), 0.05, "rank 1")
+    asleep.set()
+    store = Guarded(dist.HashStore(), 5.0, "rank 1")
+    store.set("a", "b")
+    assert (store.get("a"), store.check(["a"]), store.check(["c"])) == (b"b", True, False)
+    with pytest.raises(RuntimeError, match="nobody has written c"):
+        store.wait(["c"], timedelta(seconds=0.02))
+    with pytest.raises(ZeroDivisionError):
+        answered(lambda: 1 / 0, 5.0, "rank 1")
+
+
 def check_checkpoint(directory: Path, reports: list[dict[str, Any]]) -> None:
     """Those that are left have written all weights, as they have them, and all of the optimizer's state."""
     index = files.read(files.find(directory / "saved_run"))
@@ -158,21 +205,51 @@ def check_checkpoint(directory: Path, reports: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_that_is_started_again_trains_with_the_others(tmp_path: Path, victim: int) -> None:
-    steps = 60
-    launching.ranks(survival_worker.rejoining, 3, tmp_path, "dp=3", victim, steps, dying=1, again=True)
-    found = [json.loads((tmp_path / f"told_{rank}.json").read_text()) for rank in range(3)]
-    done, losses = found[victim]
-    assert 2 <= done < steps and len(losses) == steps - done
-    of = csc.Mesh.parse("dp=3")
+@pytest.mark.parametrize(
+    ("mesh", "zero", "victims"),
+    [
+        ("dp=2,pp=2", 0, [1]),
+        pytest.param("dp=3", 0, [0, 2], marks=pytest.mark.long),
+        pytest.param("dp=2,pp=2", 0, [0, 3], marks=pytest.mark.long),
+        pytest.param("dp=2,tp=2", 0, [0], marks=pytest.mark.long),
+        pytest.param("dp=2,cp=2", 0, [3], marks=pytest.mark.long),
+        pytest.param("dp=3", 1, [1, 1], marks=pytest.mark.long),
+        pytest.param("dp=2,pp=2", 2, [2], marks=pytest.mark.long),
+    ],
+)
+def test_killed_ranks_that_are_started_again_train_with_the_others(
+    tmp_path: Path, mesh: str, zero: int, victims: list[int]
+) -> None:
+    """With those of their replicas; one after the other."""
+    of = csc.Mesh.parse(mesh)
+    launching.ranks(
+        survival_worker.rejoining, of.size, tmp_path, mesh, victims, zero, dying=len(victims), again=True
+    )  # fmt: skip
+    found = [json.loads((tmp_path / f"told_{rank}.json").read_text()) for rank in range(of.size)]
+    assert all(found[victim][0] for victim in victims)
+    steps = 2 * len(victims) + 3
     alone = survival_worker.compiled_for(of, None)
     optimizer, expected = alone.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), []
     torch.manual_seed(1)
     for step in range(steps):
         expected.append(float(alone.train_step(survival_worker.samples(of)[step % STEPS])))
+        alone.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    for start, own in found:
-        torch.testing.assert_close(torch.tensor(own), torch.tensor(expected[start:]), rtol=1e-4, atol=1e-5)
+    weights = dict(alone.named_parameters())
+    for start, own, values in found:
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(expected[start:]), rtol=1e-6, atol=1e-6)
+        for name, value in values.items():
+            if torch.tensor(value).shape == weights[name].shape:  # a tensor-parallel rank has a part
+                torch.testing.assert_close(
+                    torch.tensor(value), weights[name].detach(), rtol=1e-5, atol=1e-6, msg=name
+                )  # fmt: skip
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+def test_a_rank_whose_optimizer_would_lack_its_state_is_not_taken_up(tmp_path: Path) -> None:
+    launching.ranks(survival_worker.refused, 2, tmp_path, dying=1, again=True)
+    assert (tmp_path / "done.txt").exists(), "the other one trains on"
+    said = (tmp_path / "refused.txt").read_text()
+    assert "goes on without rank 1, and takes up nobody" in said and "no optimizer was made with compiled.opt" in said

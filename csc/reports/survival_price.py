@@ -1,0 +1,87 @@
+"""What `survive=` takes beside the plan: memory of the fullest rank, and what copies of gradients send in a step.
+
+Sizes are bytes of one rank, as the plan accounts for them (csc.analysis.costs); the links are those of the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from csc.analysis.costs import stored_dtypes, variant_cost
+from csc.ir.groups import Group
+from csc.ir.program import Options, Program
+from csc.passes.pipeline_problem import profiles
+from csc.runtime.survival import Survive
+from csc.simulation.page import bytes_text, seconds_text
+from csc.simulation.pipeline import Link
+
+
+@dataclass(frozen=True)
+class SurvivalPrice:
+    """sums: of gradients, at the end of a step, beside those of the own replica. optimizer: of the shards that a rank
+    steps so that other replicas have them too (ZeRO). copies: of gradients, on their way and held for another rank.
+    sends: how many of them in a step, each of so many bytes, and seconds for all. before, after: microbatches of the
+    busiest replica, of a whole job and after all failures.
+    """
+
+    failures: int
+    sums: int
+    optimizer: int
+    copies: int
+    sends: int
+    size: int
+    seconds: float
+    before: int
+    after: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def sentences(self, makespan: float) -> list[str]:
+        """makespan: of the step as it was planned."""
+        several = "s" * (self.failures > 1)
+        lines = [
+            f"survive={self.failures}: {self.failures} killed rank{several} may take as many replicas out; those that "
+            f"are left do {self.after} microbatches each in place of {self.before}",
+            f"its memory, which the plan does not have: {bytes_text(self.sums)} of gradients at the end of a step"
+            + (f", {bytes_text(self.optimizer)} of the optimizer's state" if self.optimizer else "")
+            + (f", {bytes_text(self.copies)} of copies" if self.copies else ""),
+        ]
+        if self.sends:
+            share = self.seconds / makespan if makespan else math.inf
+            lines.append(
+                f"copies: {bytes_text(self.size)} are sent {self.sends} times a step, beside the work: "
+                f"{seconds_text(self.seconds)} at the speed of the links, {share:.1%} of the step"
+            )
+        return lines
+
+
+def survival_price(program: Program, options: Options, survive: Survive) -> SurvivalPrice:
+    """Of a planned Program; that it can lose so many ranks was checked before."""
+    mesh, zero = options.mesh, options.zero
+    stored = stored_dtypes(program)
+    costs = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
+    variant = {region.name: region.variant for region in program.regions}
+    ranks, shards = math.prod(mesh.sizes(Group.DATA)), mesh.dp // (survive.failures + 1) * mesh.cp
+    sums, states, size = 0, 0, 0
+    for position in range(mesh.pp):
+        own = [costs[variant[name]] for stage in program.stages if stage.rank == position for name in stage.regions]
+        _, gradients, state = (sum(kind) for kind in zip(*(cost.held(0, 1) for cost in own)))
+        _, planned, planned_state = (sum(kind) for kind in zip(*(cost.held(zero, ranks) for cost in own)))
+        size, sums = max(size, gradients), max(sums, 2 * gradients - planned)
+        states = max(states, -(-state // shards) - planned_state if zero else 0)
+    sends = -(-options.microbatches // survive.copies) if survive.copies else 0
+    left, total = mesh.dp - survive.failures, mesh.dp * options.microbatches
+    return SurvivalPrice(
+        survive.failures, sums, states, 2 * size if sends else 0, sends, size,
+        sends * _seconds(program, options, size), options.microbatches, -(-total // left),
+    )  # fmt: skip
+
+
+def _seconds(program: Program, options: Options, size: int) -> float:
+    """That a copy takes from a rank to that of the same place in the next replica, over the slowest of the links."""
+    own = profiles(program, options)
+    wires = [one.between if options.mesh.size > one.ranks_per_node else one.within for one in own]
+    return max(Link(wire.latency, wire.bandwidth).seconds(size) for wire in wires)
