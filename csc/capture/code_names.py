@@ -6,6 +6,7 @@ import dis
 import functools
 import hashlib
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from opcode import EXTENDED_ARG, opmap
 from types import CodeType
@@ -23,7 +24,7 @@ CALLED_BY_PYTHON = frozenset(  # methods that no code names
     )
 )  # fmt: skip
 BY_NAME = ("getattr", "vars", "attrgetter", "methodcaller")  # functions that are given names
-NEAR = 6  # instructions after such a function within which a name that is written out is loaded
+COMPUTED = ("BINARY_OP", "BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE")  # makes a text
 
 
 def texts(code: CodeType) -> tuple[str, ...]:
@@ -91,8 +92,9 @@ def asks_by_name(code: CodeType) -> bool:
         instructions = list(dis.get_instructions(inner))
         for place, one in enumerate(instructions):
             if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval in BY_NAME:
-                near = instructions[place + 1 : place + NEAR]
-                if not any(other.opname == "LOAD_CONST" and type(other.argval) is str for other in near):
+                given = list(itertools.takewhile(lambda other: other.opname[:4] != "CALL", instructions[place + 1 :]))
+                written_out = any(other.opname == "LOAD_CONST" and type(other.argval) is str for other in given)
+                if not written_out or any(other.opname in COMPUTED for other in given):
                     return True
             elif one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and one.argval in ("__dict__", *BY_NAME):
                 return True

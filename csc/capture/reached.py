@@ -100,6 +100,7 @@ OF_C = (BuiltinFunctionType, MethodWrapperType)  # functions of C, some of an ob
 LOCK = type(threading.Lock())
 UNSEEN = (queue.Queue, queue.SimpleQueue, io.IOBase, BaseProxy)  # whose state nothing here can compare
 OWN_SLOTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}  # dicts of an nn.Module
+NOT_FOR_TRAINING = frozenset({"generation_config", batch.INSTALLED, "_is_hf_initialized"})  # of transformers
 OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 APART = (logging.Logger, threading.local, *OF_TRAINING)  # whose attributes change by themselves, or are asked for
 Excused = Callable[[Mapping[Any, Any], str, Any, Any], bool]  # of a change: (holder, name, before, now)
@@ -211,6 +212,11 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) and not is_own(module_of(type(value)))
 
 
+def of_transformers(kind: type) -> bool:
+    """Whether it is a class of transformers, or one made from it."""
+    return any(module_of(base).startswith("transformers.") for base in kind.__mro__)
+
+
 def is_holder(name: Any, value: Any) -> bool:
     """Whether a module keeps its parameters, buffers, modules or hooks under a name."""
     return name in OWN_SLOTS or (isinstance(value, dict) and "_hooks" in str(name))
@@ -226,8 +232,9 @@ def joined(path: str, name: str) -> str:
 
 class Reached:
     """model: whose modules are walked. roots: (path, value) to start from beside it. slots: whether to watch what the
-    modules hold themselves, and not alone what that leads to. through_opaque: also in opaque modules. ignored: places
-    in words that the model's forward writes itself, and so may differ. spaces: (path, namespace, names read of it).
+    modules hold themselves, and not alone what that leads to. for_keys: through opaque modules too, and not through
+    what models of transformers hold for other ends than training. ignored: places in words that the model's forward
+    writes itself, and so may differ. spaces: (path, namespace, names read of it).
     """
 
     def __init__(
@@ -235,7 +242,7 @@ class Reached:
         model: nn.Module | None = None,
         roots: Iterable[tuple[str, Any]] = (),
         slots: bool = True,
-        through_opaque: bool = False,
+        for_keys: bool = False,
         ignored: Set[str] = frozenset(),
         spaces: Iterable[Space] = (),
     ) -> None:
@@ -244,7 +251,8 @@ class Reached:
         self.spaces: dict[int, tuple[str, Mapping[str, Any], dict[str, bool]]] = {}  # names: whether the user's code's
         self.named: set[str] = set()
         self.by_name = False  # whether code of the user's asks for names that it computes
-        self._slots, self._ignored, self._ignored_of = slots, ignored, _by_holder(ignored)
+        self._slots, self._for_keys = slots, for_keys
+        self._ignored, self._ignored_of = ignored, _by_holder(ignored)
         self._watches: list[Watch] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._arrays: list[tuple[str, Callable[[], bytes], bytes]] = []
@@ -265,7 +273,7 @@ class Reached:
             self._on(path, [(name, space[name]) for name in names if name in space], 0, True)
         self._on("", [*hooks_of_all_modules(), *roots] if slots else roots, 0, True)
         if model is not None:
-            self._walk_model(model, {} if through_opaque else hidden(model))
+            self._walk_model(model, {} if for_keys else hidden(model))
         self._name(FIRST)
         self._walk_all()
         self._keep()
@@ -467,7 +475,7 @@ class Reached:
 
     def _walk_said(self, path: str, tensor: torch.Tensor, depth: int, users: bool) -> None:
         """Attributes that a tensor was given."""
-        if vars(tensor).keys() - {"_is_hf_initialized"}:
+        if vars(tensor).keys() - NOT_FOR_TRAINING:
             self._watch_members(path, vars(tensor))
             self._on(path, list(vars(tensor).items()), depth + 1, users)
 
@@ -489,7 +497,8 @@ class Reached:
             kept = {key: value for key, value in members.items() if value is not None and not batch.is_recorder(value)}
             if self._slots or name != "_buffers" or not is_member:
                 self._on(hook or part, [(str(key), value) for key, value in kept.items()], depth + 1, users)
-        held = [(str(name), value) for name, value in slots.items() if not is_holder(name, value)]
+        inert = NOT_FOR_TRAINING if self._for_keys and of_transformers(type(module)) else frozenset()
+        held = [(str(name), value) for name, value in slots.items() if not (name in inert or is_holder(name, value))]
         self._on(path, held, depth + 1, users)
         self._walk_classes(type(module), max(depth, 0), users)
         self._walk_forward_of_others(type(module))

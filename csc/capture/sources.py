@@ -76,9 +76,13 @@ def home_of(function: FunctionType) -> Any:
 
 
 def is_users(value: Any) -> bool:
-    """Whether a function is, or a class, a Python module, the class of an object; functions of no file are."""
+    """Whether a function is, or a class, a Python module, the class of an object. A function of no file, which a
+    decorator wrote, say, is as the module whose globals it reads.
+    """
     if isinstance(value, FunctionType):
-        return is_own(home_of(value)) and not distribution(value.__code__.co_filename)
+        path, home = value.__code__.co_filename, home_of(value)
+        path = path if is_source(path) else getattr(sys.modules.get(str(home)), "__file__", None) or ""
+        return is_own(home) and not distribution(path)
     if isinstance(value, ModuleType):
         return is_own(value.__name__) and not distribution(getattr(value, "__file__", None) or "")
     kind = value if isinstance(value, type) else type(value)

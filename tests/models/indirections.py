@@ -173,7 +173,7 @@ CASES = {
     "a function of autograd": Case("net.SCALE = 3.0", "return Scaled.apply(x)", "SCALE = 2.0\nclass Scaled(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x): return x * SCALE\n    @staticmethod\n    def backward(ctx, g): return g * SCALE"),
     "a class within a function": Case("net.SCALE = 3.0", "class K:\n            def of(self, x): return x * SCALE\n        return K().of(x)"),
     "a default dictionary of an own class": Case("net.D.default_factory = lambda: 3.0", "return x * D.default_factory()", "from collections import defaultdict\nclass K(defaultdict): pass\nD = K(lambda: 2.0)"),
-    "a queue of an own class": Case("net.Q[0] = 3.0", "return x * Q[0]", "from collections import deque\nclass K(deque): pass\nQ = K([2.0])", told=False),
+    "a queue of an own class": Case("net.Q[0] = 3.0", "return x * Q[0]", "from collections import deque\nclass K(deque): pass\nQ = K([2.0])"),
     "a number of an own class": Case("net.N = net.K(3.0)", "return x * float(N)", "class K(float):\n    def __repr__(self): return 'K'\nN = K(2.0)"),
     "an own mapping": Case("net.M.inner['k'] = 3.0", "return x * M['k']", "class K:\n    def __init__(self): self.inner = {'k': 2.0}\n    def __getitem__(self, k): return self.inner[k]\nM = K()"),
     "a long pattern": Case("net.P = net.re.compile('a' * 400 + 'c')", "return x * (2.0 if P.match('a' * 400 + 'b') else 3.0)", "import re\nP = re.compile('a' * 400 + 'b')"),
