@@ -24,6 +24,7 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator, Set
 from enum import EnumMeta
 from importlib.machinery import PathFinder
+from operator import itemgetter
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
@@ -51,6 +52,7 @@ from csc.capture.code_names import digest, globals_read, line_of, modules_import
 from csc.capture.reached import (
     BEHIND,
     CACHED,
+    MOST,
     NOT_FOR_TRAINING,
     OF_C,
     Reached,
@@ -60,6 +62,7 @@ from csc.capture.reached import (
     slots_of,
 )
 from csc.capture.sources import distribution, file_of, home_of, is_own, is_source, is_users, module_of
+from csc.capture.watches import is_of_members
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.hooks import hooks_of_tensor
 
@@ -113,6 +116,8 @@ class Description:
 
     def tree(self) -> Any:
         """All of it. Opaque, with the place in the model, for what cannot be told."""
+        if not self._reached.is_whole:
+            raise Opaque(f"it leads to more than {MOST} values")
         told = [self._told(path, value) for path, value in self._reached.found.values()]
         spaces = [
             [path, [[name, self._of(space.get(name))] for name, is_users in sorted(names.items()) if is_users]]
@@ -217,15 +222,16 @@ class Description:
     def _parts(self, value: Any) -> Any:
         """What it holds, in order; attributes by name."""
         left_out = PLACES if of_transformers(type(value)) else set()
-        told = []
+        told: list[Any] = [[self._of(key) for key in dict.keys(value)]] if isinstance(value, dict) else []
         for part in parts(value):
             held = [self._of(one) for one in part.values]
-            if isinstance(value, dict):
-                told.append([list(part.names), held])
+            if part.names and not (part.read and is_of_members(part.read) and part.read.args[0] is value):
+                told.append(
+                    [pair for pair in sorted(zip(part.names, held), key=itemgetter(0)) if pair[0] not in left_out]
+                )
             else:
-                pairs = zip(part.names, held) if part.names else enumerate(held)
-                told.append([pair for pair in sorted(pairs) if pair[0] not in left_out])
-        return [[self._of(key) for key in value] if isinstance(value, dict) else [], told]
+                told.append(held)
+        return told
 
     def _set(self, where: str, value: Set[Any]) -> list[str]:
         told = [self._of(item) for item in value]

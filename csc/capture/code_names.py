@@ -57,7 +57,7 @@ def globals_read(code: CodeType) -> frozenset[str]:
 @functools.cache
 def imported(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """(module, names from it) of each import in code and in functions in it; a relative one begins with dots."""
-    found = []
+    found: list[tuple[str, tuple[str, ...]]] = []
     for inner in _codes(code):
         if next(_arguments(inner, "IMPORT_NAME"), None) is None:
             continue

@@ -23,6 +23,7 @@ import functools
 import gc
 import io
 import logging
+import os
 import queue
 import re
 import sys
@@ -35,6 +36,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, M
 from configparser import RawConfigParser
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import EnumMeta
 from itertools import chain, repeat
 from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -88,7 +90,7 @@ from csc.torch_private.hooks import hooks_of_all_modules
 
 log = logging.getLogger("csc")
 
-DEEPEST, MOST = 12, 20_000
+DEEPEST, MOST = 12, 40_000
 CONFIGURATIONS = 3  # objects of any class within objects, from an attribute of a module on
 CACHED = type(functools.lru_cache(len))
 FIRST = frozenset({"forward", "__call__", *CALLED_BY_PYTHON})
@@ -97,6 +99,7 @@ MEMORY: tuple[type[Any], ...] = (bytearray, array, memoryview, *ctypes.Array.__b
 BEHIND = (MappingProxyType, KeysView, ValuesView, ItemsView)  # which a mapping stands
 OF_DATA = (SimpleNamespace, Namespace, ChainMap, UserDict, UserList)  # Python's own, with attributes of their own
 OF_C = (BuiltinFunctionType, MethodWrapperType)  # functions of C, some of an object
+ENVIRONMENT = frozenset(map(id, (os.environ, os.getenv)))
 LOCK = type(threading.Lock())
 UNSEEN = (queue.Queue, queue.SimpleQueue, io.IOBase, BaseProxy)  # whose state nothing here can compare
 OWN_SLOTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}  # dicts of an nn.Module
@@ -149,6 +152,7 @@ def has_attributes(value: Any, deep: int = DEEPEST) -> bool:
     if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, APART):
         return False
     near = deep < CONFIGURATIONS and not callable(value) and not isinstance(value, dict)
+    near = near and not module_of(type(value)).startswith("csc.")  # what a trace puts there
     data = isinstance(value, (*OF_DATA, torch.distributions.Distribution))
     return data or near or is_own(module_of(type(value)))
 
@@ -160,6 +164,7 @@ def _contents(value: Any) -> Iterator[Part]:
         if isinstance(value, defaultdict):
             yield _watched(("default_factory",), functools.partial(attributes, value, ("default_factory",)))
         yield _watched(tuple(map(str, dict.keys(value))), functools.partial(values, value))
+        yield _fixed(*(key for key in dict.keys(value) if type(key) not in PLAIN))
     elif isinstance(value, (list, set, deque)):
         yield _watched((), functools.partial(elements, value))
     elif isinstance(value, BEHIND):
@@ -271,11 +276,13 @@ class Reached:
         for path, space, names in spaces:
             self.spaces[id(space)] = (path, space, dict.fromkeys(names, True))
             self._on(path, [(name, space[name]) for name in names if name in space], 0, True)
-        self._on("", [*hooks_of_all_modules(), *roots] if slots else roots, 0, True)
+        of_all = [(f"a hook of all modules ({kind})", hooks) for kind, hooks in hooks_of_all_modules()] if slots else []
+        self._on("", [*of_all, *roots], 0, True)
         if model is not None:
             self._walk_model(model, {} if for_keys else hidden(model))
         self._name(FIRST)
         self._walk_all()
+        self.is_whole = not (self._waiting or self._waiting_of_others)
         self._keep()
 
     def _walk_model(self, model: nn.Module, opaque: Mapping[int, str]) -> None:
@@ -324,7 +331,7 @@ class Reached:
         self._watches = [
             without(watch, self._ignored_of.get(watch[0], frozenset()))
             for watch in self._watches
-            if watch[0] not in self._ignored and _contents_of(watch[0]) not in self._ignored
+            if _contents_of(watch[0]) not in self._ignored
         ]
         self._functions = [function for function in self._functions if _code_of(function[0]) not in self._ignored]
         self._cells = [cell for cell in self._cells if cell[0] not in self._ignored]
@@ -475,7 +482,7 @@ class Reached:
 
     def _walk_said(self, path: str, tensor: torch.Tensor, depth: int, users: bool) -> None:
         """Attributes that a tensor was given."""
-        if vars(tensor).keys() - NOT_FOR_TRAINING:
+        if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and vars(tensor).keys() - NOT_FOR_TRAINING:
             self._watch_members(path, vars(tensor))
             self._on(path, list(vars(tensor).items()), depth + 1, users)
 
@@ -523,6 +530,8 @@ class Reached:
             if first:
                 self._kinds.append((cls, dict(members)))
                 self._watches.append((path, tuple(members), functools.partial(values, members), [*members.values()]))
+            if own and isinstance(cls, EnumMeta):  # Python goes through them
+                self._on(path, list(cls.__members__.items()), depth + 1, users and is_users(cls))
             for name, member in members.items():
                 if own or (isinstance(member, FunctionType) and is_users(member)):
                     self._once_named(path, name, member, depth, users and is_users(cls))
@@ -558,18 +567,19 @@ class Reached:
             return
         users = is_users(function)
         read = names_read(code)
-        variables = texts(code) if read & {"environ", "getenv"} else ()
+        space, globals_of_code = function.__globals__, globals_read(code)
+        loaded = read & globals_of_code
+        asks = read & {"environ", "getenv"} or any(id(space.get(name)) in ENVIRONMENT for name in loaded)
+        variables = texts(code) if asks else ()
         if variables:
-            names = functools.partial(environment, variables)
-            self._watches.append(("environment variable", variables, names, names()))
+            variables_now = functools.partial(environment, variables)
+            self._watches.append(("environment variable", variables, variables_now, variables_now()))
         names = read | set(texts(code)) if users else read  # getattr may be given a text
         self._name(names)
         if users and asks_by_name(code) and not self.by_name:
             self.by_name = True
             for name in list(self._later):
                 self._name({name} if any(later[3] for later in self._later[name]) else set())
-        space, globals_of_code = function.__globals__, globals_read(code)
-        loaded = read & globals_of_code
         self._walk_names(f"global {home}", space, loaded, names, depth, users)
         self._watch_library(builtins, globals_of_code - space.keys(), users)
         for name in modules_imported(code, space.get("__package__") or ""):
@@ -663,18 +673,16 @@ def _of_cell(named: tuple[str, CellType]) -> Any:
 
 def _alike(left: Any, other: Any) -> bool:
     """Whether two values are one, or plain ones that are equal, or containers of such."""
-    if left is other:
-        return True
-    if type(left) is not type(other):
-        return False
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(other) and all(map(_alike, left, other))
-    if isinstance(left, dict):
-        mine, its = items(left), items(other)
-        return len(mine) == len(its) and all(map(_alike, chain(*mine), chain(*its)))
+    if left is other or type(left) is not type(other):
+        return left is other
     try:
+        if isinstance(left, (list, tuple)):
+            return len(left) == len(other) and all(map(_alike, left, other))
+        if isinstance(left, dict):
+            mine, its = items(left), items(other)
+            return len(mine) == len(its) and all(map(_alike, chain(*mine), chain(*its)))
         return isinstance(left, (*PLAIN, set, frozenset)) and bool(left == other)
-    except Exception:  # comparing is the user's code
+    except Exception:  # comparing is the user's code; and what holds itself has no end
         return False
 
 
