@@ -60,7 +60,7 @@ from torch import nn
 from csc.capture import batch
 from csc.capture.code_names import CALLED_BY_PYTHON, asks_by_name, globals_read, modules_imported, names_read, texts
 from csc.capture.dedup.equality import PLAIN
-from csc.capture.sources import home_of, is_own, is_users, module_of
+from csc.capture.sources import distribution, home_of, is_own, is_users, module_of
 from csc.capture.watches import (
     ABSENT,
     PARTS,
@@ -273,6 +273,7 @@ class Reached:
         self._waiting_of_others: deque[tuple[str, Any, int, bool]] = deque()
         members = [] if model is None else [*model.modules(), *model.parameters()]
         self._members = frozenset(map(id, members))
+        self._packages = {module_of(type(member)).partition(".")[0] for member in members}
         for path, space, names in spaces:
             self.spaces[id(space)] = (path, space, dict.fromkeys(names, True))
             self._on(path, [(name, space[name]) for name in names if name in space], 0, True)
@@ -563,7 +564,7 @@ class Reached:
             if self._is_new(id(cell), path, cell, False):
                 self._cells.append((f"{path}.{name}", cell))
             self._on(path, [(name, _of_cell(("", cell)))], depth + 1, users)
-        if not is_own(home):
+        if not (is_own(home) and self._follows(function.__globals__)):
             return
         users = is_users(function)
         read = names_read(code)
@@ -606,7 +607,13 @@ class Reached:
         _, _, known = self.spaces.setdefault(id(space), (path, space, {}))
         if known.get(name, -1) < users:
             known[name] = users
-            self._on(path, [(name, space[name])], depth + 1, users)
+            if self._follows(space) or is_users(space[name]):
+                self._on(path, [(name, space[name])], depth + 1, users)
+
+    def _follows(self, space: Mapping[str, Any]) -> bool:
+        """Whether to walk through what a Python module has: keys go on in libraries that the model's classes are of."""
+        package, path = str(space.get("__name__")).partition(".")[0], str(space.get("__file__") or "")
+        return not self._for_keys or package in self._packages or not distribution(path)
 
     def _walk_modules_met(self) -> None:
         """Members of Python modules that are values somewhere, by the names that any code looks up."""
