@@ -51,8 +51,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that take a minute first: at the end of a run one of them would keep a single process busy."""
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those that take a minute first: at the end of a run one of them would keep a single process busy. Cases that a
+    test leaves to the long tier (`@pytest.mark.long_cases("pp=2-True", ...)`: their ids) are marked so.
+    """
+    cases_of: dict[str, set[str]] = {}
+    for item in items:
+        cases = item.get_closest_marker("long_cases")
+        if cases is not None:
+            case = item.callspec.id  # type: ignore[attr-defined]
+            left_out = cases_of.setdefault(item.nodeid.partition("[")[0], set(cases.args))
+            if case in left_out:
+                left_out.remove(case)
+                item.add_marker(pytest.mark.long)
+    gone = {test: left_out for test, left_out in cases_of.items() if left_out}
+    if gone and not any("::" in argument for argument in config.args):  # else not all cases are collected
+        raise pytest.UsageError(f"long_cases names cases that are not there: {gone}")
     items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
 
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from csc import cores
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 240.0  # seconds: for what hangs. What is only slow, beside other work, is done by then
+PATIENCE = 600.0  # seconds: for what hangs. What is only slow, beside other work, is done by then
 IMPORTED = [
     "csc",
     "csc.driver.compiler",

@@ -120,7 +120,7 @@ FORMAT = 5
 OF_TRACES = ("loss_weight", "context", "precision", "keep_fp32", "loss_chunk", "fuse", "sequence_parallel", "replicate")
 DISTRIBUTIONS = ("torch", "transformers", "triton")
 
-__all__ = ["Opaque", "mesh_key", "model_key", "own_sources", "passes_key", "program_key", "trace_key"]
+__all__ = ["Opaque", "function_key", "mesh_key", "model_key", "own_sources", "passes_key", "program_key", "trace_key"]
 
 
 def model_key(model: nn.Module, extra: Mapping[str, Any]) -> str:
@@ -168,6 +168,18 @@ def passes_key(options: Options) -> str:
     steps = [one.name if of_csc(one) else "" for one in options.passes]
     described = [steps, _described(Reached(roots=[*own, *replaced()], slots=False, for_keys=True))]
     return _hash([described, _chosen(options) if traced_by_users(options) else None])
+
+
+def function_key(function: Callable[..., Any]) -> str:
+    """Of what a function of a user does: its code, what it holds, and what else its code looks at; not of the rest of
+    its file. Empty for one that cannot be described, as one that reads files.
+    """
+    reached = Reached(roots=[("function", function)], slots=False, for_keys=True)
+    try:
+        refuse_asking(reached)
+        return _hash(Description(reached).tree())
+    except Opaque:
+        return ""
 
 
 def program_key(trace: str, options: Options, trainable: Mapping[str, bool]) -> str:

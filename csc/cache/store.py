@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -88,6 +89,8 @@ SHOWN = ("capture", "trace", "program", "mesh")  # what users know of
 KINDS = (*SHOWN, "guards", "checked")
 INDUCTOR = "inductor"  # what torch's compiler keeps is no entry: a folder for each machine, filled and read by torch
 LIMIT = 2 * 10**9  # bytes
+ROOM = "room"  # a file: bytes of entries when they were last counted and of those written since; when that was
+SPARE = 16  # of the limit this share is left free when something has to go
 LEFT_BEHIND = 24 * 3600.0  # seconds after which what a killed process was building is removed
 KEY = re.compile(r"[0-9a-f]+(-[0-9a-f]+)?")
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -201,7 +204,7 @@ class Store:
             if self._refuses(refused(self.folder)):
                 return False
             self._write(kind, key, files, about)
-            self._make_room(self._place(kind, key))
+            self._make_room(self._place(kind, key), size)
         except OSError as error:
             log.warning("cache: %s %s is not kept: %s", kind, key[:12], error)
             return False
@@ -226,18 +229,35 @@ class Store:
             if not place.exists():  # else another process was first
                 raise
 
-    def _make_room(self, newest: Path) -> None:
-        """Remove what is over the limit, oldest first, and what killed processes left."""
+    def _make_room(self, newest: Path, size: int) -> None:
+        """Remove what is over the limit, oldest first, and what killed processes left. Entries are looked at only when
+        the sum of what was written says so: it counts what has gone since, too, but takes no longer with more of them.
+        """
+        with open(os.open(self.folder / ROOM, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
+            with contextlib.suppress(OSError):  # a file system without locks: a sum may be lost, which is made up for
+                fcntl.flock(file, fcntl.LOCK_EX)
+            total, counted = _numbers(file.read())
+            total, now = total + size, time.time()
+            if total > self.limit or not 0 <= now - counted < LEFT_BEHIND:
+                total, counted = self._left(newest), now
+            file.seek(0)
+            file.truncate()
+            file.write(f"{total} {counted:.0f}")
+
+    def _left(self, newest: Path) -> int:
+        """Bytes of entries, of which so many are removed that the next ones have room without looking again."""
         entries = self.entries()
         total = sum(entry.size for entry in entries)
+        wanted = self.limit if total <= self.limit else self.limit - self.limit // SPARE
         for entry in reversed(entries):
-            if total > self.limit and self._place(entry.kind, entry.key) != newest:
+            if total > wanted and self._place(entry.kind, entry.key) != newest:
                 self._remove(self._place(entry.kind, entry.key))
                 total -= entry.size
         for left in (*self.folder.glob(".new-*"), *self.folder.glob(".gone-*")):
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > LEFT_BEHIND:
                     shutil.rmtree(left, ignore_errors=True)
+        return total
 
     def _remove(self, place: Path) -> bool:
         """At once for readers: they find it, or nothing. False if another process did."""
@@ -279,6 +299,8 @@ class Store:
         """
         for folder in () if prefix else self.folder.glob(f"{INDUCTOR}-*"):
             self._remove(folder)
+        with contextlib.suppress(OSError):
+            (self.folder / ROOM).unlink()
         chosen = [(kind, key) for kind in KINDS for key in self.keys(kind, prefix)]
         return sum([self._remove(self._place(kind, key)) and kind in SHOWN for kind, key in chosen])
 
@@ -290,6 +312,15 @@ def _sum(listed: Mapping[str, Any]) -> str:
     """Of what an entry lists: a file that is no longer listed would not be missed."""
     rest = {key: value for key, value in listed.items() if key != "sum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _numbers(text: str) -> tuple[int, float]:
+    """Bytes and seconds of the file ROOM; never counted if it says nothing."""
+    try:
+        size, counted = map(int, text.split())
+        return size, float(counted)
+    except ValueError:
+        return 0, 0.0
 
 
 def _put(file: Path, content: bytes, how: int = 0) -> None:

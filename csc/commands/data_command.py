@@ -22,20 +22,15 @@ def data(
     multiple: MultipleOption = 64,
     packed: PackedOption = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="number of random steps to simulate")] = 8,
-    page: Annotated[Path | None, typer.Option("--page", help="also write an HTML page")] = None,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show the lengths of samples, the gain of dividing them by cost (csc.balanced), and the sizes to compile."""
     from csc.balance.sample_costs import of_file
     from csc.reports.data import of_lengths
-    from csc.reports.data import page as page_of
 
     with opening as compiled:
         figures = of_lengths(compiled, of_file(lengths), batch_size, multiple, packed, steps)
-        title = f"{compiled.program.name}: lengths of {lengths.name}"
-    if page is not None:
-        page.write_text(page_of(figures, title), encoding="utf-8")
     if json_output:
         print_json(figures.as_dict())
         return

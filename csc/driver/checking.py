@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from csc import devices
 from csc.cache.model_entries import Packed
-from csc.capture.batch import device_of
 from csc.capture.guards import Match
 from csc.capture.quantised_weights import weights_of
 from csc.capture.trace.export import caching
@@ -25,117 +24,15 @@ from csc.check.first import Checked, ComparedStep, check, compared_step, step_of
 from csc.check.one_of_each import check_by_layer
 from csc.codegen.write import install
 from csc.driver.compiler import Compiler, Progress
-from csc.errors import CscError, DifferenceError
+from csc.errors import DifferenceError
 from csc.ir.program import Options
 from csc.kernels.opaque import is_opaque
 from csc.runtime import executor
-from csc.runtime.consistency import checksum
 from csc.runtime.loaded_program import load
-from csc.runtime.meeting import NOTHING, Meeting, Vote, answering, first_makes, heard, told
+from csc.runtime.meeting import NOTHING, Meeting, Vote, first_makes
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
 from csc.temporary import TemporaryFolder
-
-# --- The check of several processes: rank 1 runs the program while rank 0 runs eager PyTorch -------------------------
-#
-# Terms: both ranks hold the whole model, the batch and the files of all ranks. They *can share* the check if model and
-# batch are the same to the bit; else rank 0 runs the program itself, too. Headers travel as JSON, tensors as they are:
-# nothing is unpickled. The group is that over which programs are handed out.
-
-
-FIRST, SECOND = 0, 1
-CHECKED = "the program was checked"
-
-
-def can_share(tensors: Callable[[], Iterable[torch.Tensor]], group: dist.ProcessGroup) -> bool:
-    """Whether ranks 0 and 1 have these tensors alike, and both have values for them."""
-    checksums = _checksums(tensors)
-    if dist.get_rank() == SECOND:
-        _send_json(checksums, group)
-        return bool(_received_json(FIRST, group))
-    same = checksums is not None and checksums == _received_json(SECOND, group)
-    _send_json(same, group, to=SECOND)
-    return same
-
-
-def _checksums(tensors: Callable[[], Iterable[torch.Tensor]]) -> list[int] | None:
-    try:
-        return [int(checksum(tensor)) for tensor in tensors()]
-    except Exception:  # on the meta device, too large to copy: then this rank is of no help
-        return None
-
-
-def send_step(make: Callable[[], EagerStep], group: dist.ProcessGroup) -> None:
-    """Send the step that `make` returns to rank 0, or what it raises, which rank 0 then raises on all ranks."""
-    try:
-        step = make()
-    except BaseException as error:  # from the keyboard, too: rank 0 would wait for it
-        _send_json({"error": told(error, f"rank {SECOND} failed while it ran the program")}, group)
-        if isinstance(error, Exception):
-            return
-        raise
-    rows = [[name, str(g.dtype).removeprefix("torch."), list(g.shape)] for name, g in step.gradients.items()]
-    _send_json({"loss": step.loss, "unknown": sorted(step.unknown), "gradients": rows}, group)
-    for gradient in step.gradients.values():
-        _send(gradient.detach().cpu().contiguous(), FIRST, group)
-
-
-@contextmanager
-def received_step(group: dist.ProcessGroup, device: torch.device) -> Iterator[Callable[[], EagerStep]]:
-    """A step that nobody has asked for is received at the end, so that rank 1 does not wait."""
-    waiting = True
-
-    def step() -> EagerStep:
-        nonlocal waiting
-        waiting = False
-        header = _received_json(SECOND, group)
-        if "error" in header:
-            raise heard(header["error"])
-        gradients = {}
-        for name, dtype, shape in header["gradients"]:
-            gradients[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            _receive(gradients[name], SECOND, group)
-        received = {name: gradient.to(device) for name, gradient in gradients.items()}
-        return EagerStep(float(header["loss"]), received, frozenset(header["unknown"]))
-
-    try:
-        yield step
-    finally:
-        if waiting:
-            with suppress(CscError):  # what this rank raises or has found comes first
-                step()
-
-
-def _send_json(content: Any, group: dist.ProcessGroup, to: int = FIRST) -> None:
-    text = bytearray(json.dumps(content).encode())
-    _send(torch.tensor([len(text)]), to, group)
-    _send(torch.frombuffer(text, dtype=torch.uint8), to, group)
-
-
-def _received_json(source: int, group: dist.ProcessGroup) -> Any:
-    length = torch.zeros(1, dtype=torch.int64)
-    _receive(length, source, group)
-    text = torch.empty(int(length), dtype=torch.uint8)
-    _receive(text, source, group)
-    return json.loads(text.numpy().tobytes())
-
-
-def _send(tensor: torch.Tensor, to: int, group: dist.ProcessGroup) -> None:
-    if tensor.numel():
-        with answering(f"rank {to}", CHECKED):
-            dist.send(_bytes(tensor), to, group=group)
-
-
-def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    if tensor.numel():
-        with answering(f"rank {source}", CHECKED):
-            dist.recv(_bytes(tensor), source, group=group)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: gloo does not take every dtype."""
-    return tensor.reshape(-1).view(torch.uint8)
-
 
 # --- Which programs of a model are due to be compared with eager PyTorch, and how the ranks go about it --------------
 #
@@ -264,7 +161,7 @@ class Checking:
             if group is None:
                 self._alone(asked)
             else:
-                self._of_several(asked, group)
+                first_makes(partial(self._of_several, asked), group)
             return replace(NOTHING, value=float(self._idle)), None
 
         try:
@@ -366,34 +263,18 @@ class Checking:
         torch.set_rng_state(drawing)
         return False
 
-    def _of_several(self, comparison: Comparison, group: dist.ProcessGroup) -> None:
-        """On all ranks: the training step that comes; where nothing came of that, with nothing left to chance."""
-
-        def planned() -> dict[str, bytes]:
-            how = self._how(comparison)
-            return {how: str(self._drawn(comparison, how)).encode()} if how else {}
-
-        for how, drawn in (first_makes(planned, group) or {}).items():
-            if not self._between(comparison, group, how, int(drawn)):
-                self._between(comparison, group, how, executor.NO_CHANCE)
-
-    def _between(self, comparison: Comparison, group: dist.ProcessGroup, how: str, drawn: int) -> bool:
-        """Rank 0 compares; rank 1 runs the program meanwhile, if it has the same model and batch; the others wait.
-        False: nothing came of it.
+    def _of_several(self, comparison: Comparison) -> None:
+        """On the first rank, which runs all ranks' programs itself: the training step that comes; where nothing came of
+        that, with nothing left to chance.
         """
-
-        def on_first() -> dict[str, bytes]:
-            with ExitStack() as stack:
-                own_step = lambda: self._own_step(comparison, drawn)  # noqa: E731
-                if how == WHOLE and can_share(lambda: self._shared(comparison), group):
-                    own_step = stack.enter_context(received_step(group, device_of(self._compiler.model)))
-                masks = self._masks(comparison, drawn)
-                result = self._found(how, comparison, own_step, masks=masks)
-            return {} if result.skipped and masks is not None else {how: b""}
-
-        if how == WHOLE and dist.get_rank() == SECOND and can_share(lambda: self._shared(comparison), group):
-            send_step(lambda: self._own_step(comparison, drawn), group)
-        return bool(first_makes(on_first, group))
+        how = self._how(comparison)
+        if not how:
+            return
+        drawn = self._drawn(comparison, how)
+        masks = self._masks(comparison, drawn)
+        result = self._found(how, comparison, lambda: self._own_step(comparison, drawn), masks=masks)
+        if result.skipped and masks is not None:
+            self._found(how, comparison, lambda: self._own_step(comparison, executor.NO_CHANCE))
 
     @property
     def _opaque(self) -> bool:
@@ -457,16 +338,6 @@ class Checking:
         (log.warning if result.skipped else log.info)("%s", result)
         self._compared = "" if result.skipped else how
         return result
-
-    def _shared(self, comparison: Comparison) -> list[torch.Tensor]:
-        """What ranks 0 and 1 must have alike to share a comparison."""
-        model = self._compiler.model
-        entries = [value for microbatch in comparison.ready for value in microbatch.values()]
-        return [
-            *weights_of(model).values(),
-            *model.buffers(),
-            *(value for value in entries if isinstance(value, torch.Tensor)),
-        ]
 
     def _own_step(self, comparison: Comparison, drawn: int) -> EagerStep:
         """Of all ranks in this process, with the model's weights, in the programs that decide as those asked for."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from csc.cache.keys import function_key
 from csc.driver.options import changed, closed
 from csc.errors import CscError, InputError
 from csc.ir.mesh import Mesh
@@ -143,6 +144,7 @@ def search(
         "projector": repr(projector), "freeze": list(frozen), "seed": seed, "feature_layer": feature_layer,
         "keep_prefix": keep_prefix, "strategy": repr(chosen), "budget": allowed, "clip": clip, "probe": probe,
         "options": {name: _told(value) for name, value in sorted((options or {}).items())},
+        "code of batch": function_key(batch), "code of score": function_key(score),
         **stepping(optimizer, scheduler, full // batch_size), **candidates.fingerprints(),
     }  # fmt: skip
     settings = TrialSettings(

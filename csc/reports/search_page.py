@@ -12,12 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 from csc.model_search.result import PairRow, SearchResult
 from csc.model_search.strategies import LEAST
-from csc.reports.data import POLICY, STYLE, table
 from csc.reports.energy_page import joules_text
 from csc.simulation.page import BASE, LIMIT, bytes_text, seconds_text
 
 WIDTH, HEIGHT, LEFT, RIGHT, FOOT = 720, 320, 100, 12, 34
-OWN = """
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+STYLE = """
+:root { color-scheme: light dark; } body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2rem auto;
+padding: 0 1rem; } h2 { margin-top: 2rem; font-size: 1.1rem; } h1 { overflow-wrap: anywhere; }
+.table { overflow-x: auto; margin-bottom: 1rem; } table { border-collapse: collapse; }
+td, th { padding: .15rem .8rem .15rem 0; text-align: right; } td:first-child, th:first-child { text-align: left; }
+svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
+.rule { stroke: currentColor; stroke-opacity: .25; }
 .curve { fill: none; stroke: currentColor; stroke-opacity: .35; }
 .first { stroke: #d55e00; stroke-opacity: 1; stroke-width: 2.5; }
 td:last-child, th:last-child { text-align: left; } td:first-child { white-space: nowrap; }
@@ -33,7 +39,7 @@ def page(result: SearchResult, title: str) -> str:
             '<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(title)}</title><style>{STYLE}{OWN}</style></head><body>",
+            f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
             f"<h1>{html.escape(title)}</h1>",
             f"<p>{html.escape(summary(result))}</p>",
             "<h2>Learning curves</h2>",
@@ -41,10 +47,16 @@ def page(result: SearchResult, title: str) -> str:
             "<h2>Score and what a step takes</h2>",
             _front(result),
             "<h2>Every pair</h2>",
-            table(HEADINGS, ([*cells(row, result), row.dropped] for row in result.rows)),
+            _table(HEADINGS, ([*cells(row, result), row.dropped] for row in result.rows)),
             "</body></html>\n",
         ]
     )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    first = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="table"><table><thead><tr>{first}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 HEADINGS = (

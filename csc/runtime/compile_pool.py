@@ -31,7 +31,7 @@ from csc.temporary import TemporaryFolder
 
 log = logging.getLogger("csc")
 
-MOST, POLITE = 7, 10  # workers of a process; how nice one in the background is
+MOST = 7  # workers of a process
 WORTH = 3  # functions below which a worker, which takes seconds to begin, would come too late
 
 
@@ -44,9 +44,9 @@ class CompileWorker:
     it gets ready meanwhile.
     """
 
-    def __init__(self, nice: int = 0, ahead: Path | None = None) -> None:
+    def __init__(self, ahead: Path | None = None) -> None:
         self._process = subprocess.Popen(
-            own_process("csc.runtime.compile_worker", str(nice)),
+            own_process("csc.runtime.compile_worker"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,  # Ctrl-C is for this process, which then closes the worker's input
         )  # fmt: skip
@@ -157,43 +157,6 @@ def _feed(
         if worker in beside:
             beside.remove(worker)
         worker.close()
-
-
-class Background:
-    """One worker at a time, for as long as there is something to make."""
-
-    def __init__(self) -> None:
-        self._left: deque[tuple[FunctionOrder, Callable[[FunctionOrder, str], None]]] = deque()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def make(self, orders: Sequence[FunctionOrder], made: Callable[[FunctionOrder, str], None]) -> None:
-        """made(order, why not, or ""): for each, from another thread."""
-        with self._lock:
-            self._left.extend((order, made) for order in orders)
-            if self._thread is None and self._left:
-                self._thread = threading.Thread(target=self._run, name="csc-background", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        worker = None
-        while True:
-            with self._lock:
-                if not self._left:
-                    self._thread = None
-                    break
-                order, report = self._left.popleft()
-            try:
-                worker = worker or CompileWorker(POLITE)
-                why = worker.make(order)
-            except Exception as error:  # whoever waits has to be answered
-                why = str(error) or type(error).__name__
-                if worker is not None:
-                    worker.close()
-                worker = None  # the next one has another
-            report(order, why)
-        if worker is not None:
-            worker.close()
 
 
 # --- Workers that are started before it is known what they are to make -----------------------------------------------

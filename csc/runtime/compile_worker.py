@@ -1,9 +1,8 @@
-"""A process that compiles functions beside one that trains: python -m csc.runtime.compile_worker [NICE]
+"""A process that compiles functions beside one that trains: python -m csc.runtime.compile_worker
 
 It reads a line for each function from its standard input (csc.runtime.compiled_function), before these one with
-switches
-and the path of who started it, and answers each with a line of JSON: {"key": the order's, "error": "" or why not}. What
-compilers and layer files print goes to standard error. When its input ends it ends at once, in the middle of
+switches and the path of who started it, and answers each with a line of JSON: {"key": the order's, "error": "" or why
+not}. What compilers and layer files print goes to standard error. When its input ends it ends at once, in the middle of
 a function too: whoever started it is gone, or wants no more. What is half done was not put into its place. One that is
 started before there are functions to make is told their folder, and gets ready for them.
 """
@@ -28,8 +27,6 @@ def main() -> None:
     """Until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if len(sys.argv) > 1:
-        os.nice(int(sys.argv[1]))
     lines: Lines = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin, lines), daemon=True).start()
     start = json.loads(lines.get())

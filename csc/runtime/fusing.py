@@ -12,8 +12,7 @@ import os
 import shutil
 import sys
 import textwrap
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,11 +21,12 @@ from typing import Any
 
 import torch
 
+from csc.errors import DifferenceError
 from csc.ir.groups import PLACE, RANDOM, WEIGHTS
 from csc.kernels.batch_loss import STANDING_IN, numbered
 from csc.kernels.onednn import least_multiplications
 from csc.runtime import context
-from csc.runtime.compile_pool import Background, CompileWorker, FunctionFolder, make_side_by_side, worker_count
+from csc.runtime.compile_pool import CompileWorker, FunctionFolder, make_side_by_side, worker_count
 from csc.runtime.compiled_function import (
     MISSING,
     BeingMadeError,
@@ -135,15 +135,15 @@ class FusedRow:
     products: int = 0
 
 
-def fused_functions(package: str, folder: Path) -> list[Fused]:
+def fused_functions(package: str, folder: Path, sizes: str = "") -> list[Fused]:
     """The template functions of a program, which run as they are until they are switched on. folder: where what is made
-    is kept, and taken from.
+    is kept, and taken from. sizes: of the program's microbatches, for what errors say.
     """
     start = f"{package}.layers."
     functions = []
     for name, module in sorted(sys.modules.items()):
         if name.startswith(start) and name != f"{start}tables":
-            functions += _fused(module, folder)
+            functions += _fused(module, folder, sizes)
     return functions
 
 
@@ -160,7 +160,7 @@ def lacks(device: torch.device) -> str:
     return "there is no C++ compiler on this machine; install g++ or clang, or set CXX to one"
 
 
-def _fused(module: ModuleType, folder: Path) -> list[Fused]:
+def _fused(module: ModuleType, folder: Path, sizes: str) -> list[Fused]:
     text, found = "", []
     for name in FUNCTIONS:
         function = getattr(module, name, None)
@@ -169,7 +169,7 @@ def _fused(module: ModuleType, folder: Path) -> list[Fused]:
         shown = f"{module.__name__.rpartition('.')[2]}.{name}"
         text = text or code(Path(function.__code__.co_filename).read_text())
         try:
-            fused = Fused(shown, function, text, folder)
+            fused = Fused(shown, function, text, folder, sizes)
         except ValueError as error:
             log.warning("fuse: %s runs as it is: %s", shown, error)
             continue
@@ -183,15 +183,16 @@ class Fused:
     ValueError if `w` is used otherwise than by names in the text, which could not be told from outside; or something
     else than arguments and torch is, which would be compiled as it was then.
 
-    text: of its file, as csc.runtime.compiled_function gives it. on: what was taken is used. differs: in what those do
-    that were not near enough.
+    The first call with certain layouts runs both, and compares them (csc.runtime.tried_function): DifferenceError, then
+    and from then on, if they are not near enough. It returns what the compiled one gives, the bits of later calls.
+
+    text: of its file, as csc.runtime.compiled_function gives it. on: what was taken is used. sizes: of microbatches.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], text: str, folder: Path) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], text: str, folder: Path, sizes: str = "") -> None:
         self.name, self.plain, self.on = name, function, False
         self._rows: dict[str, FusedRow] = {}  # by form
-        self.differs: list[str] = []
-        self._tries, self._tried = False, set[str]()
+        self._sizes, self._differs = sizes, ""
         self._text, self._folder = text, folder
         outside = outside_read(function)
         if outside:
@@ -229,7 +230,7 @@ class Fused:
         return flat
 
     def _called(self, arguments: tuple[Any, ...]) -> Any:
-        if not self.on and not self._tries and self._watch is None:
+        if not self.on and self._watch is None:
             return self.plain(*arguments)
         if self._place >= 0:
             w: Mapping[str, torch.Tensor] = arguments[self._place]
@@ -242,51 +243,58 @@ class Fused:
         layouts = tuple([(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
         if self._watch is not None:
             return self._watch.call(self, layouts, arguments, tensors)
-        if self._tries:
-            return self._try(layouts, arguments, tensors)
         try:
             compiled = self._known[layouts]
         except KeyError:
-            if len(self._known) == SEEN:
-                return self.plain(*arguments)
-            compiled = self._known[layouts] = self._first(arguments, tensors)
+            return self._first(layouts, arguments, tensors)
         if compiled is None:
             return self.plain(*arguments)
+        self._shorten(layouts, compiled, tensors)
+        return compiled.run(tensors)
+
+    def _shorten(self, layouts: Layouts, compiled: CompiledFunction, tensors: list[torch.Tensor]) -> None:
+        """Let later calls go the short way, if there is one."""
         code = compiled.unwrapped.code
         if code is not None and len(self._short) < SHORT and layouts not in self._short:
             self._short[layouts] = len(tensors), same_layouts(tensors), code, compiled.nested
-        return compiled.run(tensors)
 
-    def _first(self, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) -> CompiledFunction | None:
-        """What was taken for arguments like these."""
+    def _first(self, seen: Layouts, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
+        """The first call with these layouts."""
+        if len(self._known) == SEEN:
+            return self.plain(*arguments)
         layouts = layouts_of(tensors)
         form = form_of(structure_of(arguments), layouts)
-        if form not in self._taken and ALL not in self._taken:
-            listed = ", ".join(f"{dtype} {sizes} {strides}" for dtype, _, sizes, strides in layouts)
-            if not any(row.why == OTHERS for row in self.rows):
-                log.warning("fuse: %s runs as it is with layouts that it was not compiled for", self.name)
-            log.debug("fuse: %s was not compiled for %s", self.name, listed)
-            self._rows[form] = FusedRow(self.name, AS_IT_IS, 0.0, OTHERS)
-        return self._taken.get(form)
-
-    def tries(self, tries: bool) -> None:
-        """Whether it runs as it is, with what was taken beside it at the first call with certain layouts."""
-        self._tries = tries
-        self._short.clear()
-
-    def _try(self, layouts: Layouts, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
-        if layouts in self._known:
-            return self.plain(*arguments)
-        form = form_of(structure_of(arguments), layouts_of(tensors))
         compiled = self._taken.get(form)
-        if compiled is None:
-            return self.plain(*arguments)
-        self._known[layouts] = compiled
-        self._tried.add(form)
-        results, why = tried(self.plain, arguments, compiled, tensors)
-        if why:
-            self.differs.append(f"{self.name}: {why}")
+        if compiled is not None:
+            results = self._compared(compiled, arguments, tensors)
+            self._shorten(seen, compiled, tensors)
+        else:
+            if form not in self._taken and ALL not in self._taken:
+                self._tell_of_others(form, layouts)
+            results = self.plain(*arguments)
+        self._known[seen] = compiled
         return results
+
+    def _compared(self, compiled: CompiledFunction, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
+        """What the compiled function gives. DifferenceError if the function as it is gives something else."""
+        results = None
+        if not self._differs:
+            results, self._differs = tried(self.plain, arguments, compiled, tensors)
+        if not self._differs:
+            return results
+        raise DifferenceError(
+            f"{self.name}, compiled by Inductor, does not compute what the layer file says"
+            f"{f' for microbatches of {self._sizes}' if self._sizes else ''}: {self._differs}",
+            f"{self.plain.__code__.co_filename}:{self.plain.__code__.co_firstlineno}",
+            "Train with fuse=False, and report it with the model: it is a bug of csc or of Inductor",
+        )
+
+    def _tell_of_others(self, form: str, layouts: Sequence[Layout]) -> None:
+        listed = ", ".join(f"{dtype} {sizes} {strides}" for dtype, _, sizes, strides in layouts)
+        if not any(row.why == OTHERS for row in self.rows):
+            log.warning("fuse: %s runs as it is with layouts that it was not compiled for", self.name)
+        log.debug("fuse: %s was not compiled for %s", self.name, listed)
+        self._rows[form] = FusedRow(self.name, AS_IT_IS, 0.0, OTHERS)
 
     def make(self, order: FunctionOrder, wait: bool) -> None:
         """Compile it in this process, unless it is kept. Without wait BeingMadeError if another process does. Any error
@@ -318,11 +326,6 @@ class Fused:
         self._short.clear()
         self._rows[form] = FusedRow(self.name, AS_IT_IS, 0.0, why)
         return True
-
-    @property
-    def untried(self) -> list[str]:
-        """The forms of what was taken and has not been called beside the function as it is."""
-        return [form for form, function in self._taken.items() if function is not None and form not in self._tried]
 
     @property
     def rows(self) -> list[FusedRow]:
@@ -547,107 +550,83 @@ def _backward(rank: Rank, stage: StageSpec, forward: Any, weights: Tensors, cons
                 pass
 
 
-# --- The functions of one program that Inductor compiles, from its first step on -------------------------------------
+# --- The functions of one program that Inductor compiles, ahead of a step --------------------------------------------
 #
-# Terms: the program of a run's *first* sizes is compiled before its first step. *Later* ones, for sizes that come on
-# the way, run as they are until they have been met MET times, and from then on until what compiles them in the
-# background is done on every rank: no step waits. Before that each rank *tries* what was compiled, in a step that runs
-# as it is: each compiled function beside the one that it stands for. If one differs on any rank, no rank uses any. So
-# it is with a first program whose functions cannot be run without values, but that its second step waits. *busy*:
-# something is being compiled for the program in the background, or is to be tried. *settled*: see
-# csc.runtime.fusing.
+# Terms: a *first* program, of the sizes that a run begins with, is prepared before its first step: what its functions
+# are called with is found by a rehearsal, or kept by an earlier start, and compiled while the step waits. A *later*
+# one, for sizes that come on the way, runs as it is until it has been met MET times: what comes once is not worth the
+# wait. Where functions cannot be run without values, what a step calls is *noted*, and compiled before the next one.
 #
 # Ranks switch to compiled functions in the same step, and to the same ones: values that several of them compute alike
 # stay alike to the bit.
 
 
 UNLIKE = "not all ranks' CPUs and C++ compilers have the same vector instructions"
-MET = 4  # steps with a size, before it is compiled: not what comes once
+MET = 4  # steps with sizes that came later, before the fifth compiles for them
 Call = tuple[Rank, Mapping[str, Any], Mapping[str, torch.Tensor]]  # microbatch and weights
 
 
 class FusedProgram:
     """Of this process' ranks. number: in the order in which all ranks take programs. folder: of what is compiled. kept:
-    None where nothing is kept for other processes. without: why this process cannot compile; "": it can. worker: gives
-    one that makes functions beside this process; None: a new one each time.
+    None where nothing is kept for other processes. without: why this process cannot compile; "": it can. later: it is a
+    later one. worker: gives one that makes functions beside this process; None: a new one each time.
     """
 
     def __init__(
         self, number: int, functions: list[Fused], folder: Path, kept: KeptProgram | None, device: torch.device,
-        background: Background, positions: Sequence[int] = (0,), without: str = "", later: bool = False,
+        positions: Sequence[int] = (0,), without: str = "", later: bool = False,
         worker: Callable[[], CompileWorker] | None = None,
     ) -> None:  # fmt: skip
         self._number, self._positions, self._without = number, positions, without
-        self._functions, self._background, self._device = functions, background, device
-        self._worker = worker
+        self._functions, self._device, self._worker = functions, device, worker
         self._by_name = {function.name: function for function in functions}
-        self._folder, self._kept, self._later = folder, kept, later
-        self._steps, self._notes_at = 0, MET if later else 0  # the step in which calls are noted; 0: in none
-        self._watches, self._noted, self._settled = False, False, False
-        self._orders: list[tuple[Fused, FunctionOrder]] = []
-        self._to_make: list[FunctionOrder] = []
-        self._prepared = False
-        self._left: set[str] = set()  # keys of what is being made
+        self._folder, self._kept = folder, kept
+        self._later, self._waits = later, MET if later else 0  # steps before it is prepared
+        self._orders: list[tuple[Fused, FunctionOrder]] | None = None  # None: it is not known what they are called with
+        self._notes, self._prepared, self._settled = False, False, False
         self._failed: dict[str, str] = {}  # why what was ordered was not made, by key
         self._refused: dict[str, str] = {}  # why a function does not run compiled here: by its name, or that and a form
         self._elsewhere: dict[str, str] = {}  # the same of any rank
         self._nothing = ""  # why no function is to run compiled on any rank
-        self._tries, self._tried = False, False
-        self._made = threading.Event()
 
     @property
     def vote(self) -> StepVote:
-        """Waits where a step is to be the first one that can be compiled, and where steps have to be the same from run
-        to run (torch.use_deterministic_algorithms).
-        """
-        if self._settled:
-            return StepVote()
-        if not self._noted:
-            return StepVote(prepares=not self._notes_at)
-        if not self._later or torch.are_deterministic_algorithms_enabled():
-            self._made.wait()
-        return StepVote(ready=self._tried, busy=not self._tried)
+        """On a step with it."""
+        return StepVote(prepares=not self._settled and not self._waits)
 
     @property
     def is_settled(self) -> bool:
         """Whether what runs stays so."""
         return self._settled
 
-    def before(self, calls: Callable[[], Iterable[Call]], hold: bool) -> None:
-        """Takes what is due before the calls of a step run: functions are prepared, noted or tried. hold: some rank is
-        busy with a program of this step.
-        """
-        if self._settled:
+    def before(self, calls: Callable[[], Iterable[Call]]) -> None:
+        """Before the calls of a step run: its functions are compiled, or noted in this step."""
+        if self._settled or self._waits or self._without:
             return
-        self._steps += 1
-        if not self._notes_at:
-            self._prepare(calls)
-        if self._noted and self._made.is_set() and not self._tried:
-            self._take(self._to_make)
-            self._try(True)
-        if self._steps == self._notes_at and not self._without:
+        if self._orders is None and not self._notes:
+            self._find(calls)
+        if self._notes:
             self._note()
+        elif not self._prepared:
+            self._prepare()
 
-    # ahead of the first step
+    def after(self) -> None:
+        """After a step, unless it failed."""
+        self._waits = max(0, self._waits - 1)
+        if self._notes:
+            self._orders, self._notes, self._prepared = self._watched(), False, False
 
-    def _prepare(self, calls: Callable[[], Iterable[Call]]) -> None:
-        """Compile side by side what is not kept, once."""
-        if self._prepared or self._without:
-            return
+    # what functions are called with
+
+    def _find(self, calls: Callable[[], Iterable[Call]]) -> None:
         try:
             self._orders = self._told() or self._rehearsed(calls())
         except Exception as error:
             log.info(
-                "fuse: the first step runs as it is, as its functions cannot be run without values: %s: %s",
+                "fuse: the next step runs as it is, as its functions cannot be run without values: %s: %s",
                 type(error).__name__, error,
             )  # fmt: skip
-            self._notes_at = self._steps
-            return
-        left = self._take_kept()
-        workers = worker_count() if self._device.type == "cpu" else 0  # Inductor has its own for kernels of GPUs
-        make_side_by_side(left, self._here, workers, self._worker)
-        self._take(left)
-        self._prepared = True
+            self._notes = True
 
     def _told(self) -> list[tuple[Fused, FunctionOrder]]:
         """What an earlier start has kept."""
@@ -667,14 +646,10 @@ class FusedProgram:
             watched = self._watched()
         return watched
 
-    def _here(self, order: FunctionOrder, wait: bool) -> None:
-        function = next(function for function, other in self._orders if other is order)
-        try:
-            function.make(order, wait)
-        except BeingMadeError:
-            raise
-        except Exception as error:  # of whatever stands in the file
-            self._failed[order.key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    def _note(self) -> None:
+        """All functions run as they are in this step."""
+        for function in self._functions:
+            function.watch(repeats=True)
 
     def _watched(self) -> list[tuple[Fused, FunctionOrder]]:
         """What was called since they are watched. None is watched any more, whatever happens: in a rehearsal they give
@@ -688,25 +663,32 @@ class FusedProgram:
                 self._refuse(function, ALL, f"{type(error).__name__}: {error}")
         return list(watched.values())
 
-    # on the way
+    # compiled
 
-    def _note(self) -> None:
-        """All functions run as they are in this step, and what they are called with is compiled after it."""
-        for function in self._functions:
-            function.watch(repeats=True)
-        self._watches = True
+    def _prepare(self) -> None:
+        """Compile side by side what is not kept."""
+        assert self._orders is not None
+        left = [order for function, order in self._orders if not order.is_kept or function.take(order, KEPT)]
+        workers = worker_count() if self._device.type == "cpu" else 0  # Inductor has its own for kernels of GPUs
+        make_side_by_side(left, self._here, workers, self._worker)
+        self._take({order.key for order in left})
+        self._prepared = True
 
-    def _take_kept(self) -> list[FunctionOrder]:
-        """Take what is there; what is to be made."""
-        return [order for function, order in self._orders if not order.is_kept or function.take(order, KEPT)]
+    def _here(self, order: FunctionOrder, wait: bool) -> None:
+        function = next(function for function, other in self._orders or () if other is order)
+        try:
+            function.make(order, wait)
+        except BeingMadeError:
+            raise
+        except Exception as error:  # of whatever stands in the file
+            self._failed[order.key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
-    def _take(self, left: Sequence[FunctionOrder]) -> None:
-        """What was made; why the rest was not."""
-        ordered = {order.key for order in left}
-        for function, order in self._orders:
+    def _take(self, ordered: Set[str]) -> None:
+        """What was made; why the rest was not. ordered: keys."""
+        for function, order in self._orders or ():
             if order.key in ordered:
                 why = self._failed.get(order.key) or function.take(order, COMPILED)
-                if why and not self._later and order.key not in self._failed:  # what another process could not make
+                if why and order.key not in self._failed:  # what another process could not make
                     self._here(order, True)
                     why = self._failed.get(order.key) or function.take(order, COMPILED)
                 if why:
@@ -714,60 +696,15 @@ class FusedProgram:
 
     def _refuse(self, function: Fused, form: str, why: str) -> None:
         """Of this rank's own."""
-        log.warning("fuse: %s runs as it is%s: %s", function.name, self._when, why)
+        log.warning("fuse: %s runs as it is: %s", function.name, why)
         self._refused[_named(function, form)] = why
         function.refuse(form, why)
 
-    @property
-    def _when(self) -> str:
-        return " for sizes that came later" if self._later else ""
-
-    def _try(self, tries: bool) -> None:
-        """One of csc's operators is called by the functions as they are alone, so this rank may do so by itself; a step
-        that fails in its middle is followed by another one that tries.
-        """
-        self._tries = tries
-        for function in self._functions:
-            function.tries(tries)
-
-    def after(self) -> None:
-        """Ends what `before` has begun, after a step: a trial is over, and what was noted is handed to the background
-        to compile.
-        """
-        if self._tries:
-            self._try(False)
-            self._tried = True
-            for function in self._functions:
-                untried = {
-                    _named(function, form): "it was not called in the step that tries it" for form in function.untried
-                }
-                self._refused = untried | self._refused
-        if self._watches:
-            self._watches = False
-            self._orders, self._noted = self._watched(), True
-            self._to_make = self._take_kept()
-            self._left = {order.key for order in self._to_make}
-            if not self._left:
-                self._made.set()
-            self._background.make(self._to_make, self._is_made)
-
-    def _is_made(self, order: FunctionOrder, why: str) -> None:
-        if why and self._later:
-            self._failed[order.key] = why.partition("\n")[0]
-        self._left.discard(order.key)
-        if not self._left:
-            self._made.set()
-
     # with the other ranks
 
-    def word(self, hold: bool) -> FusedWord | None:
-        """What the others have to know before they settle it; None: there is nothing to settle in this step."""
-        notes = not self._later and self._steps == self._notes_at
-        ready = self._prepared or (self._tried and not hold)
-        if self._settled or not (self._without or notes or ready):
-            return None
-        differs = next((why for function in self._functions for why in function.differs), "")
-        return FusedWord(self._number, self._positions, self._built(), self._without or differs, self._refused, notes)
+    def word(self) -> FusedWord:
+        """What the others have to know before they settle it."""
+        return FusedWord(self._number, self._positions, self._built(), self._without, self._refused, self._notes)
 
     def _built(self) -> str:
         try:
@@ -778,46 +715,47 @@ class FusedProgram:
         except Exception:  # of a compiler that does not work: then nothing was taken, and each function says why
             return ""
 
-    def settle(self, words: Sequence[FusedWord], hold: bool) -> None:
-        """words: of all ranks, on any program."""
+    def settle(self, words: Sequence[FusedWord], is_stepped: bool) -> None:
+        """words: of all ranks, on any program. is_stepped: this rank has said one of this program."""
         ours = [word for word in words if word.program == self._number]
         for word in ours:
             self._nothing = self._nothing or word.everything or ("" if word.built in (ours[0].built, "") else UNLIKE)
             self._elsewhere |= word.refused
-        word_here = self.word(hold)
-        if word_here is not None and not word_here.notes:
-            if any(word.notes and set(word.positions) & set(self._positions) for word in ours):
-                self._prepared, self._notes_at = False, self._steps  # as what computes the same values
-                self._note()
-                return
-            self._switch()
-        elif self._settled:  # another replica's
+        if self._settled:  # another replica's
             self._refuse_elsewhere()
+        elif not is_stepped:
+            return
+        elif any(word.notes and set(word.positions) & set(self._positions) for word in ours):
+            if not self._notes:  # as what computes the same values
+                self._notes = True
+                self._note()
+        else:
+            self._switch()
 
     def _switch(self) -> None:
         self._settled = True
         self._refuse_elsewhere()
         if self._nothing:
-            log.warning("fuse: all functions run as they are%s, as %s", self._when, self._nothing)
+            (log.info if self._later else log.warning)("fuse: all functions run as they are, as %s", self._nothing)
             return
         for function in self._functions:
             function.on = True
-        if self._later:
-            log.info("fuse: the functions for sizes that came later are compiled")
         if self._kept is not None:
-            forms = [CalledForm(function.name, order.structure, order.layouts) for function, order in self._orders]
+            forms = [
+                CalledForm(function.name, order.structure, order.layouts) for function, order in self._orders or ()
+            ]
             self._kept.keep(self.rows(), forms)
 
     def _refuse_elsewhere(self) -> None:
         """Run as they are, here too, the functions that a rank could not have compiled."""
-        for function, order in self._orders:
+        for function, order in self._orders or ():
             why = (
                 self._elsewhere.get(_named(function, order.form))
                 or self._elsewhere.get(_named(function, ALL))
                 or self._nothing
             )
             if why and function.refuse(order.form, why) and not self._nothing:
-                log.warning("fuse: %s runs as it is%s, as on another rank: %s", function.name, self._when, why)
+                log.warning("fuse: %s runs as it is, as on another rank: %s", function.name, why)
 
     def rows(self) -> list[FusedRow]:
         """Of each function and layout that was called."""
@@ -839,19 +777,19 @@ class FusedMembers:
     def __init__(self, folder: FunctionFolder | None, device: torch.device, positions: Iterable[int]) -> None:
         self._folder = folder or FunctionFolder.of(None)
         self._device, self._positions = device, sorted(set(positions))
-        self._background = Background()
         self._programs: list[FusedProgram] = []
 
     def add(self, program: LoadedProgram) -> None:
         """Its modules are imported."""
         later = bool(self._programs)
-        functions = fused_functions(program.package, self._folder.path)
-        is_temporary = later or self._folder.own is not None
+        sizes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in program.manifest.inputs)
+        functions = fused_functions(program.package, self._folder.path, sizes)
+        is_temporary = self._folder.own is not None
         kept = None if is_temporary else KeptProgram(self._folder.path, _key(program, self._positions))
         self._programs.append(
             FusedProgram(
-                len(self._programs), functions, self._folder.path, kept, self._device, self._background,
-                self._positions, lacks(self._device), later, self._folder.workers.take,
+                len(self._programs), functions, self._folder.path, kept, self._device, self._positions,
+                lacks(self._device), later, self._folder.workers.take,
             )
         )  # fmt: skip
 
@@ -863,20 +801,18 @@ class FusedMembers:
     def step(self, calls: Sequence[tuple[int, Call]], vote: StepVote, meeting: Meeting) -> Iterator[None]:
         """All ranks have agreed on the step. vote: what any of them has said of it."""
         numbers = list(dict.fromkeys(number for number, _ in calls))
-        hold = vote.busy
 
         def before() -> list[FusedWord]:
             for number in numbers:
                 of_one = {id(call[0]): call for other, call in reversed(calls) if other == number}
-                self._programs[number].before(of_one.values, hold)
-            return [word for number in numbers if (word := self._programs[number].word(hold)) is not None]
+                self._programs[number].before(of_one.values)
+            return [self._programs[number].word() for number in numbers if self._programs[number].vote.prepares]
 
-        if vote.prepares or (vote.ready and not hold):
+        if vote.prepares:
+            stepped = {number for number in numbers if self._programs[number].vote.prepares}
             words = told(meeting, before)
-            for number in {*numbers, *(word.program for word in words)}:
-                self._programs[number].settle(words, hold)
-        else:
-            before()
+            for number in {*stepped, *(word.program for word in words)}:
+                self._programs[number].settle(words, number in stepped)
         yield
         for number in numbers:
             self._programs[number].after()

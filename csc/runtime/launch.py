@@ -33,7 +33,7 @@ from csc.errors import CscError, InputError, RankLost, is_of_libraries
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 DEBUG = "CSC_DEBUG"  # 1: whole tracebacks, with what is csc's own
-PATIENCE = 10.0  # seconds; an agent stops the processes of its node within one, those of other nodes within a few
+PATIENCE = 60.0  # seconds; an agent stops the processes of its node within one, those of other nodes within a few
 
 
 def command(ranks: int, per_node: int, script: str) -> str:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from csc import devices, errors
-from csc.errors import CscError, InputError, RankLost, StepFailed
+from csc.errors import CscError, DifferenceError, InputError, RankLost, StepFailed
 from csc.ir.schedule import WHOLE, Action
 
 # --- Short texts that ranks tell each other, as bytes: nothing is unpickled ------------------------------------------
@@ -117,18 +117,15 @@ class StepVote:
     """What a rank says of the step that it is about to make; ranks need not agree.
 
     uneven: its microbatches may leave parameters out. stale: it has stepped parameters in shards, and not gathered
-    them. nothing_ahead: it encodes nothing for the next step. prepares, ready, busy: its compiled functions are to be
-    prepared, are made and tried, are still being made (csc.runtime.fusing). unserved: it has no program for its
-    microbatches. common: a digest of what replicas must have in common. kind, sizes: digests of the kind and of the
-    sizes of its replica's samples.
+    them. nothing_ahead: it encodes nothing for the next step. prepares: its compiled functions are to be prepared
+    (csc.runtime.fusing). unserved: it has no program for its microbatches. common: a digest of what replicas must have
+    in common. kind, sizes: digests of the kind and of the sizes of its replica's samples.
     """
 
     uneven: bool = False
     stale: bool = False
     nothing_ahead: bool = False
     prepares: bool = False
-    ready: bool = False
-    busy: bool = False
     unserved: bool = False
     common: int = 0
     kind: int = 0
@@ -161,7 +158,9 @@ NOTHING = Vote()
 
 @dataclass(frozen=True)
 class VoteTexts:
-    """The texts of a vote, which follow when something is amiss. cause: see `cause`."""
+    """The texts of a vote, which follow when something is amiss. cause: see `cause`. difference: of a DifferenceError
+    what, where and the remedy, which all ranks then raise.
+    """
 
     operation: str
     cause: str
@@ -169,6 +168,7 @@ class VoteTexts:
     content: int
     replica: int
     shared: tuple[str, ...] = ()
+    difference: tuple[str, ...] = ()
 
 
 def disagreement(operation: str, words: Sequence[VoteTexts]) -> StepFailed | None:
@@ -733,10 +733,11 @@ class Meeting:
         own = {
             "operation": operation, "cause": cause(error), "signature": list(vote.signature),
             "content": vote.content, "replica": vote.replica, "shared": list(vote.shared),
+            "difference": list(error.args) if isinstance(error, DifferenceError) else [],
         }  # fmt: skip
         texts = self.guarded(lambda: gathered_texts(json.dumps(own), self._group), operation)
         words = [json.loads(text) for text in texts]
-        listed = ("signature", "shared")
+        listed = ("signature", "shared", "difference")
         return rows, [VoteTexts(**{**word, **{name: tuple(word[name]) for name in listed}}) for word in words]
 
     def _said_by_all(self, operation: str, row: Sequence[int]) -> list[list[int]]:
@@ -810,7 +811,10 @@ class Meeting:
             self.give_up(fault)
             raise RankLost(fault, f"rank {dist.get_rank()}", "Start again from saved weights")
 
-    def _of_others(self, operation: str, words: Sequence[VoteTexts], failed: Sequence[int]) -> StepFailed:
+    def _of_others(self, operation: str, words: Sequence[VoteTexts], failed: Sequence[int]) -> CscError:
+        difference = next((words[rank].difference for rank in failed if words[rank].difference), None)
+        if difference is not None:
+            return DifferenceError(*difference)
         several = f" (and rank{'s' * (len(failed) > 2)} {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
         return StepFailed(
             f"rank {failed[0]}{several} failed {self._place(operation)}: {words[failed[0]].cause}",

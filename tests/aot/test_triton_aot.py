@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
+import triton
 from csc.kernels.triton_kernels import forward_kernel
 from csc.kernels.triton_launch import choose
 
@@ -48,8 +49,9 @@ ALL = [
 ]
 
 
-# Bytes that may be spilled where what is faster was measured, with more of them (Triton 3.6): docs/attention-kernels.md
-SPILLED = {("forward", "sm_90", 128): 64, ("dkv", "sm_90", 128): 8}
+# Bytes that may be spilled where what is faster was measured, on an H100 with Triton 3.6: docs/attention-kernels.md
+OLDER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+SPILLED = {("forward", "sm_90", 128): 200 if OLDER else 64, ("dkv", "sm_90", 128): 56 if OLDER else 8}
 
 
 def check(case: Case, found: Resources) -> None:

@@ -86,6 +86,7 @@ def test_workers_decide_and_collate_the_same(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.long_cases("2-True")
 def test_a_position_is_taken_up_in_the_middle(sampled: bool, workers: int) -> None:
     dataset = Captions(80)
 

@@ -107,6 +107,7 @@ def test_memory_decides_the_mesh() -> None:
         ({"mesh": "tp=2,pp=2"}, ASKED, "cp=1 and tp=1"),
     ],
 )
+@pytest.mark.long_cases("options0-asked0-there are 300 samples, and a step has 301")
 def test_what_is_refused(options: dict[str, Any], asked: LengthsRequest, said: str) -> None:
     with pytest.raises(csc.InputError, match=said):
         planned(compiled_for(**options), asked)
@@ -120,6 +121,7 @@ text = csc.compile(small.text(2), mesh="pp=2", example=small.text_batch(4, 16), 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As JSON, and as a table of the same plan."""
     asked_once(monkeypatch, "csc.reports.data.plan_for_lengths", plan_for_lengths)

@@ -71,6 +71,7 @@ def test_cpu_summary() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is left out where there is no GPU")
+@pytest.mark.long
 def test_without_a_gpu_its_figures_are_left_out() -> None:
     command = [sys.executable, "-m", "benchmarks.attention", "--json", "--part", "gpu"]
     told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -137,6 +137,7 @@ def test_what_is_no_function_for_a_cuda_graph() -> None:
     assert any("csc::opaque" in unfit_in(one.forward) for one in own.variants.values())
 
 
+@pytest.mark.long
 def test_recorded_steps_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The piece as it would run, on a small model and with the recorder of the tests; and what a CPU says."""
     monkeypatch.setattr(graphs_piece, "DEVICE", torch.device("cpu"))

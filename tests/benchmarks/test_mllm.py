@@ -113,6 +113,7 @@ def test_layers_of_both_kinds_take_turns(shallow: Program) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "period"), [(47, 2), (3, 1), (8, 3)])
+@pytest.mark.long_cases("47-2")
 def test_a_stack_that_cannot_be_made_from_the_capture_is_refused(shallow: Program, layers: int, period: int) -> None:
     with pytest.raises(InputError, match=f"4 layers of llm cannot stand for {layers}"):
         expand(shallow, {"llm": Stack(layers, period)})

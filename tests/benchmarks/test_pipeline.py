@@ -357,6 +357,7 @@ def test_emulated_processes_of_both_runtimes() -> None:
 
 @pytest.mark.gloo
 @OF_THIS_TORCH
+@pytest.mark.long
 def test_torch_misses_the_gradients_that_it_is_said_to_miss() -> None:
     ranks = 3
     for (name, kind), answer in zip(TORCH.items(), work([{"kind": "gradients", "name": n} for n in TORCH], ranks)):

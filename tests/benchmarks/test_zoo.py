@@ -94,6 +94,7 @@ def dead(name: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("work", "seconds", "kind"), [(stuck, 1, "slow"), (dead, 600, "crash")])
+@pytest.mark.long_cases("stuck-1-slow")
 def test_a_process_that_hangs_or_dies_is_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Any, seconds: float, kind: str
 ) -> None:

@@ -335,6 +335,7 @@ def test_dropout_draws_its_own_numbers() -> None:
     ("pattern", "hint"),
     [("vision_towr", "did you mean 'vision_tower'"), ("*.lora_A.*", "components are"), ("xyz", "language_model")],
 )
+@pytest.mark.long_cases("vision_towr-did you mean 'vision_tower'")
 def test_a_pattern_that_matches_nothing(models: Models, pattern: str, hint: str) -> None:
     step = lambda: models("llava", freeze=[pattern]).program  # noqa: E731
     refused(step, f"the pattern {pattern!r} matches no parameter of LlavaForConditionalGeneration", "freeze", hint)

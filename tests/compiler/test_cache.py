@@ -72,6 +72,7 @@ def untimed(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [("llava", {"mesh": "pp=3"}), ("mixed", {}), ("text", {"mesh": "cp=2"})])
+@pytest.mark.long_cases("text-options2")
 def test_a_stored_program_reads_back_text_for_text(name: str, options: dict[str, Any], models: Models) -> None:
     compiled = models(name, **options)
     history = compiled.history()
@@ -226,6 +227,7 @@ def test_what_lies_between_is_traced_when_it_is_asked_for(cache: Store) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["program", "trace", "capture"])
+@pytest.mark.long_cases("capture", "trace")
 def test_a_damaged_entry_is_made_again(
     kind: str, cache: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

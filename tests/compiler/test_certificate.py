@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.metadata
 import json
 import math
 import re
@@ -323,6 +324,7 @@ def of(compiled: csc.CompiledModel) -> Certificate:
 
 
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2,dp=2", long("tp=2"), long("cp=2"), long("dp=2,tp=2,pp=2")])
+@pytest.mark.long_cases("pp=1")
 def test_layouts_and_plain_pytorch_certify_each_other(
     unusual: csc.CompiledModel, plain: ModuleType, mesh: str, tmp_path: Path
 ) -> None:
@@ -412,7 +414,7 @@ def test_the_command(tmp_path: Path) -> None:
 
     written = run("text", "--certificate", str(file))
     assert written.exit_code == 0 and f"wrote {file}" in written.stdout, written.output
-    assert Certificate.read(file).made_by["torch"] == torch.__version__
+    assert Certificate.read(file).made_by["torch"] == importlib.metadata.version("torch")
     checked = run("text", "--mesh", "pp=2", "--microbatches", "2", "--against", str(file))
     assert checked.exit_code == 0 and "the same step: 9 gradients as certified" in checked.stdout, checked.output
     assert re.search(r"certificate of csc 0\.\S+, \S+, torch", checked.stdout)

@@ -143,6 +143,7 @@ def test_where_numbers_are_drawn_a_checked_first_step_draws_them_too() -> None:
         ("aten.silu_backward.", "aten.gelu_backward.", "its values are right", "region layers.1 (small.py"),
     ],
 )
+@pytest.mark.long_cases("aten.silu.default(-aten.relu.default(-the program that was written has others-TextModel")
 def test_a_wrong_program_is_an_error_that_names_the_region(
     tampered: dict[str, str], before: str, after: str, told: str, where: str
 ) -> None:
@@ -348,15 +349,15 @@ def test_of_several_processes_one_checks_and_all_raise(tmp_path: Path) -> None:
     eager.layers[1].register_forward_hook(lambda module, given, result: 2 * result)
     assert first["losses"][3] == pytest.approx(float(eager(**check_worker.BATCH).detach()), rel=1e-6)
 
-    assert first["errors"] == second["errors"] and len(first["errors"]) == 3 and first["gradients"] == []
+    assert first["errors"][:2] == second["errors"][:2] and first["gradients"] == []
     assert all(error.startswith("DifferenceError: region layers.1 ") for error in first["errors"][:2])
 
-    assert (first["ran"], second["ran"]) == (0, 4)  # rank 1 runs the program while rank 0 runs eager PyTorch
-    assert (first["ran apart"], second["ran apart"]) == (1, 0)  # but where its copies of weights are others
-    assert "rank 1 failed while it ran the program: ValueError: no room" in first["errors"][2]
+    assert (first["ran"], second["ran"]) == (5, 0)  # with rank 0's copies of the weights
+    assert first["errors"][2:] == ["ValueError: no room"]
+    assert "rank 0 failed while it compiled: ValueError: no room" in second["errors"][2]
 
     torch.manual_seed(5)
-    assert (first["ran dropped"], second["ran dropped"]) == ([], [executor.draw()] * 2)  # the training step's masks
+    assert (first["ran dropped"], second["ran dropped"]) == ([executor.draw()] * 2, [])  # the training step's masks
     assert "nothing left to chance" not in " ".join(first["dropped log"])
     assert sum(line.startswith("checked") for line in first["dropped log"]) == 2
     for one, other in zip(first["dropped"], second["dropped"]):

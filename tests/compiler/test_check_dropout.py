@@ -135,6 +135,7 @@ class Adapted(small.Dropped):
     ("kind", "said"),
     [(Again, "eager PyTorch draws"), long(Noisy, ""), (Mixing, "with dropout as"), (Adapted, "with dropout as")],
 )
+@pytest.mark.long_cases("Again-eager PyTorch draws")
 def test_other_models_are_compared_with_nothing_left_to_chance(
     kind: type[nn.Module], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, torch.Tensor]]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.long_cases("llama, tied")
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """save_pretrained, in shards -> compiled.load -> compiled.save -> from_pretrained."""
     make, batch = MODELS[name]

@@ -70,7 +70,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def process(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The installed command in a process of its own."""
     script = Path(sys.executable).with_name("csc")
-    return subprocess.run([script, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=240)
+    return subprocess.run([script, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=600)
 
 
 def test_passes(run: Run) -> None:

@@ -44,6 +44,7 @@ def parity(compiled: csc.CompiledModel, gradients: int) -> csc.CompiledModel:
 # Lengths that no block divides, and more than one block of 128.
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "mesh"), [(57, "cp=2"), long(57, "cp=4"), (600, "cp=4"), long(1000, "cp=2")])
+@pytest.mark.long_cases("600-cp=4")
 def test_llava(models: Models, length: int, mesh: str) -> None:
     parity(models("llava", hf.llava_batch(length=length), mesh=mesh), 80)
 
@@ -52,6 +53,7 @@ def test_llava(models: Models, length: int, mesh: str) -> None:
 @pytest.mark.parametrize(
     "freeze", [["vision_tower"], ["vision_tower", "language_model"]], ids=["encoder", "projector only"]
 )
+@pytest.mark.long_cases("encoder")
 def test_llava_with_stages_and_frozen_parts(models: Models, freeze: list[str]) -> None:
     compiled = models("llava", hf.llava_batch(length=57), mesh="cp=2,pp=2", freeze=freeze)
     parity(compiled, 43 if len(freeze) == 1 else 4)
@@ -229,6 +231,7 @@ def test_tokens_in_another_order_are_refused(between: Any, why: str) -> None:
     ],
     ids=["reordered", "by place"],
 )
+@pytest.mark.long_cases("reordered")
 def test_operations_that_keep_tokens_apart_are_not(steps: list[Any]) -> None:
     model, batch = mixing(lambda x: functools.reduce(lambda value, step: step(value), steps, x))
     check(model, batch, 7, mesh="cp=2")

@@ -141,6 +141,17 @@ def named(value: Any) -> str:
     ],
     ids=named,
 )
+@pytest.mark.long_cases(
+    "two heads-cp=2,pp=2",
+    "labels, and a mean over all tokens-cp=2",
+    "decay and a number-cp=3,dp=2,tp=2",
+    "distilled-cp=3,dp=2,tp=2",
+    "classes that weigh-cp=3,dp=2,tp=2",
+    "entry by entry-cp=2,pp=2",
+    "a mean of each sample-cp=3,dp=2,tp=2",
+    "along one dimension, then others-cp=2",
+    "rows of a mask-cp=2,pp=2",
+)
 def test_ranks_add_up_what_their_tokens_have(name: str, options: dict[str, Any]) -> None:
     loss = LOSSES[name]
     compiled = csc.compile(Model(loss).double(), example=batch(), check=False, **options)
@@ -161,6 +172,9 @@ REFUSED: dict[str, tuple[str, Loss]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.long_cases(
+    "a layer behind a mean", "a product of two", "the largest", "a square of a mean", "probabilities"
+)
 def test_what_is_not_linear_in_a_sum_over_tokens_is_refused(name: str) -> None:
     why, loss = REFUSED[name]
     with pytest.raises(InputError, match=why) as raised:

@@ -29,6 +29,7 @@ SHARED = "vision_tower.dp=1,vision_tower.pp=1"  # by replicas: see test_shared_r
 APART = "vision_tower.tp=1,vision_tower.pp=1"  # on ranks of its own, fewer than others have or more: see test_narrow
 
 
+@pytest.mark.long
 def test_an_encoder_divided_by_two_beside_a_language_model_divided_by_four() -> None:
     """Boxes are held twice, gradients of these are parts over the ranks that hold the same; sums of a layer meet two
     ranks, the features one exchange, and what each rank is stands in its file.

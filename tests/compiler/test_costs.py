@@ -117,6 +117,7 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
         ("plain", ("vision", "audio")),
     ],
 )
+@pytest.mark.long_cases("llava-freeze0", "plain-freeze3", "plain-freeze5")
 def test_training_flops_are_those_that_torch_counts(name: str, freeze: tuple[str, ...]) -> None:
     """Eager forward and backward with the same frozen set; torch's formula for flash attention, bound to the CPU's."""
     model, batch, program = divided(name, freeze)

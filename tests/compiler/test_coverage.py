@@ -61,6 +61,7 @@ def other_images(name: str, model: Any, batch: Batch) -> list[Batch]:
 
 
 @pytest.mark.parametrize("name", [name if name in OFTEN else long(name) for name in CASES])
+@pytest.mark.long_cases("Mllama")
 def test_gradients_are_those_of_eager(name: str) -> None:
     torch.manual_seed(0)
     model, batch = CASES[name]()

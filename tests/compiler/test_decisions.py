@@ -191,6 +191,7 @@ def random_batch(seed: int) -> Batch:
         long("everything"),
     ],
 )
+@pytest.mark.long_cases("written", "rows", "listed", "item", "any")
 def test_batches_of_all_kinds(kind: str) -> None:
     """Whatever a batch decides, its step is that of eager PyTorch; what was decided before is not traced again."""
     compiled = made(kind)
@@ -268,6 +269,7 @@ def flagged(*flags: int, first: int = 0) -> Batch:
 
 
 @pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.long_cases("1")
 def test_values_of_an_entry_that_leave_a_layer_out(first: int) -> None:
     """Values are no answers, and a capture of others may have other regions: with the layer first, and without it."""
     compiled = csc.compile(Flagged(), mesh="pp=2", example=flagged(first, first), microbatches=2, cache=False)

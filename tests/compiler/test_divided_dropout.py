@@ -94,6 +94,7 @@ def step(model: nn.Module, **options: Any) -> tuple[float, dict[str, torch.Tenso
         long("qwen3", "tp=2", {"sequence_parallel": True}),
     ],
 )  # fmt: skip
+@pytest.mark.long_cases("few-tp=4-options1")
 def test_masks_are_those_of_the_whole(name: str, mesh: str, options: dict[str, Any]) -> None:
     parts = options.get("microbatches", 1) * csc.Mesh.of(mesh).dp
     expected, right, _ = step(NAMES[name](), microbatches=parts)

@@ -84,6 +84,7 @@ def test_a_microbatch_without_images(name: str) -> None:
 @pytest.mark.parametrize(
     "options", [{"microbatches": 2}, long({"microbatches": 4}), {"mesh": "dp=2", "microbatches": 2}]
 )
+@pytest.mark.long_cases("options2")
 def test_images_belong_to_their_samples(options: dict[str, Any]) -> None:
     batch = captions.batch([[1, 2], [1], [3], [2, 1, 1]])
     same(captions.Captions(), batch, FLOAT64, **{"mesh": "pp=2", **options})
@@ -93,6 +94,7 @@ def test_images_belong_to_their_samples(options: dict[str, Any]) -> None:
     ("mesh", "microbatches", "tied"),
     [long("pp=1", 2, False), ("pp=3", 2, True), long("pp=3", 4, False), ("dp=2", 1, False), long("dp=2,pp=2", 2, True)],
 )
+@pytest.mark.long_cases("pp=3-2-True")
 def test_microbatches_and_replicas_without_images(mesh: str, microbatches: int, tied: bool) -> None:
     """Those that have some come first, or last; then nobody has one, and the encoder has no gradient."""
     model = captions.Captions(tied)
@@ -104,6 +106,7 @@ def test_microbatches_and_replicas_without_images(mesh: str, microbatches: int, 
 
 
 @pytest.mark.parametrize("schedule", [long("gpipe"), "1f1b", "zb-h1", long("interleaved-1f1b"), "zb-v"])
+@pytest.mark.long_cases("zb-v", "1f1b")
 def test_schedules_keep_in_step(schedule: str) -> None:
     batch = captions.batch([[1], [], [2], [], [], [3], [], [1]])
     same(captions.Captions(), batch, FLOAT64, mesh="pp=2", microbatches=8, schedule=schedule)
@@ -112,6 +115,7 @@ def test_schedules_keep_in_step(schedule: str) -> None:
 @pytest.mark.parametrize(
     "freeze", [["vision.*"], ["embed.*", "layers.*", "head.*"], ["vision.layers.0.*", "layers.1.*"]]
 )
+@pytest.mark.long_cases("freeze2", "freeze1")
 def test_frozen_parts(freeze: list[str]) -> None:
     """With a frozen language model a text alone has nothing to train."""
     batch = captions.batch([[1], [2, 1], [], []])
@@ -145,6 +149,7 @@ STAGES = [  # of both, one that takes images into the text; in the second one te
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_text_goes_on_by_way_of_what_is_left_out() -> None:
     """Two places take features into the text, on different stages: one alone takes over the other's way."""
     batch = captions.batch([[1, 2], [3], [], [1]], [0, 3, 2, 0])
@@ -293,6 +298,7 @@ def places_batch(samples: int, length: int = 5) -> Batch:
 
 
 @pytest.mark.parametrize(("samples", "microbatches"), [(3, 3), (3, 1), (4, 2), (6, 2)])
+@pytest.mark.long_cases("3-3", "4-2", "3-1")
 def test_positions_of_several_axes(samples: int, microbatches: int) -> None:
     """The samples of one of them lie along its second dimension, also where there are as many as axes."""
     compiled = same(Places(), places_batch(samples), FLOAT64, microbatches=microbatches, mesh="pp=2")
@@ -300,6 +306,7 @@ def test_positions_of_several_axes(samples: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(("samples", "microbatches"), [(2, 2), (4, 2)])
+@pytest.mark.long_cases("2-2")
 def test_the_dimension_of_samples_can_be_said(samples: int, microbatches: int) -> None:
     batch = {**places_batch(samples), "tables": torch.sin(torch.arange(samples * 16.0)).view(2, samples, 8).double()}
     same(Places(), batch, FLOAT64, microbatches=microbatches, mesh="pp=2", divide={"tables": 1, "position_ids": 1})
@@ -358,6 +365,7 @@ def test_a_function_divides() -> None:
         (3, "divide is 3"),
     ],
 )
+@pytest.mark.long_cases("3-divide is 3")
 def test_what_is_said_wrongly(divide: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         csc.compile(Chunks(), example=chunks_batch([1, 2, 1, 3]), microbatches=2, divide=divide)

@@ -173,6 +173,7 @@ FILLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ["uniform_", "exponential_", "gumbel_softmax", long("normal_"), long("cauchy_")])
+@pytest.mark.long_cases("gumbel_softmax", "exponential_")
 def test_calls_in_place_draw_by_place(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Their microbatches are compared with eager PyTorch, and a seed gives one step, on whatever ranks."""
     ids = torch.arange(24).view(4, 6) % 20

@@ -64,6 +64,7 @@ def depths(request: pytest.FixtureRequest) -> dict[int, CompiledModel]:
     ("freeze", "cut"),
     in_turn([None, ["embed_tokens"], ["embed_tokens", "layers.0", "layers.1"], ["layers"]], [5, 6]),
 )
+@pytest.mark.long_cases("(2, 8, 12)-None-5")
 def test_a_rank_file_does_not_grow_with_depth(depths: dict, freeze: list[str] | None, cut: int) -> None:
     lines: dict[int, list[int]] = {}
     for layers in (8, max(depths)):
@@ -277,6 +278,7 @@ def renamed(program: Program, names: Mapping[str, str]) -> Program:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.long_cases("2")
 def test_hostile_names_never_become_code(tmp_path: Path, stages: int) -> None:
     """Behind capture: all passes and the emission with such names, then the gradients."""
     plain_names = [f"part_{chr(97 + i)}" for i in range(len(HOSTILE))]
@@ -425,6 +427,7 @@ class ReservedPart(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.long_cases("1")
 def test_names_of_the_emitted_files_own_variables(stages: int) -> None:
     torch.manual_seed(0)
     batch = {name: torch.randn(4, 8) for name in RESERVED} | {"labels": torch.tensor([1, 4, 0, 2])}

@@ -130,6 +130,7 @@ def rows(samples: list[Batch], width: int) -> Batch:
 
 
 @pytest.mark.parametrize("options", [{"encode_ahead": True}, {"cache_features": True}], ids=lambda one: next(iter(one)))
+@pytest.mark.long_cases("cache_features")
 def test_balanced_steps_have_the_bits_of_steps_that_run_the_encoder(options: Any, tmp_path: Path) -> None:
     """Over two epochs: with features of the next step, or from disk."""
     data = pictured(24)

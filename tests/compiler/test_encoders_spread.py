@@ -50,6 +50,7 @@ def test_llava(models: Models, mesh: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("freeze", "gradients"), [(["vision_tower"], 43), (["language_model"], 41)])
+@pytest.mark.long_cases("freeze0-43")
 def test_stages_and_frozen_parts(models: Models, freeze: list[str], gradients: int) -> None:
     """A frozen encoder has no backward to gather for; the gradients of a trained one come through a frozen LLM."""
     options = {"mesh": "cp=2,pp=2", "context": {"vision_tower": 2}, "freeze": freeze}

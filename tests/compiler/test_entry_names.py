@@ -47,6 +47,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "cp=2,tp=2,pp=2"])
+@pytest.mark.long_cases("cp=2", "tp=2")
 def test_they_are_the_models(mesh: str) -> None:
     torch.manual_seed(1)
     batch: dict[str, Any] = {name: torch.randint(16, (2, 16)) for name in ("tokens", "labels")}

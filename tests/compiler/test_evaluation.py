@@ -119,6 +119,7 @@ def test_processes_with_their_own_samples(tmp_path: Path) -> None:
         assert result["evaluated"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.long
 def test_parameters_that_the_model_has_since() -> None:
     compiled = compiled_for("pp=2,dp=2")
     compiled.train_step(SAMPLES)

@@ -93,6 +93,7 @@ def one_is_never_hit(self: Experts, hidden: torch.Tensor, shares: torch.Tensor, 
 
 
 @pytest.mark.parametrize("loop", [long(added), by_rows, long(first_alone), those_hit, one_is_never_hit])
+@pytest.mark.long_cases("one_is_never_hit", "those_hit")
 def test_gradients_are_those_of_eager(loop: Callable[..., Any]) -> None:
     assert_as_eager(stacked(loop), batch(), meshes=("pp=2",))
 

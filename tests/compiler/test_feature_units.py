@@ -118,6 +118,7 @@ TWO, FOUR = [1, 2, 2], [1, 2, 4]
     ],
     ids=["alone", "by rows", "by the largest", "by images", "by place", "by all"],
 )
+@pytest.mark.long_cases("by place", "by the largest", "by images", "alone")
 def test_what_images_have_of_others_is_seen(by: Any, alone: bool, tmp_path: Path, caplog: Any) -> None:
     """Whatever else is packed with an image, loss and gradients are eager's."""
     caplog.set_level(logging.INFO, "csc")

@@ -224,6 +224,7 @@ def test_a_full_directory_keeps_no_more(tmp_path: Path, caplog: pytest.LogCaptur
     assert sum("is full" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.long
 def test_microbatches_without_images_have_no_features(tmp_path: Path) -> None:
     def made(folder: Path | None) -> csc.CompiledModel:
         return csc.compile(

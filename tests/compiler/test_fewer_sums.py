@@ -124,6 +124,13 @@ FEWER = [
         for bias in (False, True)
     ],
 )
+@pytest.mark.long_cases(
+    "beside-sums0-shares0-False",
+    "gated-sums4-shares4-False",
+    "looked_up-sums12-shares12-False",
+    "difference-sums7-shares7-True",
+    "last-sums3-shares3-True",
+)
 def test_what_is_added_is_one_sum(made: Any, sums: list[int], shares: list[int], bias: bool) -> None:
     if made in (gated, difference, pooled) and bias:  # a bias that is added to a sum ends what is linear
         sums, shares = [ROWS, ROWS], [one for one in shares if one == ROWS]
@@ -194,6 +201,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("made", OTHERS)
+@pytest.mark.long_cases("read_twice", "bounded", "means", "divided_by_it", "chained", "repeated", "of_itself", "padded")
 def test_what_is_not_linear_reads_the_sum(made: Any) -> None:
     assert differing(Model(made), SAMPLES, mesh="tp=2") == {}
     assert differing(Model(made, bias=True), SAMPLES, mesh="tp=2", sequence_parallel=True) == {}
@@ -218,6 +226,7 @@ def test_experts_sum_a_token_once() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["experts", long("gate."), "self_attn", long("model.embed_tokens")])
+@pytest.mark.long_cases("self_attn")
 def test_experts_with_frozen_weights(frozen: str) -> None:
     model = mixture("Qwen3Moe")
     for name, parameter in model.named_parameters():
@@ -234,12 +243,14 @@ def test_experts_with_frozen_weights(frozen: str) -> None:
         long("Qwen3Moe", {}), long("DeepseekV3", {"sequence_parallel": True}),
     ],
 )  # fmt: skip
+@pytest.mark.long_cases("DeepseekV3-options1")
 def test_mixtures_of_experts(name: str, options: dict[str, Any]) -> None:
     assert max(exchanged(mixture(name), ENTRIES)["sums"]) == TOKENS * MIXTURE["hidden_size"]
     assert differing(mixture(name), ENTRIES, mesh="tp=2", **options) == {}
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_attention_beside_an_mlp() -> None:
     torch.manual_seed(0)
     model, entries = MORE["Cohere 2"]()

@@ -72,6 +72,7 @@ def check(compiled: csc.CompiledModel, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("question", ["parameter", "parameters", "value", "leaf", "grad_fn"])
+@pytest.mark.long_cases("parameter")
 def test_flags_that_change_are_another_capture(question: str) -> None:
     model = Asking(question)
     compiled = csc.compile(model, mesh="pp=2", example=BATCH, microbatches=2, check=False)

@@ -82,6 +82,7 @@ def test_auto_starts_from_what_fusing_keeps(models: Models) -> None:
     assert max(tight.plan.peak_memory) <= 0.93 * peak and saved(tight) < saved(fused.program)
 
 
+@pytest.mark.long
 def test_costs_and_the_choice_of_a_mesh_are_of_fused_functions(models: Models) -> None:
     fused = models("llava", fuse=True)
     program = fused.program

@@ -106,6 +106,13 @@ LONG = [
     "case", [*CASES, *map(long, LONG)],
     ids=lambda c: f"{c['model']}-{c['mesh']}-{c.get('schedule', '1f1b')}-{'freeze' in c}-{len(c.get('context', ()))}",
 )  # fmt: skip
+@pytest.mark.long_cases(
+    "captions_tied-pp=2,dp=2-1f1b-False-0",
+    "llava_long-cp=2,dp=2-1f1b-False-0",
+    "llava-cp=2,pp=2-1f1b-True-1",
+    "llava-pp=2-zb-v-False-0",
+    "packed-cp=2,pp=2-auto-False-0",
+)
 def test_processes_give_the_bits_of_one_process(case: dict[str, Any], tmp_path: Path) -> None:
     check(case, tmp_path)
 

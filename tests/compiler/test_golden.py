@@ -107,6 +107,7 @@ def test_no_path_of_this_machine_is_in_them(models: Models) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_write_the_same_files(tmp_path: Path) -> None:
     """With other hash seeds: no order of a set or dictionary of objects reaches a file."""
     running = []
@@ -122,7 +123,7 @@ def test_two_processes_write_the_same_files(tmp_path: Path) -> None:
         ]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL))
-    assert [process.wait(timeout=300) for process in running] == [0, 0]
+    assert [process.wait(timeout=600) for process in running] == [0, 0]
     first, second = (
         {p.relative_to(tmp_path / seed): p.read_bytes() for p in (tmp_path / seed).rglob("*") if p.is_file()}
         for seed in ("1", "2")

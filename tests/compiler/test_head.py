@@ -101,6 +101,7 @@ def test_microbatches_and_replicas_with_other_numbers_of_labels() -> None:
 
 
 @pytest.mark.parametrize("mesh", [long("pp=2"), "dp=2,pp=2", long("cp=2"), "cp=2,pp=2"])
+@pytest.mark.long_cases("cp=2,pp=2")
 def test_multimodal(models: Models, mesh: str) -> None:
     given = hf.llava_batch(4 if "dp" in mesh else 2, length=57)
     compiled = parity(models("llava", given, mesh=mesh, loss_chunk=CHUNK), 2e-6 if "cp" in mesh else TOLERANCE)
@@ -117,6 +118,7 @@ TENSOR: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mesh", TENSOR)
 @pytest.mark.parametrize("name", ["Llama", long("Gemma2"), long("Phi")])
+@pytest.mark.long_cases("Llama-tp=2,pp=2")
 def test_words_divided_over_ranks(name: str, mesh: str) -> None:
     """Each rank makes logits of its own words, a chunk of tokens at a time."""
     options: dict[str, Any] = {"example": batch(8), "loss_chunk": CHUNK, "mesh": mesh, **TENSOR[mesh]}

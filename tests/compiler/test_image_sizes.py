@@ -185,6 +185,7 @@ def album_batch(counts: list[int]) -> Batch:
     [(_in_order, 1), (_twice, 1), (_reversed, 1), (_by_their_number, 2), (_one_of_them, 3), (_one_changed, 3),
      (_along_the_width, 3), (_weighed, 3)],
 )  # fmt: skip
+@pytest.mark.long_cases("_one_of_them-3", "_along_the_width-3", "_weighed-3", "_one_changed-3")
 def test_a_split_that_is_joined_again_decides_nothing(join: Any, needed: int) -> None:
     """The others hold for these images alone: their captures are for one batch each, and right."""
     torch.manual_seed(0)

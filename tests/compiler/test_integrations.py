@@ -240,6 +240,7 @@ def test_hf_trainer_resumes_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "zero"), [("pp=2", 0), long("dp=2", 1), ("dp=2", 3)])
+@pytest.mark.long_cases("dp=2-3")
 def test_hf_trainer_on_two_processes(
     fresh: Callable[[], csc.CompiledModel], mesh: str, zero: int, tmp_path: Path
 ) -> None:

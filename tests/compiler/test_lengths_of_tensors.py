@@ -99,6 +99,7 @@ def agrees(model: nn.Module, compiled: csc.CompiledModel, given: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mesh"), in_turn([Resampler, Helped, Wrapped], ["pp=2", "dp=2", "tp=2"]))
+@pytest.mark.long_cases("Resampler-pp=2", "Wrapped-tp=2")
 def test_the_number_of_samples_may_be_any(kind: type[Resampler], mesh: str) -> None:
     torch.manual_seed(0)
     model = kind()
@@ -109,6 +110,7 @@ def test_the_number_of_samples_may_be_any(kind: type[Resampler], mesh: str) -> N
 
 @pytest.mark.parametrize("kind", [Resampler, Unsqueezed])
 @pytest.mark.parametrize("first", [2, 4])
+@pytest.mark.long_cases("2-Resampler", "2-Unsqueezed", "4-Resampler")
 def test_one_sample_in_a_microbatch_has_the_regions_of_several(kind: type[Resampler], first: int) -> None:
     """Queries that are expanded are a region of their own, which an expansion to one sample would not need."""
     torch.manual_seed(0)

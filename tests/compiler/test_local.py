@@ -85,6 +85,7 @@ def test_ranks_of_a_pipeline_leave_out_what_they_do_not_read(tmp_path: Path) -> 
     assert all("a rank whose data ended earlier" in one["early"] for one in told)
 
 
+@pytest.mark.long
 def test_one_process_runs_all_replicas() -> None:
     compiled = compiled_for("dp=2,pp=2")
     assert (compiled.dp_rank, compiled.dp_size) == (0, 1)

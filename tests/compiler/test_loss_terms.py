@@ -155,11 +155,13 @@ def named(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("loss", "options"), in_turn([*TERMS, by_quotients], MESHES), ids=named)
+@pytest.mark.long_cases("many-dp=2", "two_heads-one")
 def test_each_term_is_a_mean_over_what_the_whole_batch_has(loss: Loss, options: dict[str, Any]) -> None:
     agrees(compiled(loss, **options), loss, batch())
 
 
 @pytest.mark.parametrize("loss", [many, two_heads])
+@pytest.mark.long_cases("two_heads")
 def test_ranks_that_share_layers(loss: Loss) -> None:
     agrees(compiled(loss, mesh="tp=2,dp=2", microbatches=2), loss, batch())
 
@@ -175,6 +177,7 @@ def test_other_sizes_and_numbers_of_microbatches() -> None:
 
 
 @pytest.mark.parametrize("loss", TERMS)
+@pytest.mark.long_cases("many", "two_heads", "on_the_way", "learned")
 def test_one_microbatch_is_the_model_s_own_step(loss: Loss) -> None:
     """To the bit, and NaN where eager PyTorch has it: no label in the whole batch."""
     model, given = Model(loss).double(), batch()
@@ -296,6 +299,7 @@ BY_ZERO = [signed_and_more, signed_and_decay, over_what_others_count, less_one]
 
 
 @pytest.mark.parametrize(("loss", "options"), in_turn(BY_ZERO, MESHES), ids=named)
+@pytest.mark.long_cases("less_one-pp=3,dp=2", "signed_and_more-one", "over_what_others_count-dp=2")
 def test_a_term_that_a_microbatch_would_divide_by_zero(loss: Loss, options: dict[str, Any]) -> None:
     """Its share of the whole is no 0."""
     given = signed_batch()

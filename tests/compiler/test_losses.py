@@ -97,6 +97,7 @@ LOSSES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.long_cases("chunks in a loop", "mean")
 def test_microbatches_of_unequal_numbers_of_samples(name: str) -> None:
     weight, loss = LOSSES[name]
     compiled = check(Model(loss), tokens(), cut(tokens(), [1, 3, 2]), microbatches=3)
@@ -104,6 +105,7 @@ def test_microbatches_of_unequal_numbers_of_samples(name: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=3,pp=2"])
+@pytest.mark.long_cases("dp=2")
 def test_replicas(mesh: str) -> None:
     check(Model(masked), tokens(), tokens(), mesh=mesh)
     check(Model(LOSSES["mean"][1]), tokens(), cut(tokens(), [1, 5] if mesh == "dp=2" else [1, 2, 3]), mesh=mesh)
@@ -120,6 +122,7 @@ def contrast(model: Any, hidden: torch.Tensor, each: Any, labels: torch.Tensor) 
 
 
 @pytest.mark.parametrize("loss", [centred, contrast])
+@pytest.mark.long_cases("contrast")
 def test_samples_that_depend_on_each_other(loss: Callable[..., torch.Tensor]) -> None:
     """They meet once a step, in values of the whole batch; in one microbatch they are its own."""
     assert check(Model(loss), tokens(), tokens(), mesh="pp=2").program.batch_loss is None
@@ -169,6 +172,7 @@ BY = {of_labels: "tokens", of_classes: "tokens", of_a_mask: "tokens", of_samples
 
 
 @pytest.mark.parametrize("loss", BY)
+@pytest.mark.long_cases("of_labels", "of_a_mask", "of_classes")
 def test_where_no_proof_is_found_every_weight_is_offered_and_the_right_one_is_right(loss: Any) -> None:
     with pytest.raises(InputError, match="csc cannot prove") as refusal:
         csc.compile(Model(loss), example=tokens(), microbatches=2)
@@ -182,6 +186,7 @@ def test_where_no_proof_is_found_every_weight_is_offered_and_the_right_one_is_ri
 
 
 @pytest.mark.parametrize("wrong", ["mean", "sum"])
+@pytest.mark.long_cases("sum")
 def test_a_weight_that_the_comparison_contradicts_is_an_error(wrong: str) -> None:
     compiled = csc.compile(Model(of_labels), example=tokens(), microbatches=2, loss_weight=wrong)
     with pytest.raises(csc.DifferenceError, match=rf"loss_weight='{wrong}' .*loss_weight='tokens' makes the loss"):

@@ -65,6 +65,11 @@ def images_of(batch: Batch) -> torch.Tensor:
         (mixed_steps.PenaltyOfImages, images_batch, [(1, 1, 1, 1), (0, 0, 0, 0), (1, 1, 0, 0)], "have 'pixel_values'"),
     ],
 )  # fmt: skip
+@pytest.mark.long_cases(
+    "PositionsOfLongest-lengths_batch-steps2-of 'lengths'",
+    "DividedByLongest-lengths_batch-steps0-reads of 'lengths'",
+    "ThresholdOfLongest-lengths_batch-steps1-of 'lengths'",
+)
 def test_programs_that_are_right_alone_and_wrong_together_are_an_error(
     make: Callable[[], nn.Module], batch: Callable[..., Batch], steps: Sequence[Sequence[int]], told: str
 ) -> None:
@@ -181,6 +186,7 @@ class Fallback(mixed_steps.Scored):
         (Fallback, images_batch, (1, 1), (0, 0), "'images.bias' and 2 more"),
     ],
 )
+@pytest.mark.long_cases(r"Branching-lengths_batch-first0-second0-'layers\\.0\\.long")
 def test_branches_that_use_other_parameters_do_not_meet_in_one_step(
     make: Callable[[], nn.Module], batch: Callable[..., Batch], first: Sequence[int], second: Sequence[int], told: str
 ) -> None:

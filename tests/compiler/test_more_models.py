@@ -82,6 +82,7 @@ def vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("build", [long(gemma3_with_images), t5, long(mixtral), vit], ids=lambda build: build.__name__)
+@pytest.mark.long_cases("t5")
 def test_gradients_are_those_of_eager(build: Any) -> None:
     torch.manual_seed(0)
     model, batch = build()

@@ -29,6 +29,7 @@ APART = "vision_tower.tp=1,vision_tower.pp=1"
 DIVIDED = "vision_tower.tp=2,vision_tower.pp=1,vision_tower.dp=1"
 
 
+@pytest.mark.long
 def test_two_ranks_for_an_encoder_beside_four_for_each_stage_of_the_language_model() -> None:
     """Each rank of the tower sends the features of its own images to two others; of what comes back it gets one."""
     mesh = {"vision_tower": {"tp": 1, "dp": 2, "pp": 1}, "language_model": {"tp": 4, "pp": 2}}
@@ -46,6 +47,7 @@ def test_two_ranks_for_an_encoder_beside_four_for_each_stage_of_the_language_mod
 
 
 @pytest.mark.parametrize("mesh", [f"tp=2,pp=2,{APART},vision_tower.dp=1", f"tp=4,pp=2,{DIVIDED}"])
+@pytest.mark.long_cases("tp=2,pp=2,vision_tower.tp=1,vision_tower.pp=1,vision_tower.dp=1")
 def test_one_rank_and_a_tower_that_its_ranks_divide(mesh: str) -> None:
     parity(llava(8, mesh=mesh, microbatches=2), 80)
 

@@ -82,6 +82,7 @@ def of_each(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", [(3, 1, 2), (1, 4, 2)])
 @pytest.mark.parametrize("between, traced", [(of_each, 1), (if_alone, 2), (if_several, 2), (squeezed, 2)])
+@pytest.mark.long_cases("of_each-1-order0", "of_each-1-order1")
 def test_a_model_is_traced_again_only_if_it_asks_for_the_number(
     between: Callable[[torch.Tensor], torch.Tensor], traced: int, order: tuple[int, ...]
 ) -> None:
@@ -192,6 +193,7 @@ def test_two_samples_show_how_the_losses_of_one_combine(options: dict[str, Any])
 
 
 @pytest.mark.parametrize("between", [if_alone, if_several])
+@pytest.mark.long_cases("if_several")
 def test_one_sample_that_is_dealt_with_otherwise_shows_nothing(
     between: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -212,6 +214,7 @@ def of_labels(between: Callable[[torch.Tensor], torch.Tensor], **options: Any) -
 
 
 @pytest.mark.parametrize("between", [if_several, doubled])
+@pytest.mark.long_cases("doubled")
 def test_what_nothing_proves_is_not_trained_unless_it_is_compared(
     between: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:

@@ -276,6 +276,7 @@ def test_rounding_of_another_kernel_is_no_change() -> None:
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
+@pytest.mark.long_cases("True")
 def test_a_copy_of_a_model_computes_with_its_own_weights(compiled_first: bool) -> None:
     """In eager mode and compiled, whatever becomes of the model that it was copied from."""
     torch.manual_seed(0)

@@ -124,6 +124,7 @@ def test_one_that_says_it_is_pointwise_is_divided() -> None:
 
 
 @pytest.mark.parametrize(("operator", "more"), in_turn([gate, mixed], [{}, {"sequence_parallel": True}]))
+@pytest.mark.long_cases("operator3-more3")
 def test_one_that_is_replicated_leaves_the_rest_divided(operator: Any, more: dict[str, Any]) -> None:
     options = {"replicate": [operator._opoverload._schema.name], **more}
     assert divided(Model(operator), **options) >= ALL - {"layers.1.up.weight", "layers.1.down.weight"}
@@ -151,6 +152,7 @@ def test_one_slope_for_all_features() -> None:
 
 
 @pytest.mark.parametrize(("dim", "whole"), [(0, True), (1, False), (None, True)])
+@pytest.mark.long_cases("1-False", "0-True")
 def test_norms_of_weights(dim: int | None, whole: bool) -> None:
     """Features are divided where each has a length of its own, in both weights that have them."""
     model = Model(F.gelu)

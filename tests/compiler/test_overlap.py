@@ -68,6 +68,7 @@ def beside(graph: fx.Graph) -> list[set[str]]:
         long("llama", {"mesh": "tp=2", "freeze": ["*embed*", "model.layers.0.*"]}),
     ],
 )  # fmt: skip
+@pytest.mark.long_cases("few-options1")
 def test_bits_are_those_of_b_and_w_apart(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Only the order differs: the same calls of the same operands."""
     together, apart = (ordered(name, tmp_path / f"{len(text)}.txt", text, options) for text in ORDERS)

@@ -105,6 +105,7 @@ def test_a_table_that_is_made_on_demand() -> None:
 
 
 @pytest.mark.parametrize("case", ["number", "number from the hundredth step on", "buffer"])
+@pytest.mark.long_cases("number from the hundredth step on")
 def test_without_weights_the_graph_is_asked(case: str) -> None:
     start, change, use, buffer = START[case]
     with csc.meta_init():

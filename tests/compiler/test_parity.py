@@ -71,6 +71,7 @@ SLICED = "model.multi_modal_projector.linear_1.weight"
 
 @pytest.mark.parametrize("stages", [1, long(2), 3, long(4)])
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in LLAVA])
+@pytest.mark.long_cases("LoRA-1", "LoRA-3")
 def test_llava_has_eager_gradients_bit_for_bit(models: Models, case: str, stages: int) -> None:
     """But for LoRA, which freezes all matrices."""
     name, freeze, gradients = LLAVA[case]
@@ -143,6 +144,7 @@ WHISPER = {
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [long(1), 3])
 @pytest.mark.parametrize("case", WHISPER)
+@pytest.mark.long_cases("all trainable-3")
 def test_whisper_and_llama(models: Models, case: str, stages: int) -> None:
     check(verify(models("whisper", mesh={"pp": stages}, freeze=WHISPER[case])), FLOAT32)
 
@@ -177,6 +179,7 @@ def test_every_second_parameter(models: Models) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [17, long(27), 40])
+@pytest.mark.long_cases("40")
 def test_another_sequence_length_uses_the_same_capture(
     models: Models, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def after(compiled: csc.CompiledModel, name: str) -> Program:
 
 
 @pytest.mark.parametrize(("name", "encoder"), [("llava", "vision_tower"), ("patches", "visual")])
+@pytest.mark.long_cases("patches-visual")
 def test_sums_of_a_component_that_is_shared_out(name: str, encoder: str) -> None:
     """By its samples, or by its tokens. Gradients of its weights are parts, those of what comes behind it are whole,
     and its features are no sum.
@@ -132,6 +133,7 @@ def test_sums_of_a_component_that_fewer_ranks_divide() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["tp=8,one.tp=2,other.tp=4", "tp=8,one.tp=4,other.tp=2"])
+@pytest.mark.long_cases("tp=8,one.tp=2,other.tp=4")
 def test_sums_of_components_that_several_numbers_of_ranks_divide(mesh: str) -> None:
     """Each is asked about over its own ranks."""
     program = after(three(mesh), "differentiate")
@@ -167,6 +169,7 @@ def refused(program: Program, apart: Collection[str] = ()) -> bool:
     ("name", "shards", "changes"),
     [("llama", False, 27), ("llama", True, 9), ("mixtral", False, 27), long("gpt2", False, 18), long("lora", True, 9)],
 )
+@pytest.mark.long_cases("mixtral-False-27", "llama-False-27")
 def test_sums_are_there_once(name: str, shards: bool, changes: int) -> None:
     compiled = csc.compile(MODELS[name](), example=BATCHES[name](4), mesh="tp=2", sequence_parallel=shards)
     program = next(one for one in compiled.history() if one.history and one.history[-1].name == "differentiate")

@@ -61,6 +61,7 @@ def test_plan(run: Run, tmp_path: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_rows_are_what_compiling_so_gives(run: Run) -> None:  # noqa: F811
     """A change is the plan of the changed model: the same as `csc simulate` with those options."""
     found = found_by(run, "--schedule", "1f1b")

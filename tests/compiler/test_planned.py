@@ -71,6 +71,7 @@ LAYOUTS: list[tuple[Any, Any, str, list[int]]] = [  # each with all frozen sets;
         for number, freeze in enumerate(FROZEN)
     ],
 )
+@pytest.mark.long_cases("stages1-None-1f1b-freeze1")
 def test_every_layout_has_the_gradients_of_eager(
     compiled: csc.CompiledModel,
     stages: list[list[str]] | None,
@@ -121,6 +122,7 @@ def apart(schedule: Schedule, channels: Iterable[Message]) -> str:
 @pytest.mark.parametrize(
     ("ranks", "freeze"), [long(2, None), (3, None), long(3, ["embed_tokens"]), (2, ["layers.0", "lm_head"])]
 )
+@pytest.mark.long_cases("3-None")
 def test_a_fused_backward_has_the_bits_of_one_process(tmp_path: Path, ranks: int, freeze: list[str] | None) -> None:
     """Against one rank that runs B of everything, then W of everything."""
     whole = csc.compile(small.text(6), example=small.text_batch(8), microbatches=4, freeze=freeze)

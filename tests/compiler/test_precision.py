@@ -127,6 +127,7 @@ def base() -> CompiledModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"mesh": "pp=1"}, {"mesh": "pp=3"}, {"mesh": "pp=2", "recompute": "full"}])
+@pytest.mark.long_cases("options0")
 def test_the_casts_are_those_written_by_hand(base: CompiledModel, options: dict[str, Any]) -> None:
     compiled = base.with_options(**options)
     made: Any = compiled.model

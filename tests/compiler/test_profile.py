@@ -89,6 +89,7 @@ def test_what_no_part_depends_on_stays() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "batch"), [(small.mixed, small.mixed_batch), (plain.plain, plain.plain_batch)])
+@pytest.mark.long_cases("plain-plain_batch")
 def test_every_part_is_measured(make: object, batch: object) -> None:
     """Those that exist take time, others none; DeepStack, cross-attention and tied weights included."""
     compiled = compiled_model(make(), Options(freeze=("project",) if make is small.mixed else ("vision",)), batch(2))
@@ -162,6 +163,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_csc_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(TARGET)
     target, file = f"{tmp_path}/train.py:model", tmp_path / "mine.toml"

@@ -82,6 +82,7 @@ def traced_frozen(template: Template, program: Program, dx: tuple[bool, ...], dw
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "freeze"), CASES, ids=str)
+@pytest.mark.long_cases("plain-[]")
 def test_every_variant_is_what_tracing_it_frozen_gives(models: Models, name: str, freeze: list[str]) -> None:
     program = models(name, freeze=freeze).program
     for variant in program.variants.values():

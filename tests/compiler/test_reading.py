@@ -36,6 +36,7 @@ def files(models: Models, request: pytest.FixtureRequest) -> dict[str, str]:
     return sources(compiled.program, compiled.options)
 
 
+@pytest.mark.long_cases("packed")
 def test_lines_fit_on_a_screen(files: dict[str, str]) -> None:
     assert [line for text in files.values() for line in text.splitlines() if len(line) > LIMIT] == []
 

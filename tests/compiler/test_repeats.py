@@ -280,6 +280,7 @@ def test_layers_that_are_called_in_several_ways() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Decaying, Tied])
+@pytest.mark.long_cases("Decaying")
 def test_parameters_of_repeated_layers_are_there_for_whoever_asks(kind: type[Model]) -> None:
     model = kind(Layer)
     one, whole, _ = texts(model, batch())

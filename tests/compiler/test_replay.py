@@ -124,6 +124,7 @@ BATCHES = ((2, 3), (3, 2), (2, 4), (4, 2, 5))
         long("upstream", 3), ("unseen", 3), ("edited", 4), long("increased", 3),
     ],
 )  # fmt: skip
+@pytest.mark.long_cases("edited-4", "number-3", "unseen-3", "parameter-3")
 def test_a_capture_serves_values_with_which_the_code_does_the_same(kind: str, needed: int) -> None:
     torch.manual_seed(0)
     compiled = csc.compile(Deciding(kind), mesh="pp=1", example=batch(*BATCHES[0]))

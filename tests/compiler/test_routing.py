@@ -148,6 +148,7 @@ def test_samples_stay_apart(way: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.long_cases("another order")
 def test_nothing_else_is_proven_of_samples(way: str) -> None:
     with pytest.raises(InputError, match="cannot prove that the losses of microbatches make the loss of the batch"):
         csc.compile(routed(way), example=batch(4), microbatches=2, cache=False, check=False)
@@ -181,6 +182,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [long(name) if name in ("Mixtral", "Olmoe") else name for name in MIXTURES])
+@pytest.mark.long_cases("DeepseekV3")
 def test_mixtures_of_experts(name: str) -> None:
     """With padding, whose tokens are routed too, and slots without a token."""
     made, numbers = MIXTURES[name]

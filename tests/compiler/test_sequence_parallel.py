@@ -70,6 +70,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "length", "gradients", "options"), CASES)
+@pytest.mark.long_cases("llava-12-80-options21", "llama-13-21-options0")
 def test_models(name: str, length: int, gradients: int, options: dict[str, Any]) -> None:
     parity(compiled_of(name, length, **options), gradients)
 

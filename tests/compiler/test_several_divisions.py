@@ -76,6 +76,7 @@ def test_encoders_divided_by_two_and_by_four_beside_a_language_model_divided_by_
              {"microbatches": 1}),
     ],
 )  # fmt: skip
+@pytest.mark.long_cases("mesh1-102-options1")
 def test_with_other_axes_and_options(mesh: str, gradients: int, options: dict[str, Any]) -> None:
     parity(compiled(mesh=mesh, **options), gradients)
 
@@ -126,6 +127,7 @@ def test_components_have_a_template_together_where_as_many_divide_them(mesh: str
 
 @pytest.mark.parametrize("mesh", ["tp=8,one.tp=2,other.tp=4", "tp=4,one.tp=1,other.tp=2"])
 @pytest.mark.parametrize("tied", ["other.layers.1.0.bias", "other.layers.1.2.weight", "text.layers.1.2.bias"])
+@pytest.mark.long_cases("text.layers.1.2.bias-tp=8,one.tp=2,other.tp=4")
 def test_a_parameter_that_components_have_together(tied: str, mesh: str) -> None:
     parity(three(mesh, tied.replace("other", "one").replace("text", "one"), tied), 23)
 

@@ -123,6 +123,7 @@ ADDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("what", ADDED)
+@pytest.mark.long_cases("a sum", "a number of rows")
 def test_rows_that_are_added_up_are_refused(what: str) -> None:
     """A microbatch without images would add its spare row to them; alone it is what eager PyTorch does."""
     model = Slotted(first_if_none, ADDED[what])
@@ -164,6 +165,7 @@ class Marked(nn.Module):
     ],
     ids=["all rows", "rows that another mask selects", "that another one selects which has a spare row"],
 )
+@pytest.mark.long_cases("that another one selects which has a spare row", "rows that another mask selects")
 def test_spare_rows_that_have_a_place(
     mark: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], over_batch: bool
 ) -> None:

@@ -82,6 +82,7 @@ def test_llama(mesh: str) -> None:
         long("llava", 80, r"norm|vision_tower.embeddings|(out_proj|fc2|linear_2).bias"),
     ],
 )  # fmt: skip
+@pytest.mark.long_cases(r"mixtral-21-norm|mlp\\.gate\\.")
 def test_other_layers(name: str, gradients: int, whole: str) -> None:
     """What is whole is what has neither heads nor hidden features; all the rest is divided."""
     placed = divided(parity(compiled_of(name, mesh="tp=2"), gradients))
@@ -116,6 +117,7 @@ SUB_GROUPS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "freeze", "gradients"), SUB_GROUPS)
+@pytest.mark.long_cases("qwen3few-tp=4,pp=2-freeze3-20", "one-tp=4,pp=2-None-21")
 def test_more_ranks_than_key_heads(name: str, mesh: str, freeze: list[str] | None, gradients: int) -> None:
     """Of two key heads two ranks each have one together; one that all queries read is everybody's."""
     compiled = parity(compiled_of(name, 8, mesh=mesh, microbatches=2, freeze=freeze), gradients)
@@ -170,6 +172,7 @@ def test_an_encoder_too(encoder: int) -> None:
     ],
     ids=["all trained", "layers frozen", "nothing trained below"],
 )
+@pytest.mark.long_cases("nothing trained below")
 def test_sums_are_pruned_as_products_are(freeze: list[str] | None, gradients: int, expected: list[int]) -> None:
     compiled = parity(compiled_of("llama", mesh="tp=2", freeze=freeze), gradients)
     assert sums(compiled, "layer") == expected

@@ -173,6 +173,7 @@ def both(
 
 
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, Averaging, Plain, Swallowing])
+@pytest.mark.long_cases("LlamaForCausalLM", "Averaging", "Plain")
 def test_accumulated_batches_weigh_as_in_the_trainer(kind: type[nn.Module], tmp_path: Path) -> None:
     """Three batches a step, and two in the last one of the epoch."""
     data = samples(10)
@@ -180,12 +181,14 @@ def test_accumulated_batches_weigh_as_in_the_trainer(kind: type[nn.Module], tmp_
 
 
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, Averaging])
+@pytest.mark.long_cases("Averaging")
 def test_what_a_stream_leaves_over_joins_the_next_step(kind: type[nn.Module], tmp_path: Path) -> None:
     """7 batches in steps of 3: the last one has a weight of its own, as gradients that the Trainer does not clear."""
     data = samples(14)
     agree(*both(kind, tmp_path, Stream(data), example=data, gradient_accumulation_steps=3, max_steps=3))
 
 
+@pytest.mark.long
 def test_qwen_vl_is_averaged(tmp_path: Path) -> None:
     """Whose class says that it takes no loss kwargs."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration

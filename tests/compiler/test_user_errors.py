@@ -56,7 +56,7 @@ def test_a_package_that_is_missing_names_its_extra() -> None:
         "    try: importlib.import_module('csc.integrations.' + module)\n"
         "    except ImportError as error: print(type(error).__name__, error)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=240)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600)
     for module, package, extra in (("hf", "transformers", "hf"), ("lightning", "lightning", "lightning")):
         assert f"MissingPackage csc.integrations.{module}: {package} is not installed" in found.stdout, found.stderr
         assert f'pip install "{package}>=' in found.stdout and f'pip install -e ".[{extra}]"' in found.stdout

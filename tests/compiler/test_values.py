@@ -227,6 +227,7 @@ class Scratch(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["entry", "empty", "in place", "view"])
+@pytest.mark.long_cases("entry", "view", "in place")
 def test_a_decision_by_what_was_written_from_a_batch(how: str) -> None:
     torch.manual_seed(0)
     batch = {name: reader_batch([[2, 3], [2, 2]])[name] for name in ("ids", "labels", "grids")}

@@ -302,6 +302,7 @@ def test_7_message(program: Program) -> None:
     ],
     ids=str,
 )
+@pytest.mark.long_cases("llava-{'mesh': 'pp=3', 'freeze': ['vision_tower', 'language_model'], 'microbatches': 2}")
 def test_what_every_pass_leaves_is_sound(models: Models, name: str, options: dict[str, Any]) -> None:
     history = models(name, **options).history()
     assert len(history) == 1 + len(OWN)

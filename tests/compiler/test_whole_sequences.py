@@ -149,6 +149,7 @@ def test_samples_whose_tokens_cannot_be_shared() -> None:
         csc.compile(Unattended(), example=given, mesh="cp=4,eye.cp=2").trainer()
 
 
+@pytest.mark.long
 def test_what_cannot_be() -> None:
     for mesh, said in (
         ("cp=4,vision_tower.cp=3", "vision_tower has cp=3 in a mesh of cp=4: 4 ranks are no groups of 3"),

@@ -193,6 +193,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("model", WRONG)
+@pytest.mark.long_cases("MeanOfAllTokens", "FromTheEnd", "ReadsTheMasksWidth", "BesideAllTokens")
 def test_what_padding_would_change_is_not_padded(
     model: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:

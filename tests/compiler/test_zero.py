@@ -65,6 +65,7 @@ def named(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "case", [*OFTEN, *(pytest.param(case, marks=pytest.mark.slow) for case in SELDOM), *map(long, LONG)], ids=named
 )
+@pytest.mark.long_cases("captions-dp=2-3", "llava-dp=2,pp=2-3")
 def test_processes_step_their_shards_alone(case: dict[str, Any], tmp_path: Path) -> None:
     """Losses, norms and parameters after three steps are those of one process in which nothing is divided."""
     mesh = csc.Mesh.of(case["mesh"])
@@ -286,6 +287,7 @@ LONG_IN_PROCESS = [
 @pytest.mark.parametrize(
     "case", [*IN_PROCESS, *map(long, LONG_IN_PROCESS)], ids=lambda case: f"{case['model']}-{case['mesh']}"
 )
+@pytest.mark.long_cases("tied-dp=2,pp=2", "llama-dp=2,tp=2")
 def test_gathered_parameters_are_bit_for_bit_what_they_are(case: dict[str, Any]) -> None:
     """Only data moves: in one process, too, each rank computes with what it has gathered, and with nothing after FREE.
     Sums over two replicas are the same in any order; the cut of layers in stages changes no bit.

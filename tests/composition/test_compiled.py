@@ -46,6 +46,7 @@ def test_the_cases_leave_nothing_out() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case if case in OFTEN else long(case) for case in CASES])
+@pytest.mark.long_cases("dinov2-qwen3-pixel-shuffle")
 def test_gradients_are_those_of_eager(case: str) -> None:
     """All in training, then the projector alone, on two ranks."""
     encoder, language_model, projector, options = CASES[case]

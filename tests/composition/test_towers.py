@@ -67,6 +67,7 @@ TOWERS: dict[str, tuple[dict[str, Any], str, int]] = {
 
 
 @pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.long_cases("a path")
 def test_a_module_of_the_users_own_is_a_tower(name: str) -> None:
     options, projector, count = TOWERS[name]
     torch.manual_seed(1)

@@ -76,6 +76,14 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(path), f"{page} links to {target}#{anchor}, which is no heading"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_the_source_that_are_named_exist(page: str) -> None:
+    named = re.findall(
+        r"`((?:csc|passes|codegen|kernels|tests|benchmarks|examples)/[\w/]+\.\w+)`", (DOCS / page).read_text()
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     settings = (ROOT / "mkdocs.yml").read_text()
     listed = re.findall(r": ([\w/-]+\.md)$", settings, re.M)

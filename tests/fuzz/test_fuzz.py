@@ -33,12 +33,14 @@ def written(recipe: Recipe, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+@pytest.mark.long_cases("gru_microbatches", "lstm", "bf16_relu", "bf16_beside_double", "values_in_a_dict")
 def test_what_was_found_stays_mended(path: Path) -> None:
     assert {outcome.kind for outcome in outcomes(path)} <= {"right", "refused"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [*SLICE[:OFTEN], *map(long, SLICE[OFTEN:])])
+@pytest.mark.long_cases("1", "3", "2", "5")
 def test_slice(number: int, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(source(random_recipe(Random(f"slice/{number}"), settings=2)), encoding="utf-8")

@@ -157,7 +157,8 @@ def test_a_search_that_is_there_trains_nothing_again(found: Any, monkeypatch: py
         raise AssertionError("it trains, captures or scores again")
 
     monkeypatch.setattr("csc.model_search.trials.PairTrials._trained", refuse)
-    again = csc.search(**{**given, "score": refuse}, directory=directory)
+    monkeypatch.setattr("csc.model_search.trials.PairTrials._scored", refuse)
+    again = csc.search(**given, directory=directory)
     assert again.rows == result.rows and (directory / "ledger.jsonl").read_bytes() == before
     with pytest.raises(InputError, match="it is of a search with seed 0, and this one has 1"):
         csc.search(**given, directory=directory, seed=1)
@@ -170,6 +171,9 @@ def test_a_search_that_is_there_trains_nothing_again(found: Any, monkeypatch: py
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"it is of a search with {next(iter(changed))} .*, and this one has"):
             csc.search(**{**given, **changed}, directory=directory)
+    for name in ("batch", "score"):
+        with pytest.raises(InputError, match=f"it is of a search with code of {name} .*, and this one has"):
+            csc.search(**{**given, name: partial(given[name])}, directory=directory)
     other = {name: copy.deepcopy(llm) for name, llm in given["llms"].items()}
     next(iter(other.values())).get_input_embeddings().weight.data.mul_(1.01)
     with pytest.raises(InputError, match="weights of language model"):

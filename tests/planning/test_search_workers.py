@@ -125,6 +125,7 @@ def with_gradients() -> None:
     assert side_by_side(2, gradient, soon) == [pytest.approx(first), pytest.approx(first)]
 
 
+@pytest.mark.long
 def test_autograd_goes_on_in_a_worker() -> None:
     """Where this process has computed backward; alone, as autograd refuses to where a process has used a device's
     threads, be they of another test.

@@ -95,6 +95,7 @@ def test_one_full_rank_takes_nothing_from_the_others(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved-1f1b"])
+@pytest.mark.long_cases("1f1b", "auto")
 def test_messages_that_fit_nowhere_are_said(schedule: str) -> None:
     problem = problem_of(chain(range(8)), [(1.0, True)] * 8, 4, 8, [(1.0, 0.0)] * 8)
     values = [replace(value, size=50.0, gradient_size=50.0) for value in problem.values]

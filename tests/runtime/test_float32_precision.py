@@ -70,6 +70,7 @@ def test_what_is_told_can_be_set(way: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.long_cases("by_word")
 def test_functions_are_kept_for_their_precision(way: Any, tmp_path: Path) -> None:
     def key() -> tuple[str, TorchState]:
         return KeptFunction("forward", "", [], [], tmp_path).key, TorchState.now()

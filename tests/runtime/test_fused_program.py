@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from csc.runtime.fusing import (
 from csc.runtime.meeting import StepVote
 
 CPU = torch.device("cpu")
-NOTHING, BUSY, READY, PREPARES = StepVote(), StepVote(busy=True), StepVote(ready=True), StepVote(prepares=True)
+NOTHING, PREPARES = StepVote(), StepVote(prepares=True)
 
 
 class Function:
@@ -35,15 +34,9 @@ class Function:
     def __init__(self, orders: list[Any]) -> None:
         self.on, self._orders = False, orders
         self.rows: list[FusedRow] = []
-        self.differs: list[str] = []
-        self.untried: list[str] = []
-        self.tried: list[bool] = []
         self.watches: list[bool] = []
         self.refused: dict[str, str] = {}
         self.there = True
-
-    def tries(self, tries: bool) -> None:
-        self.tried.append(tries)
 
     def watch(self, repeats: bool) -> None:
         self.watches.append(repeats)
@@ -73,175 +66,80 @@ class Order:
         self.key, self.form = key, f"form {key}"
 
 
-class Background:
-    """What it was asked for, and whom to answer."""
-
-    def __init__(self) -> None:
-        self.orders: list[Any] = []
-
-    def make(self, orders: list[Any], made: Callable[[Any, str], None]) -> None:
-        self.orders, self.made = orders, made
-
-
 @pytest.fixture
 def orders() -> list[Any]:
     return [Order("a"), Order("b")]
 
 
-def later(function: Any, background: Any) -> FusedProgram:
-    return FusedProgram(1, [function], Path("nowhere"), None, CPU, background, later=True)
+def later(function: Any, **given: Any) -> FusedProgram:
+    return FusedProgram(1, [function], Path("nowhere"), None, CPU, later=True, **given)
 
 
 def first(functions: list[Any], kept: KeptProgram | None = None, **given: Any) -> FusedProgram:
-    return FusedProgram(0, functions, Path("nowhere"), kept, CPU, Background(), **given)  # type: ignore[arg-type]
+    return FusedProgram(0, functions, Path("nowhere"), kept, CPU, **given)
 
 
 def step(
     program: FusedProgram, others: StepVote = NOTHING, words: list[FusedWord] | None = None, calls: Any = None
 ) -> None:
     """others: what other ranks say of the step; words: of what they know of the program."""
-    vote = StepVote.of_any([program.vote, others])
-    program.before(lambda: calls or [], vote.busy)
-    if vote.prepares or (vote.ready and not vote.busy):
-        word = program.word(vote.busy)
-        program.settle([*([] if word is None else [word]), *(words or [])], vote.busy)
+    speaks = program.vote.prepares
+    if speaks or others.prepares:
+        if speaks:
+            program.before(lambda: calls or [])
+        program.settle([*([program.word()] if speaks else []), *(words or [])], speaks)
     program.after()
 
 
-def test_a_size_is_compiled_once_it_was_met_and_waits_for_every_rank(orders: list[Any]) -> None:
-    function, background = Function(orders), Background()
-    program = later(function, background)
-    for _ in range(MET - 1):
-        step(program)
-    assert not background.orders and program.vote == NOTHING
-    step(program)
-    assert background.orders == orders and program.vote == BUSY and function.watches == [True]
-    background.made(orders[0], "")
-    step(program)
-    assert program.vote == BUSY and not function.on
-    background.made(orders[1], "")
-    assert not function.tried
-    step(program, BUSY)  # another rank is not done
-    assert program.vote == READY and not function.on and function.tried == [True, False]
-    step(program, BUSY)
-    assert program.vote == READY and not function.on
-    step(program)
-    assert function.on and function.tried == [True, False] and program.vote == NOTHING
+@pytest.mark.usefixtures("rehearsed")
+def test_sizes_that_come_later_are_compiled_in_the_fifth_step_with_them(orders: list[Any]) -> None:
+    """Whatever other ranks say before."""
+    function = Function(orders)
+    program = later(function)
+    for others in (NOTHING, PREPARES, NOTHING, NOTHING)[:MET]:
+        step(program, others, [FusedWord(0, (0,))])
+    assert not function.watches and not function.on and not program.is_settled
+    step(program, calls=CALLS)
+    assert function.on and function.watches == [False] and program.vote == NOTHING
 
 
-def test_what_differs_is_used_on_no_rank(orders: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """A step that failed in its middle is tried again. The rank that has found it, and one that has not."""
-    functions = [Function([]), Function([])]
-    programs = [later(function, Background()) for function in functions]
-    for program in programs:
-        for _ in range(MET):
-            step(program)
-    programs[0].before(list, hold=True)  # and fails
-    assert programs[0].vote == BUSY
-    functions[0].differs = ["layer.forward: result 0 differs by 1.0e+00, more than 1.0e-05"]
-    for program in programs:
-        step(program)
-        assert program.vote == READY
-    assert functions[0].tried == [True, True, False]
-    word = programs[0].word(hold=False)
-    assert word is not None
-    step(programs[0])
-    step(programs[1], words=[word])
-    assert not functions[0].on and not functions[1].on and programs[0].vote == programs[1].vote == NOTHING
-    assert caplog.messages == 2 * [
-        "fuse: all functions run as they are for sizes that came later, as layer.forward: result 0 differs by 1.0e+00, "
-        "more than 1.0e-05"
-    ]
+@pytest.mark.usefixtures("rehearsed")
+def test_a_rank_that_does_not_step_with_a_program_does_not_switch(orders: list[Any]) -> None:
+    """It remembers what the others have said for when it does."""
+    function = Function(orders)
+    program = later(function)
+    program.settle([FusedWord(1, (0,), refused={"layer.forward": "OSError: no space left"})], is_stepped=False)
+    assert not program.is_settled
+    for _ in range(MET + 1):
+        step(program, calls=CALLS)
+    assert function.on and set(function.refused.values()) == {"OSError: no space left"}
 
 
-def test_what_fails_in_the_background_is_a_line_of_the_log(orders: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """And runs as it is on every rank."""
-    function, other = Function(orders), Function([])
-    background = Background()
-    program = later(function, background)
+@pytest.mark.usefixtures("rehearsed")
+def test_a_step_that_fails_is_no_step_with_a_size(orders: list[Any]) -> None:
+    """What was prepared in it is not prepared again."""
+    function = Function(orders)
+    program = later(function)
     for _ in range(MET):
         step(program)
-    background.made(orders[0], "CppCompileError: no\nmore")
-    background.made(orders[1], "")
-    step(program)
-    word = program.word(hold=False)
-    assert word is not None and word.refused == {"layer.forward form a": "CppCompileError: no"}
-    step(program)
-    assert function.on and function.refused == {"form a": "CppCompileError: no"}
-    assert caplog.messages == ["fuse: layer.forward runs as it is for sizes that came later: CppCompileError: no"]
-    there = later(Function(orders), background)
-    for _ in range(MET):
-        step(there)
-    for order in orders:
-        background.made(order, "")
-    step(there)
-    step(there, words=[word])
-    (function,) = there._functions  # type: ignore[assignment]
-    assert function.on and function.refused == {"form a": "CppCompileError: no"} and not other.on
-    assert caplog.messages[1:] == [
-        "fuse: layer.forward runs as it is for sizes that came later, as on another rank: CppCompileError: no"
-    ]
+    program.before(lambda: CALLS)  # and fails
+    step(program, calls=CALLS)
+    assert function.on and function.watches == [False]
 
 
-def test_what_is_not_called_in_the_step_that_tries_it_is_not_used(orders: list[Any]) -> None:
-    function, background = Function(orders), Background()
-    program = later(function, background)
-    for _ in range(MET):
-        step(program)
-    for order in orders:
-        background.made(order, "")
-    function.untried = ["form b"]
-    for _ in range(2):
-        step(program)
-    assert function.on and function.refused == {"form b": "it was not called in the step that tries it"}
-
-
-def test_what_is_kept_already_is_switched_to_without_a_process(orders: list[Any]) -> None:
-    """What is damaged is compiled again."""
+def test_what_is_kept_is_not_made_again(orders: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is damaged is."""
+    made: list[Any] = []
+    monkeypatch.setattr(fusing, "rehearse", lambda *_: None)
+    monkeypatch.setattr(fusing, "make_side_by_side", lambda left, *_: made.append(left))
     for there in (True, False):
-        function, background = Function(orders), Background()
+        function = Function(orders)
         function.there = there
+        function.make = lambda order, wait, function=function: setattr(function, "there", True)  # type: ignore[attr-defined]
         for order in orders:
             order.is_kept = True
-        program = later(function, background)
-        for _ in range(MET):
-            step(program)
-        assert background.orders == ([] if there else orders)
-        function.there = True
-        for order in background.orders:
-            background.made(order, "")
-        for _ in range(2):
-            step(program)
-        assert function.on
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_the_same_steps_switch_from_run_to_run_where_that_is_wanted(
-    orders: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    function, background = Function(orders), Background()
-    program = later(function, background)
-    for _ in range(MET):
-        step(program)
-    waited = []
-
-    def wait() -> None:
-        waited.append(1)
-        for one in orders:
-            background.made(one, "")
-
-    monkeypatch.setattr(program._made, "wait", wait)
-    step(program)
-    assert waited and not function.on
-    step(program)
-    assert function.on
+        step(first([function]), calls=CALLS)
+        assert function.on and made.pop() == ([] if there else orders)
 
 
 def no(*_: Any) -> None:
@@ -254,20 +152,19 @@ CALLS = [(None, {}, {})]
 def test_where_a_rehearsal_fails_the_first_step_runs_as_it_is(
     orders: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second one waits for the compiler and tries what it made; the third one takes it."""
+    """The second one compiles what it called, and takes it; a step that failed notes nothing."""
     caplog.set_level("INFO", "csc")
     monkeypatch.setattr(fusing, "rehearse", no)
+    made: list[Any] = []
+    monkeypatch.setattr(fusing, "make_side_by_side", lambda left, *_: made.extend(left))
     function = Function(orders)
     program = first([function])
-    background: Any = program._background
+    program.before(lambda: CALLS)  # and fails
     step(program, calls=CALLS)
-    assert "the first step runs as it is" in caplog.text and "RuntimeError: data-dependent" in caplog.text
-    assert function.watches == [False, True] and background.orders == orders and not function.on
-    monkeypatch.setattr(program._made, "wait", lambda: [background.made(one, "") for one in orders])
+    assert caplog.text.count("the next step runs as it is") == 1 and "RuntimeError: data-dependent" in caplog.text
+    assert function.watches == [False, True, True] and not made and not function.on
     step(program)
-    assert function.tried == [True, False] and not function.on
-    step(program)
-    assert function.on and program.vote == NOTHING
+    assert function.on and made == orders and program.vote == NOTHING
 
 
 @pytest.fixture
@@ -329,13 +226,13 @@ def test_what_a_process_beside_cannot_make_is_made_here(orders: list[Any]) -> No
     assert bad.on and bad.refused == dict.fromkeys(("form a", "form b"), "RuntimeError: no")
 
 
-def test_without_a_compiler_no_later_size_is_compiled(orders: list[Any]) -> None:
-    function, background = Function(orders), Background()
-    program = FusedProgram(1, [function], Path("nowhere"), None, CPU, background, without="none", later=True)  # type: ignore
-    for _ in range(MET + 3):
+def test_without_a_compiler_no_later_size_is_compiled(orders: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Of which the warning of the first size has told."""
+    function = Function(orders)
+    program = later(function, without="none")
+    for _ in range(MET + 1):
         step(program)
-    assert not background.orders and not function.watches and program.vote == NOTHING
-    assert program.word(hold=False) is not None, "for ranks that have one"
+    assert program.is_settled and not function.on and not function.watches and not caplog.messages
 
 
 def test_no_function_stays_watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

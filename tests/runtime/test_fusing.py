@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from csc.errors import DifferenceError
 from csc.runtime import compiled_function, fusing
 from csc.runtime.flat_tensors import layouts_of
 from csc.runtime.weight_names import under
@@ -145,33 +146,60 @@ def test_parameters_are_handed_on_by_the_names_in_the_text(
 def test_functions_run_compiled_once_they_are_on(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For what they were taken for, and not where another rank cannot; when they are tried, as they are."""
+    """For what they were taken for, and not where another rank cannot."""
     fusing.fused_functions("written", tmp_path)
     x, w = torch.ones(3, 2), {"weight": torch.eye(2), "bias": torch.ones(2)}
     called = taken(layer, monkeypatch, x, torch.ones(5, 2))
     layer.forward.__self__.on = False
     assert torch.equal(layer.forward(x, w), x + 1) and not called
-    layer.forward.__self__.tries(True)
-    for rows in (1, 3, 3):
-        assert torch.equal(layer.forward(torch.ones(rows, 2), w), torch.full((rows, 2), 2.0)), "as it is"
-    layer.forward.__self__.tries(False)
-    assert called == [[6, 2, 4]] and not layer.forward.__self__.differs
-    (left,) = layer.forward.__self__.untried
-    assert layer.forward.__self__.refuse(left, "why") and not layer.forward.__self__.refuse(left, "why")
+    refused = list(layer.forward.__self__._taken)[1]
+    assert layer.forward.__self__.refuse(refused, "why") and not layer.forward.__self__.refuse(refused, "why")
     layer.forward.__self__.on = True
-    for rows in (1, 3, 4, 5):
-        layer.forward(torch.ones(rows, 2), w)
+    for rows in (1, 3, 3, 4, 5):
+        found = layer.forward(torch.ones(rows, 2), w)
+        assert bool((found > 2).all()) is (rows == 3), "the first time, too"
     assert called == [[6, 2, 4]] * 2
     told = [(row.name, row.how, row.seconds, row.why) for row in layer.forward.__self__.rows]
     assert told[:2] == [("linear.forward", "compiled", 2.0, ""), ("linear.forward", "runs as it is", 0.0, "why")]
     assert {row[3] for row in told[2:]} == {"other layouts of its arguments came"}
 
 
+@pytest.mark.parametrize("sizes", ["", "x [3, 2]"])
+def test_a_function_that_is_compiled_wrongly_is_never_used(
+    layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: str
+) -> None:
+    """Each layout is compared, once; after a difference every call is refused, also one that would not differ."""
+    fusing.fused_functions("written", tmp_path, sizes)
+    w = {"weight": torch.eye(2), "bias": torch.ones(2)}
+
+    def wrong(x: torch.Tensor, *_: torch.Tensor) -> list[torch.Tensor]:
+        called.append(len(x))
+        result = x + 1
+        result[-1, -1] += float(len(x) == 3) * x[0, 0]
+        return [result]
+
+    called: list[int] = []
+    taken(layer, monkeypatch, torch.ones(5, 2), torch.ones(3, 2))
+    layer.forward.__self__._taken = dict.fromkeys(layer.forward.__self__._taken, fusing.CompiledFunction(wrong, None))
+    layer.forward(torch.ones(5, 2), w)
+    for x in (torch.ones(3, 2), torch.zeros(3, 2)):
+        with pytest.raises(DifferenceError) as raised:
+            layer.forward(x, w)
+        of_sizes = f" for microbatches of {sizes}" if sizes else ""
+        assert raised.value.what == (
+            f"linear.forward, compiled by Inductor, does not compute what the layer file says{of_sizes}: result 0 "
+            "differs by 2.0e-01, more than 1.0e-05"
+        )
+        assert raised.value.where == f"{layer.__file__}:6" and "fuse=False" in raised.value.remedy
+    layer.forward(torch.ones(5, 2), w)
+    assert called == [5, 3, 5]
+
+
 def test_the_short_way_is_for_the_same_layouts_alone(
     layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once what wraps Inductor's code is known to do nothing. Parameters come below a prefix, as in rank files, or as
-    any mapping; who is watched, tried or refused goes no short way.
+    any mapping; who is watched or refused goes no short way.
     """
     fusing.fused_functions("written", tmp_path)
     x, owned = torch.ones(3, 2), {"a.weight": torch.eye(2), "bias": torch.ones(2)}

@@ -149,6 +149,7 @@ def test_a_silent_rank_counts_as_lost_after_the_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_torchrun_starts_again_find_no_keys_of_those_before(tmp_path: Path) -> None:
     directory = handmade.write(tmp_path / "p", placement=(0, 1, 0))
     rank = directory / "rank_1.py"
@@ -167,6 +168,7 @@ def test_ranks_that_torchrun_starts_again_find_no_keys_of_those_before(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_is_stopped_while_it_computes_says_where_it_stood(tmp_path: Path) -> None:
     """It cannot find out by itself that another rank is gone: it does not wait for it."""
     directory = handmade.write(tmp_path / "p", placement=(0, 1, 0))

@@ -58,7 +58,7 @@ def test_what_others_are_at_is_turned_to_last(orders: list[FunctionOrder]) -> No
 
 
 def test_a_worker_says_why_it_made_nothing_and_ends_with_its_input(orders: list[FunctionOrder]) -> None:
-    worker = compile_pool.CompileWorker(1)
+    worker = compile_pool.CompileWorker()
     for one in orders[:2]:
         assert "layer.py has changed" in worker.make(one)
     worker.close()
@@ -89,7 +89,7 @@ def test_workers_that_are_started_ahead_are_taken_while_they_are_there(
 def test_a_worker_that_nobody_takes_ends_by_itself(tmp_path: Path) -> None:
     text = "from csc.runtime import compile_worker; compile_worker.IDLE = .1; compile_worker.main()"
     lines = json.dumps({"path": sys.path, "torch": asdict(TorchState.now()), "ahead": str(tmp_path / "nowhere")})
-    process = subprocess.Popen([sys.executable, "-c", text, "0"], stdin=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
     process.stdin.write(lines + "\n")
     process.stdin.flush()
@@ -104,38 +104,6 @@ def test_a_worker_that_is_killed_is_missed(orders: list[FunctionOrder]) -> None:
         worker.make(orders[0])
         worker.make(orders[1])
     worker.close()
-
-
-def test_the_background_goes_on_with_another_worker(
-    orders: list[FunctionOrder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each order is answered once, whoever died; nothing is raised."""
-    told: list[tuple[str, str]] = []
-    done = threading.Event()
-    made: list[object] = []
-
-    class Dying:
-        def __init__(self, nice: int) -> None:
-            made.append(self)
-
-        def make(self, one: FunctionOrder) -> str:
-            if one.name == "forward_1":
-                raise compile_pool.WorkerGoneError("it ended")
-            return "no" if one.name == "forward_2" else ""
-
-        def close(self) -> None:
-            pass
-
-    def answer(one: FunctionOrder, why: str) -> None:
-        told.append((one.name, why))
-        if len(told) == len(orders):
-            done.set()
-
-    monkeypatch.setattr(compile_pool, "CompileWorker", Dying)
-    compile_pool.Background().make(orders, answer)
-    assert done.wait(PATIENCE)
-    assert told[:3] == [("forward_0", ""), ("forward_1", "it ended"), ("forward_2", "no")]
-    assert len(told) == 6 and len(made) == 2
 
 
 def test_workers_share_the_cores_with_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

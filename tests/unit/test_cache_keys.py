@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from csc.cache import keys
-from csc.cache.keys import Opaque, model_key, program_key, trace_key
+from csc.cache.keys import Opaque, function_key, model_key, program_key, trace_key
 from csc.capture import sources
 from csc.capture.guards import Guards
 from csc.ir.capture_guards import capture_guards, exactly
@@ -309,6 +309,7 @@ def test_a_model_that_dynamo_has_compiled_has_the_key_that_it_had() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_processes_have_the_same_keys() -> None:
     """Sets and addresses differ between processes; where weights come from, and whether there are any,
     does not count.
@@ -373,3 +374,24 @@ def test_code_of_a_file_that_forward_never_reaches_does_not_count(folder: Path) 
     called = NET.replace("return twice(", "train(); return twice(") + loop
     with pytest.raises(Opaque, match=r"net\.py:\d+: train uses time"):
         model_key(build(folder / "c", net=called), {})
+
+
+def test_functions_are_told_apart_by_what_they_do(folder: Path) -> None:
+    """As csc.search compares `score` with that of the search that it goes on with."""
+    source = "LEAST = 0.5\ndef least(x): return max(x, LEAST)\ndef score(x): return least(x)\n"
+
+    def key(text: str) -> str:
+        file = folder / "scores.py"
+        file.write_text(text)
+        spec = importlib.util.spec_from_file_location("scores", file)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules["scores"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return function_key(module.score)
+
+    try:
+        assert key(source) == key(source + "# a line more\ndef other(): return 1\n") != ""
+        assert len({key(source), key(source.replace("0.5", "0.6")), key(source.replace("max", "min"))}) == 3
+        assert key("def score(x): return float(open(x).read())\n") == ""
+    finally:
+        sys.modules.pop("scores", None)

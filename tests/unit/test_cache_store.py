@@ -180,6 +180,30 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     assert {entry.key for entry in kept.entries()} == {"a1", "a3"}
 
 
+def test_a_write_takes_no_longer_with_more_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries are counted once a day, and when the sum of what was written says that something has to go."""
+    looks: list[int] = []
+    entries = Store.entries
+    monkeypatch.setattr(Store, "entries", lambda store: looks.append(1) or entries(store))
+    kept = Store(tmp_path, limit=10_000)
+    for number in range(40):
+        kept.write("trace", f"{number:x}", {"a": bytes(500)}, {})
+        assert sum(entry.size for entry in entries(kept)) <= kept.limit
+    assert len(looks) <= 1 + (40 * 500 - 10_000) // (10_000 // 16) + 1 and kept.read("trace", f"{39:x}") is not None
+    for damaged in ("", "no numbers", "-1 -1", "1"):
+        (tmp_path / "room").write_text(damaged)
+        before = len(looks)
+        kept.write("trace", f"{len(looks):x}abc", {"a": bytes(500)}, {})
+        assert len(looks) == before + 1
+    left = tmp_path / ".new-left"
+    left.mkdir()
+    os.utime(left, (1e9, 1e9))
+    size, counted = (tmp_path / "room").read_text().split()
+    (tmp_path / "room").write_text(f"{size} {int(counted) - 25 * 3600}")  # a day and an hour ago
+    kept.write("trace", "abcdef", {"a": bytes(500)}, {})
+    assert not left.exists()
+
+
 def test_clearing(tmp_path: Path) -> None:
     kept = Store(tmp_path)
     (tmp_path / "program-of-the-user").mkdir()

@@ -48,7 +48,7 @@ print(Path(csc.__file__).parent)
 
 def run(*command: str, where: Path, **environment: str) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=where, env=clean | environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=where, env=clean | environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

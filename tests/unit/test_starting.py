@@ -66,6 +66,7 @@ helper()
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.long_cases("1")
 def test_an_error_of_csc_that_nobody_catches_is_short(tmp_path: Path, debug: str) -> None:
     """The user's lines and the sentence, and no cause; torchrun finds the sentence, too."""
     script, place = tmp_path / "train.py", tmp_path / "error.json"

@@ -126,6 +126,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[tuple[str, int], str], str]
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long_cases("Llama")
 def test_heads_and_hidden_features_are_found(name: str) -> None:
     build, texts, within = CASES[name]
     torch.manual_seed(0)

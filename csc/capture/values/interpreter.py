@@ -252,6 +252,19 @@ class _Fact:
     sources: frozenset[str]
 
 
+LABELLED = {"cross_entropy", "nll_loss"}
+
+
+def _labels_of_all(input: torch.Tensor, target: torch.Tensor, *_: Any, **__: Any) -> None:
+    """Note that rows which masks select and their labels are as many, as torch from 2.13 on does by itself. Before, it
+    asks for the two numbers, which a trace does not have.
+    """
+    if input.dim() and target.dim():
+        rows, labels = input.shape[0], target.shape[0]
+        if any(symbol.startswith("u") for size in (rows, labels) for symbol in symbols_of(size)):
+            torch._check(rows == labels)
+
+
 class Watching(TorchFunctionMode):
     """Runs operations on known values for real, beside the trace of them."""
 
@@ -322,6 +335,8 @@ class Watching(TorchFunctionMode):
             self.recording.add(func, args, kwargs, result)
             return result
         name = getattr(func, "__name__", "")
+        if name in LABELLED:
+            _labels_of_all(*args, **kwargs)
         looped = self._loops.call(name, args, kwargs)
         if looped is not NotImplemented:
             return looped
