@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import hashlib
+import importlib.util
+import itertools
 from collections.abc import Iterator
 from opcode import EXTENDED_ARG, opmap
 from types import CodeType
@@ -19,10 +23,12 @@ CALLED_BY_PYTHON = frozenset(  # methods that no code names
         "hash", "enter", "exit", "torch_function", "array", "class_getitem", "instancecheck",
     )
 )  # fmt: skip
+BY_NAME = ("getattr", "vars", "attrgetter", "methodcaller")  # functions that are given names
+COMPUTED = ("BINARY_OP", "BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE")  # makes a text
 
 
 def texts(code: CodeType) -> tuple[str, ...]:
-    """The texts in code and in functions in it: some may be names of environment variables."""
+    """The texts in code and in functions in it: names of environment variables, or of what `getattr` asks for."""
     return tuple(
         dict.fromkeys(constant for part in _codes(code) for constant in part.co_consts if isinstance(constant, str))
     )
@@ -49,10 +55,77 @@ def globals_read(code: CodeType) -> frozenset[str]:
 
 
 @functools.cache
-def imported(code: CodeType) -> frozenset[str]:
-    """The modules that it imports while it runs."""
-    names = (inner.co_names[place] for inner in _codes(code) for place in _arguments(inner, "IMPORT_NAME"))
-    return frozenset(name for name in names if name)
+def imported(code: CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(module, names from it) of each import in code and in functions in it; a relative one begins with dots."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for inner in _codes(code):
+        if next(_arguments(inner, "IMPORT_NAME"), None) is None:
+            continue
+        constants: list[object] = []
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+                constants.append(instruction.argval)
+            elif instruction.opname == "IMPORT_NAME":
+                level, names = constants[-2:]
+                found.append(("." * int(str(level)) + instruction.argval, tuple(names or ())))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def modules_imported(code: CodeType, package: str) -> list[str]:
+    """The full names of the modules that code of a package may import while it runs, those around them included."""
+    modules: dict[str, None] = {}
+    for name, inner in imported(code):
+        try:
+            full = importlib.util.resolve_name(name, package)
+        except ImportError:  # a relative import where there is no such package
+            continue
+        modules |= dict.fromkeys((full.partition(".")[0], full, *(f"{full}.{one}" for one in inner)))
+    return list(modules)
+
+
+@functools.cache
+def asks_by_name(code: CodeType) -> bool:
+    """Whether it, or a function in it, asks for something by a name that is computed."""
+    for inner in _codes(code):
+        if not {"__dict__", *BY_NAME} & set(inner.co_names):
+            continue
+        instructions = list(dis.get_instructions(inner))
+        for place, one in enumerate(instructions):
+            if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval in BY_NAME:
+                given = list(itertools.takewhile(lambda other: other.opname[:4] != "CALL", instructions[place + 1 :]))
+                written_out = any(other.opname == "LOAD_CONST" and type(other.argval) is str for other in given)
+                if not written_out or any(other.opname in COMPUTED for other in given):
+                    return True
+            elif one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and one.argval in ("__dict__", *BY_NAME):
+                return True
+    return False
+
+
+def line_of(code: CodeType, name: str) -> int:
+    """Where code first names something; where it begins, if it does not."""
+    for inner in _codes(code):
+        line = inner.co_firstlineno
+        for instruction in dis.get_instructions(inner):
+            line = instruction.starts_line or line
+            if instruction.argval == name:
+                return line
+    return code.co_firstlineno
+
+
+@functools.cache
+def digest(code: CodeType) -> str:
+    """Of what code does, without its file and lines."""
+    total = hashlib.sha256(code.co_code + code.co_exceptiontable)
+    numbers = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    for values in (code.co_consts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, numbers):
+        total.update(repr(list(map(_constant, values))).encode())
+    return total.hexdigest()
+
+
+def _constant(item: object) -> object:
+    if isinstance(item, CodeType):
+        return digest(item)
+    return sorted(map(repr, item)) if isinstance(item, frozenset) else item
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

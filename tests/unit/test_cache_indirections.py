@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from csc.cache.keys import Opaque, model_key
+from csc.cache.keys import Opaque, model_key, tracing_switches
+from csc.capture.model_guards import ModelGuards
 from tests.models.indirections import CASES, NET, SIDE, Case
 
 
@@ -57,6 +58,11 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
             del sys.modules[name]
 
 
+TOLD_TO_GUARDS = {  # and to no key
+    "a context variable", "what belongs to a thread", "os.environ", "os.getenv by name", "os imported in forward",
+    "environ by name, in a function", "a function by class of its argument", "a tuple in a set",
+    "the environment in a method by a name that is computed", "the processes' rank",
+}  # fmt: skip
 GLOBAL_HOOKS = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
 
 
@@ -79,7 +85,7 @@ def key(model: nn.Module) -> str | None:
     try:
         return model_key(model, {})
     except Opaque as reason:
-        assert "net.py" in str(reason), "the place is said"
+        assert "net.py" in str(reason) or ".net." in str(reason), "the place is said"
         return None
 
 
@@ -92,6 +98,8 @@ def test_what_code_looks_at_indirectly(name: str, untouched: Path) -> None:
     before, computed = key(model), model(x)
     assert (before is not None) == case.told
     assert before is None or key(model) == before, "looking at it is no change, nor is running it"
+    guards = ModelGuards(model, world=tracing_switches)
+    assert not guards.changed()
     known = {"os": os, "time": time, "random": random, "torch": torch, "F": F, "np": sys.modules["numpy"]}
     known |= {"FILE": Path(f"{net.__file__}.txt"), "nn": nn, "net": net, "model": model}
     from functools import partial
@@ -105,3 +113,5 @@ def test_what_code_looks_at_indirectly(name: str, untouched: Path) -> None:
     after = model(x)
     assert after.shape != computed.shape or after.dtype != computed.dtype or not torch.equal(after, computed)
     assert before is None or key(model) != before
+    seen = not guards.holds() and bool(guards.changed())
+    assert seen == (case.told or name in TOLD_TO_GUARDS), "guards see what keys see, and state of this process"

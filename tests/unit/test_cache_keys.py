@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from csc.cache import describe, keys
+from csc.cache import keys
 from csc.cache.keys import Opaque, function_key, model_key, program_key, trace_key
+from csc.capture import sources
 from csc.capture.guards import Guards
 from csc.ir.capture_guards import capture_guards, exactly
 from csc.ir.mesh import Mesh
@@ -47,7 +48,7 @@ class Net(nn.Module):
         self.config, self.kinds = Config(), {"one", "two", "three"}
         self.first, self.second, self.drop = layers.Layer(), layers.Layer(), nn.Dropout(0.1)
         self.register_buffer("table", torch.arange(4.0), persistent=False)
-    def forward(self, x): return twice(self.second(self.drop(self.first(x) + self.table))).sum()
+    def forward(self, x): return twice(self.second(self.drop(self.first(x) + self.table))).sum() * self.depth
     def other(self, x): return self.forward(x) + 1
 """
 LAYERS = """
@@ -150,7 +151,7 @@ def test_what_does_not(what: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["net", "layers", "helper"])
-def testown_sources_count_wherever_they_lie(part: str, folder: Path) -> None:
+def test_own_sources_count_wherever_they_lie(part: str, folder: Path) -> None:
     sources = {"net": NET, "layers": LAYERS, "helper": HELPER}
     before = model_key(build(folder / "a"), {})
     assert model_key(build(folder / "b"), {}) == before
@@ -335,12 +336,11 @@ print(model_key(model, {}))
 
 
 def test_what_distributions_are_is_what_python_says() -> None:
-    """Read in a third of the time; anew, as another test may have imported what puts folders into Python's path."""
-    found = importlib.metadata.packages_distributions()
-    told = describe._distributions.__wrapped__()
-    assert {top: told[top] for top in found if top != "__pycache__"} == {
-        top: sorted(names)[0] for top, names in found.items() if top != "__pycache__"
-    }
+    folder = Path(torch.__file__).parents[1]
+    told = sources.installed_in(folder)
+    tops = importlib.metadata.packages_distributions().keys() - {"__pycache__"}
+    assert {top for top in tops if (folder / top).is_dir() or (folder / f"{top}.py").is_file()} <= told.keys()
+    assert told["torch"].startswith(f"torch-{importlib.metadata.version('torch').partition('+')[0]}")
 
 
 def wheel(folder: Path, name: str, version: str) -> Path:
@@ -362,45 +362,18 @@ def test_what_is_installed_beside_site_packages_is_no_code_of_the_users(
     file, beside = wheel(tmp_path, "towers", "1.4"), tmp_path / "mine.py"
     beside.write_text("import towers\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert describe.distribution(str(file)) == "towers" and not describe.is_own(str(file))
-    assert describe.distribution(str(beside)) is None and describe.is_own(str(beside))
-    both = describe.Origins()
-    both.file(str(beside))
-    assert [row[0] for row in both.tree()] == ["towers", "mine.py"] and both.tree()[0] == ["towers", "1.4"]
+    assert sources.distribution(str(file)) == "towers-1.4"
+    assert not sources.distribution(str(beside))
 
 
-def test_a_large_package_is_taken_whole_and_hardly_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is cloned, or installed as editable: all its files count, and own files that it imports."""
-    package = tmp_path / "large"
-    package.mkdir()
-    for number in range(describe.LARGE + 20):
-        (package / f"part{number}.py").write_text(f"from . import part0\nimport os, \\\n  json\nVALUE = {number}\n")
-    (package / "__init__.py").write_text("from .part1 import VALUE\n")
-    (package / "part7.py").write_text("if True: from aside import inner\n")
-    (tmp_path / "aside").mkdir()
-    (tmp_path / "aside" / "__init__.py").write_text("")
-    (tmp_path / "aside" / "inner.py").write_text("VALUE = 2\n")
-    (tmp_path / "script.py").write_text("from large import part3\nfrom torch import nn\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    parsed: list[bytes] = []
-    named = describe._modules_named
-    monkeypatch.setattr(describe, "_modules_named", lambda *given: parsed.append(given) or named(*given))
-
-    def tree() -> Any:
-        found = describe.Origins()
-        found.file(str(tmp_path / "script.py"))
-        return found.tree()
-
-    before = tree()
-    assert {"large", "inner.py", "script.py", "torch"} <= {row[0] for row in before} and len(parsed) <= 4
-    read = named.cache_info().misses
-    assert tree() == before and named.cache_info().misses == read, "nothing has changed: nothing is parsed again"
-    for changed in (package / "part119.py", tmp_path / "aside" / "inner.py"):
-        text = changed.read_text()
-        changed.write_text("VALUE = -1\n")
-        assert tree() != before
-        changed.write_text(text)
-        assert tree() == before
+def test_code_of_a_file_that_forward_never_reaches_does_not_count(folder: Path) -> None:
+    """A training loop beside the model, say, in its file or in one that imports it."""
+    before = model_key(build(folder / "a"), {})
+    loop = "\ndef train(steps=10):\n    import time\n    return [Net() for _ in range(steps)], time.time()\n"
+    assert model_key(build(folder / "b", net=NET + loop), {}) == before
+    called = NET.replace("return twice(", "train(); return twice(") + loop
+    with pytest.raises(Opaque, match=r"net\.py:\d+: train uses time"):
+        model_key(build(folder / "c", net=called), {})
 
 
 def test_functions_are_told_apart_by_what_they_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from csc.capture import batch
-from csc.capture.code_names import globals_read, imported
+from csc.capture.code_names import globals_read, modules_imported
 from csc.capture.values.hoist import NOT_THE_MODELS
 from csc.torch_private.traces import FakeTensor, modes_that_are_on
 
@@ -345,8 +345,8 @@ class SharedByLayers:
         if numbers or not METHODS.isdisjoint(code.co_names):
             self.asks_for_identity = True
         package = space.get("__package__") or ""
-        for name in imported(code):
-            self._take(sys.modules.get(f"{package}.{name}") or sys.modules.get(name), names)
+        for name in modules_imported(code, package):
+            self._take(sys.modules.get(name), names)
         for name in names:
             if name in space:
                 self._take(space[name], names)

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from csc.capture.batch import only_records
-from csc.capture.model_guards import BESIDE, reached
+from csc.capture.model_guards import BESIDE
+from csc.capture.reached import Reached
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
@@ -45,7 +46,7 @@ class Slots:
 
     def __init__(self, model: nn.Module, beside: bool = True) -> None:
         """beside: with what is no slot, which takes longer."""
-        self._model, self._rest = model, reached(model) if beside else None
+        self._model, self._rest = model, Reached(model, slots=False) if beside else None
         self._values = {slot: (value, _content(value)) for slot, value in _slots(model)}
 
     def written(self) -> Changes:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from csc.capture.batch import is_metadata
 from csc.capture.dedup.layers import Layers, Repeats
-from csc.capture.model_guards import reached
+from csc.capture.reached import Reached
 from csc.capture.trace.autograd import AutogradQueries, autograd_calls, own_gradients
 from csc.capture.trace.chance import own_chance
 from csc.capture.trace.mutations import Changes, Slot, Slots
@@ -118,7 +118,7 @@ def no_fakes_left(model: nn.Module) -> Iterator[None]:
     """Members that are, or hold, tensors of the trace are as they were before it, or gone; caches of functions that it
     has added to (functools.lru_cache) are empty.
     """
-    before = reached(model)
+    before = Reached(model, slots=False)
     known = [(cache, cache.cache_info().misses) for cache in before.caches]
     try:
         yield
