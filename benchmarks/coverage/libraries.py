@@ -28,7 +28,7 @@ from benchmarks.coverage.zoo.campaign import limited
 from benchmarks.coverage.zoo.try_one import quiet
 from benchmarks.judge import judge
 
-WAY = "pp=2"
+WAY = "step"
 SOUND = ("right", "refused")
 
 
