@@ -27,6 +27,7 @@ from benchmarks.coverage.library_models import MODELS, PINS
 from benchmarks.coverage.zoo.campaign import limited
 from benchmarks.coverage.zoo.try_one import quiet
 from benchmarks.judge import judge
+from csc import cores
 
 WAY = "step"
 SOUND = ("right", "refused")
@@ -37,7 +38,7 @@ def compared(only: Sequence[str], seconds: float, gigabytes: float) -> Iterator[
     with tempfile.TemporaryDirectory(prefix="csc_libraries_") as folder:
         python = environment(Path(folder))
         command = [str(python), "-m", "benchmarks.coverage.libraries", str(seconds), str(gigabytes), *only]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=cores.environment()) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith("ROW "):
@@ -55,7 +56,7 @@ def environment(folder: Path) -> Path:
     (site / "beneath.pth").write_text("\n".join(lines))
     python = folder / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", *PINS]
-    subprocess.run(install, check=True, stdout=sys.stderr)
+    subprocess.run(install, check=True, stdout=sys.stderr, env=cores.environment())
     return python
 
 

@@ -29,6 +29,7 @@ from csc.simulation.page import bytes_text, seconds_text
 if TYPE_CHECKING:
     from csc.driver.compiled import CompiledModel
     from csc.reports.advice import Advice, Row
+    from csc.reports.forecast import Forecast, RankMemory
     from csc.reports.survival_price import SurvivalPrice
     from csc.runtime.survival import Survive
 
@@ -104,6 +105,12 @@ def plan(
         survived = {"survive": price.as_dict()} if price is not None else {}
         print_json({**costs.as_dict(), "memory": [row.as_dict() for row in held], **advised.as_dict(), **survived})
         return
+    _tell(costs, held, price)
+    _show(advised, costs, limit)
+
+
+def _tell(costs: Forecast, held: Sequence[RankMemory], price: SurvivalPrice | None) -> None:
+    """What each rank holds, what limits the step, and how long it takes."""
     console.print(f"{escape(costs.schedule)}, {escape(costs.layout)}", highlight=False)
     for rank, (device, holds) in enumerate(zip(costs.devices, costs.holds)):
         console.print(f"rank {rank}, {escape(device)}: {escape(holds)}", highlight=False)
@@ -113,9 +120,6 @@ def plan(
     show_limits(costs.limits)
     console.print(escape(step_text(costs)), highlight=False)
     console.print(bound_text(costs), highlight=False)
-    console.print(*order_sentences(advised.orders), sep="", end="", highlight=False)
-    limits = "; ".join(dict.fromkeys(costs.devices))
-    _show(advised, limits or (None if costs.memory is None else bytes_text(costs.memory)), limit)
 
 
 def _asked(compiled: CompiledModel, failures: int | None, copies: int) -> Survive | None:
@@ -195,8 +199,10 @@ def faster_sentences(rows: Sequence[Row]) -> list[str]:
     return [f"{escape(how)} takes the fastest of them, {gain:.1%} faster than this plan\n"]
 
 
-def _show(advised: Advice, memory: str | None, seconds: float) -> None:
+def _show(advised: Advice, costs: Forecast, seconds: float) -> None:
     """The two tables, and below them why there is no plan of some rows, and what there was no time for."""
+    console.print(*order_sentences(advised.orders), sep="", end="", highlight=False)
+    memory = "; ".join(dict.fromkeys(costs.devices)) or (None if costs.memory is None else bytes_text(costs.memory))
     above = "" if memory is None else f", memory limit {memory}"
     how = ", planned with auto" if advised.with_auto else ""
     console.print(_table(f"alternatives{above}", "schedule", advised.alternatives, Column("stages", 3)))

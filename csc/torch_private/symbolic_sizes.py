@@ -42,6 +42,12 @@ def assume_several(size: Any) -> None:
         torch._check(size <= DIVISIBLE)
 
 
+def assume_as_many(size: Any, other: Any) -> None:
+    """Let a trace take two sizes, of which one depends on values, for equal; it ends the run where they are not."""
+    if any(isinstance(one, torch.SymInt) and not one.node.has_hint() for one in (size, other)):
+        torch._check(size == other)
+
+
 def hint(size: Any) -> int | None:
     """What a symbolic size is in the batch that is traced; None for a plain number, and where only values tell."""
     return size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else None

@@ -8,6 +8,7 @@ as kernels, configurations and Triton are those of the record; else they are com
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +50,8 @@ ALL = [
 ]
 
 
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+
 # Bytes that may be spilled where what is faster was measured, on an H100 with Triton 3.6: docs/attention-kernels.md
 OLDER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 SPILLED = {("forward", "sm_90", 128): 200 if OLDER else 64, ("dkv", "sm_90", 128): 56 if OLDER else 8}
@@ -77,6 +80,12 @@ def test_resources(case: Case, update: bool) -> None:
 @pytest.mark.parametrize("case", [case for case in ALL if case not in COMPILED], ids=str)
 def test_all_resources(case: Case, update: bool) -> None:
     check(case, resources(case, update))
+
+
+@pytest.mark.skipif(f"triton=={triton.__version__}" not in CONSTRAINTS.read_text(), reason="recorded with another")
+def test_the_record_is_of_these_kernels(update: bool) -> None:
+    """Else each run compiles them all, for minutes: `pytest tests/aot --update-golden`."""
+    assert update or [str(case) for case in ALL if recorded(case) is None] == []
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -79,7 +79,7 @@ NAMES = {
 # Their lists of operators: {file: names of the lists}.
 LISTS = {
     "csc.analysis.samples.arithmetic_rules": {"MOVES", "RULES"},
-    "csc.analysis.samples.propagation": {"BEGIN", "COPIED_FOR_EACH", "TYPE_ALONE", "UNLESS"},
+    "csc.analysis.samples.propagation": {"BEGIN", "COPIED_FOR_EACH", "SEARCHES", "TYPE_ALONE", "UNLESS"},
     "csc.analysis.tokens": {"UNWRITTEN", "_ADDS"},
     "csc.analysis.placements": {"FACTORS", "NORMS", "OVER_ROWS", "SCATTERS", "TERMS"},
     "csc.capture.lower.writes": {"SCATTERS", "_OTHER_OPERATIONS"},

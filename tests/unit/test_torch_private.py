@@ -774,6 +774,30 @@ def test_assume_several() -> None:
     private_sizes.assume_several(0)  # a number is what it is
 
 
+def test_assume_as_many() -> None:
+    """A choice by whether two masks select as many is made for the case that they do; else the run ends."""
+
+    class Compares(nn.Module):
+        def __init__(self, assuming: bool) -> None:
+            super().__init__()
+            self.assuming = assuming
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            left, right = x[x > 0], y[y > 0]
+            if self.assuming:
+                private_sizes.assume_as_many(left.shape[0], right.shape[0])
+            return left * 2 if left.shape[0] == right.shape[0] else left
+
+    batch = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([3.0, 4.0, -1.0])
+    program = torch.export.export(Compares(True), batch, strict=False).module()
+    assert torch.equal(program(*batch), torch.tensor([2.0, 4.0]))
+    with pytest.raises(RuntimeError):
+        program(batch[0], torch.ones(3))
+    with pytest.raises(private_sizes.GuardOnDataDependentSymNode), private_hooks.no_new_registration_hooks():
+        torch.export.export(Compares(False), batch, strict=False)
+    private_sizes.assume_as_many(2, 3)  # numbers are what they are
+
+
 def test_hooks_of_all_modules() -> None:
     def double(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
         return 2 * result

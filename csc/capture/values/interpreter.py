@@ -19,7 +19,7 @@ from csc.capture.values.hoist import STATISTICS
 from csc.capture.values.row_index import LazyChunks, LazyNumbers, RowIndices, length
 from csc.errors import InputError, calling_line
 from csc.ir.capture_guards import Expression
-from csc.torch_private.symbolic_sizes import as_hinted, assume_several, symbols_of
+from csc.torch_private.symbolic_sizes import as_hinted, assume_as_many, assume_several, symbols_of
 from csc.torch_private.traces import in_functorch_transform, lists_from, outside_tracing, pytree
 
 # --- Whole numbers that a model makes of sizes by torch's functions, not Python's ------------------------------------
@@ -260,9 +260,7 @@ def _labels_of_all(input: torch.Tensor, target: torch.Tensor, *_: Any, **__: Any
     asks for the two numbers, which a trace does not have.
     """
     if input.dim() and target.dim():
-        rows, labels = input.shape[0], target.shape[0]
-        if any(symbol.startswith("u") for size in (rows, labels) for symbol in symbols_of(size)):
-            torch._check(rows == labels)
+        assume_as_many(input.shape[0], target.shape[0])
 
 
 class Watching(TorchFunctionMode):
