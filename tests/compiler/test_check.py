@@ -296,15 +296,16 @@ def test_numbers_that_are_no_chance() -> None:
         assert torch.equal(F.dropout(x, 0.5), 2 * x) and not F.dropout(x, 0.8).any()
         assert torch.equal(torch.rand(2), torch.full((2,), 0.25)) and torch.randn_like(x).eq(0.5).all()
         assert torch.equal(torch.bernoulli(torch.tensor([0.2, 0.3])), torch.tensor([0.0, 1.0]))
+        assert torch.equal(torch.randint(3, 11, (2,)), torch.tensor([5, 5]))
         assert not mode.unknown
-        torch.randint(3, (2,))
-    assert mode.unknown == {"aten.randint.default"}
+        torch.multinomial(torch.ones(3), 2)
+    assert mode.unknown == {"aten.multinomial.default"}
 
 
 def test_what_cannot_be_checked_says_so(caplog: pytest.LogCaptureFixture) -> None:
     class Noisy(small.TextModel):
         def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            noise = torch.randint(0, 2, tokens.shape)
+            noise = torch.multinomial(torch.ones(tokens.shape[0], 2), tokens.shape[1], replacement=True)
             return F.cross_entropy(self.lm_head(self.embed_tokens(tokens + noise)).flatten(0, 1), labels.flatten())
 
     batch = {name: t.clamp(0, 5) for name, t in small.text_batch(2).items()}
