@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from csc.runtime.copies import Copies
-from csc.runtime.joining import _apart, _tensors, _together
 
 
 def test_a_copy_outlives_what_it_was_made_of() -> None:
@@ -34,12 +33,3 @@ def test_a_holder_that_dies_stops_nothing() -> None:
         sender.send("0", {}, {"w": torch.zeros(1000)})
     sender.to(("127.0.0.1", 1))
     assert not sender.is_on
-
-
-def test_a_state_passes_as_texts_and_tensors() -> None:
-    state = {"state": {0: {"step": torch.tensor(3.0), "m": torch.ones(2, 3)}}, "groups": [{"betas": (0.9, 0.99)}]}
-    tensors: list[torch.Tensor] = []
-    listed = _apart(state, tensors)
-    assert list(_tensors(listed)) == [("float32", []), ("float32", [2, 3])]
-    found = _together(listed, tensors)
-    assert found["groups"] == state["groups"] and found["state"][0]["m"] is tensors[1]
