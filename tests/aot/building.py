@@ -111,12 +111,12 @@ def key(case: Case) -> str:
     """A hash of all that decides about `build`."""
     source, options = _source(case)
     given = sorted(source.signature.items()), sorted(source.constants.items()), sorted(source.attrs.items())
-    decides = (_code(), source.name, given, sorted(options.items()), TARGETS[case.architecture], triton.__version__)
+    decides = (code(), source.name, given, sorted(options.items()), TARGETS[case.architecture], triton.__version__)
     return hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
 
 
 @cache
-def _code() -> str:
+def code() -> str:
     """Of all kernels, but for docstrings, comments and lines, which Triton's own hash counts, too."""
     tree = ast.parse(Path(triton_kernels.__file__).read_text())
     for node in ast.walk(tree):

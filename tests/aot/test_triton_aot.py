@@ -16,9 +16,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 import triton
-from csc.kernels.triton_kernels import forward_kernel
+from csc.kernels import triton_kernels
 from csc.kernels.triton_launch import choose
 
+from tests.aot import building
 from tests.aot.building import SHARED_BYTES, Case, Resources, build, kernels, key
 from tests.aot.recorded import recorded, resources
 from tests.tiers import long
@@ -115,14 +116,17 @@ def test_float32(architecture: str, head_dim: int, update: bool) -> None:
         assert found.shared <= SHARED_BYTES[architecture], (case, found)
 
 
-def test_another_source_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of other kernels, blocks or another Triton counts no more."""
-    case = FAST[0]
-    before = key(case)
-    with monkeypatch.context() as patch:
-        patch.setattr(forward_kernel, "_src", forward_kernel.src.replace("RULES > 0", "RULES >= 1"))
-        patch.setattr(forward_kernel, "hash", None)
-        assert key(case) != before
-        assert recorded(case) is None
+def test_another_source_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of other kernels, blocks or another Triton counts no more; one of other comments and lines does."""
+    case, text = FAST[0], Path(triton_kernels.__file__).read_text()
+    before, file = key(case), tmp_path / "kernels.py"
+    for source, is_other in ((text.replace("RULES > 0", "RULES >= 1"), True), (f"# One line more\n{text}", False)):
+        assert source != text
+        file.write_text(source)
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_kernels, "__file__", str(file))
+            building.code.cache_clear()
+            assert (key(case) != before, recorded(case) is None) == (is_other, is_other)
+        building.code.cache_clear()
     assert key(replace(case, softcap=True)) != before
     assert key(case) == before
