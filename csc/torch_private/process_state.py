@@ -101,6 +101,16 @@ def process_state_kept() -> Iterator[None]:
         _set(settings)
 
 
+def note_dispatch_modes() -> None:
+    """Let torch know that no dispatch mode is on, where none is in this thread. It notes that for the process, and puts
+    back what was noted on entry: threads that take turns within modes leave one noted for good.
+    """
+    if not _DispatchModes.all():
+        for name, value in list(vars(dispatch).items()):
+            if name.startswith("_is_in_") and value is True:
+                setattr(dispatch, name, False)
+
+
 class ThreadState:
     """What torch has on in the thread that makes it: `on` in another one has it on there."""
 

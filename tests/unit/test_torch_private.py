@@ -1268,6 +1268,30 @@ def test_thread_state(name: str) -> None:
     assert private_state.process_state() == before
 
 
+def test_dispatch_modes_of_threads_that_take_turns() -> None:
+    """The first to enter is the first to leave: torch notes for good that a mode is on."""
+    before = private_state.process_state()
+    modes = [private_traces.FakeTensorMode() for _ in range(2)]
+    turns = [threading.Event() for _ in range(3)]
+
+    def second() -> None:
+        turns[0].wait(9)
+        with modes[1]:
+            turns[1].set()
+            turns[2].wait(9)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with modes[0]:
+        turns[0].set()
+        turns[1].wait(9)
+    turns[2].set()
+    thread.join()
+    assert private_state.process_state() != before
+    private_state.note_dispatch_modes()
+    assert private_state.process_state() == before
+
+
 def test_half_a_level_of_forward_gradients() -> None:
     """A trace that refuses torch.func.jvp leaves torch's C++ part in a level that its Python part does not know of."""
     before = private_state.process_state()
