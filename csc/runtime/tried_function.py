@@ -205,14 +205,9 @@ def _own_operators(answer: Callable[[_Call, Callable[[], Any]], Any]) -> Any:
     """A context in which each call of one of csc's operators gives what answer(it, run) gives. Of its tensors there are
     copies: kernels take over memory of what nothing reads any more.
     """
-    from csc.torch_private.process_state import note_dispatch_modes
     from csc.torch_private.traces import TorchDispatchMode
 
     class OwnOperators(TorchDispatchMode):
-        def __exit__(self, *raised: Any) -> None:
-            super().__exit__(*raised)
-            note_dispatch_modes()  # ranks on threads take turns within it
-
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if getattr(operator, "namespace", "") != "csc" or operator is PRODUCT:

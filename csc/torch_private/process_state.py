@@ -101,16 +101,6 @@ def process_state_kept() -> Iterator[None]:
         _set(settings)
 
 
-def note_dispatch_modes() -> None:
-    """Let torch know that no dispatch mode is on, where none is in this thread. It notes that for the process, and puts
-    back what was noted on entry: threads that take turns within modes leave one noted for good.
-    """
-    if not _DispatchModes.all():
-        for name, value in list(vars(dispatch).items()):
-            if name.startswith("_is_in_") and value is True:
-                setattr(dispatch, name, False)
-
-
 class ThreadState:
     """What torch has on in the thread that makes it: `on` in another one has it on there."""
 
@@ -136,6 +126,11 @@ class ThreadState:
             finally:
                 for stack, _ in self._modes:
                     stack.put([])
+                # Torch notes for the process that a dispatch mode is on, and puts back what was noted on entry: threads
+                # that take turns within modes would leave one noted for good.
+                for name, value in self._settings.items():
+                    if name.startswith("_is_in_"):
+                        setattr(dispatch, name, value)
 
 
 # --- what is pushed ------------------------------------------------------------------------------------------------

@@ -1269,26 +1269,30 @@ def test_thread_state(name: str) -> None:
 
 
 def test_dispatch_modes_of_threads_that_take_turns() -> None:
-    """The first to enter is the first to leave: torch notes for good that a mode is on."""
-    before = private_state.process_state()
-    modes = [private_traces.FakeTensorMode() for _ in range(2)]
-    turns = [threading.Event() for _ in range(3)]
+    """The first to enter a mode is the first to leave: torch notes for good that one is on."""
+    before, state = private_state.process_state(), private_state.ThreadState()
+    entered = [threading.Event() for _ in range(2)]
+    left = threading.Event()
+
+    def first() -> None:
+        with state.on():
+            with private_traces.FakeTensorMode():
+                entered[0].set()
+                entered[1].wait(9)
+            left.set()
 
     def second() -> None:
-        turns[0].wait(9)
-        with modes[1]:
-            turns[1].set()
-            turns[2].wait(9)
+        with state.on():
+            entered[0].wait(9)
+            with private_traces.FakeTensorMode():
+                entered[1].set()
+                left.wait(9)
 
-    thread = threading.Thread(target=second)
-    thread.start()
-    with modes[0]:
-        turns[0].set()
-        turns[1].wait(9)
-    turns[2].set()
-    thread.join()
-    assert private_state.process_state() != before
-    private_state.note_dispatch_modes()
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert private_state.process_state() == before
 
 
