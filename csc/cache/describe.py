@@ -56,13 +56,13 @@ from csc.capture.reached import (
     NOT_FOR_TRAINING,
     OF_C,
     Reached,
+    are_attributes,
     is_holder,
     of_transformers,
     parts,
     slots_of,
 )
 from csc.capture.sources import distribution, file_of, home_of, is_own, is_source, is_users, module_of
-from csc.capture.watches import is_of_members
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.hooks import hooks_of_tensor
 
@@ -225,7 +225,7 @@ class Description:
         told: list[Any] = [[self._of(key) for key in dict.keys(value)]] if isinstance(value, dict) else []
         for part in parts(value):
             held = [self._of(one) for one in part.values]
-            if part.names and not (part.read and is_of_members(part.read) and part.read.args[0] is value):
+            if are_attributes(value, part):
                 told.append(
                     [pair for pair in sorted(zip(part.names, held), key=itemgetter(0)) if pair[0] not in left_out]
                 )

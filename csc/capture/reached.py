@@ -40,7 +40,7 @@ from enum import EnumMeta
 from itertools import chain, repeat
 from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
-from operator import is_
+from operator import is_, itemgetter
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -200,6 +200,20 @@ def _contents(value: Any) -> Iterator[Part]:
         yield _fixed(value.get_obj())
     elif isinstance(value, RawConfigParser):
         yield _fixed(vars(value)["_sections"], value.defaults())
+
+
+def _in_order(value: Any, part: Part) -> Iterable[tuple[str, Any]]:
+    """Of what a value holds: attributes by name, since a trace may write one anew, which puts it behind the others;
+    the keys of a dict as it has them.
+    """
+    pairs = zip(part.names or repeat(""), part.values)
+    return sorted(pairs, key=itemgetter(0)) if are_attributes(value, part) else pairs
+
+
+def are_attributes(value: Any, part: Part) -> bool:
+    """Whether a part of a value has names that are no keys of it."""
+    are_keys = part.read is not None and is_of_members(part.read) and part.read.args[0] is value
+    return bool(part.names) and not are_keys
 
 
 def slots_of(kind: type) -> Names:
@@ -453,7 +467,7 @@ class Reached:
             for part in parts(value, depth):
                 if part.read is not None:
                     self._watches.append((path, part.names, part.read, part.values))
-                self._on(path, zip(part.names or repeat(""), part.values), depth + 1, users)
+                self._on(path, _in_order(value, part), depth + 1, users)
             if has_attributes(value, depth):
                 self._attributes.append((path, value, vars(value)))
             if is_own(module_of(type(value))):
@@ -485,7 +499,7 @@ class Reached:
         """Attributes that a tensor was given."""
         if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and vars(tensor).keys() - NOT_FOR_TRAINING:
             self._watch_members(path, vars(tensor))
-            self._on(path, list(vars(tensor).items()), depth + 1, users)
+            self._on(path, sorted(vars(tensor).items()), depth + 1, users)
 
     def _walk_module(self, path: str, module: nn.Module, depth: int, users: bool) -> None:
         """A module of the model, or one that it holds in another way."""
@@ -507,6 +521,7 @@ class Reached:
                 self._on(hook or part, [(str(key), value) for key, value in kept.items()], depth + 1, users)
         inert = NOT_FOR_TRAINING if self._for_keys and of_transformers(type(module)) else frozenset()
         held = [(str(name), value) for name, value in slots.items() if not (name in inert or is_holder(name, value))]
+        held.sort(key=itemgetter(0))
         self._on(path, held, depth + 1, users)
         self._walk_classes(type(module), max(depth, 0), users)
         self._walk_forward_of_others(type(module))
@@ -533,7 +548,7 @@ class Reached:
                 self._watches.append((path, tuple(members), functools.partial(values, members), [*members.values()]))
             if own and isinstance(cls, EnumMeta):  # Python goes through them
                 self._on(path, list(cls.__members__.items()), depth + 1, users and is_users(cls))
-            for name, member in members.items():
+            for name, member in sorted(members.items()):
                 if own or (isinstance(member, FunctionType) and is_users(member)):
                     self._once_named(path, name, member, depth, users and is_users(cls))
 

@@ -40,7 +40,7 @@ UNUSED = 1
 def twice(x): return SCALE * x
 def thrice(x): return SCALE * x + x
 class Config:
-    def __init__(self): self.width, self.extra = 4, {"a": [1, 2.5, None]}
+    def __init__(self): self.width, self.sizes, self.extra = 4, [4, 5], {"a": [1, 2.5, None]}
 class Net(nn.Module):
     depth = 2
     def __init__(self):
@@ -104,6 +104,13 @@ def _replaced_in_torch(net: Any) -> None:
     net.drop.forward = lambda x: x
 
 
+def _written_anew(net: Any) -> None:
+    for one in (net, net.config, net.first, type(net.first)):
+        for name, value in reversed([pair for pair in vars(one).items() if not pair[0].startswith("__")]):
+            delattr(one, name)
+            setattr(one, name, value)
+
+
 MATTERS: dict[str, Callable[[Any], object]] = {
     "a number": _set("first.out_features", 5),
     "a module's mode": lambda net: net.drop.eval(),
@@ -131,6 +138,7 @@ NO_MATTER: dict[str, Callable[[Any], object]] = {
     "a value that no method reads": lambda net: setattr(sys.modules["net"], "UNUSED", 2),
     "gradients": lambda net: net(torch.ones(2, 4)).backward(),
     "an equal object": lambda net: setattr(net, "config", type(net.config)()),
+    "the order of attributes": _written_anew,
 }
 
 
