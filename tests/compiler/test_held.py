@@ -8,7 +8,7 @@ from torch import nn
 
 import csc
 from tests.compiler.eager import WIDTH, Stack, assert_as_eager, batch
-from tests.tiers import long
+from tests.tiers import BEFORE_2_13, long
 
 
 class Listed(nn.Module):
@@ -53,6 +53,8 @@ def test_registered_parameters_in_lists_train() -> None:
     ("kind", "batch_first"), [long(nn.GRU, True), long(nn.LSTM, True), (nn.LSTM, False), long(nn.RNN, False)]
 )
 def test_recurrent_modules_train_in_microbatches(kind: type[nn.RNNBase], batch_first: bool) -> None:
+    if BEFORE_2_13 and not batch_first:
+        pytest.skip("torch itself takes the number of samples for 1")
     torch.manual_seed(0)
     model = stack(Recurrent(kind, batch_first, both=batch_first))
     assert_as_eager(model, batch(samples=4), meshes=["pp=1"], microbatches=2)
