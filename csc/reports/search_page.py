@@ -10,8 +10,8 @@ import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from csc.model_search.forecast import LEAST
 from csc.model_search.result import PairRow, SearchResult
-from csc.model_search.strategies import LEAST
 from csc.reports.energy_page import joules_text
 from csc.simulation.page import BASE, LIMIT, bytes_text, seconds_text
 
