@@ -1,9 +1,9 @@
 """The programs that trials run: one for all parts of the same code and sizes, which each pair's weights are put into.
 
 Terms
-  part      an encoder or a language model, by kind ("encoder", "llm") and name
-  kind      of a model: what a capture of it depends on, its code, configuration and sizes, but not its weights. Models
-            of a kind share a program, where all of their weights train: a frozen weight stays that of the first one
+  kind      of a model with a batch: code, configuration and sizes, but not weights. Models of a kind share a program,
+            if all of their weights train: a frozen weight stays that of the first one
+  trial     the model that a pair's program is of, and its example
   reader    a pair's program with the weights that the pair begins with. Where encoders are frozen it is of the language
             model on features, for whatever encoder; where they train it is of the whole pair
 """
@@ -46,7 +46,7 @@ class Reader:
 
 class TrialPrograms:
     """Of one search, in one process. freeze: components; options: of csc.compile. example: makes a pair's first batch;
-    alone: a lock on a part's name, so that of several processes one captures and the others find that in the cache;
+    alone: a lock on a name, so that of several processes one captures and the others find that in the cache;
     tell: called with what was compiled, the captures that it took and its seconds.
     """
 
@@ -61,9 +61,10 @@ class TrialPrograms:
         trained_behind = [name for name in freeze if name.partition(".")[0] != self._encoder]
         self._freeze = trained_behind if candidates.remembered else list(freeze)
         self._readers: dict[Pair, Reader] = {}  # of whatever encoder under ""
+        self._kinds: dict[Pair, str] = {}  # likewise
         self._compiled: dict[str, CompiledModel] = {}  # by kind
         self._fronts: dict[str, CompiledModel] = {}  # by encoder
-        self._given: dict[tuple[str, str], Weights] = {}  # by part
+        self._given: dict[int, tuple[nn.Module, Weights]] = {}  # by identity: a part may have two names
         self._most: dict[str, tuple[int, int]] = {}  # by encoder, tokens and width of its features
 
     @property
@@ -76,11 +77,10 @@ class TrialPrograms:
 
     def of(self, candidate: SearchedPair) -> Reader:
         """A pair's, compiled for the first pair that has it."""
-        encoder = "" if self._candidates.remembered else candidate.encoder
-        known = self._readers.get((encoder, candidate.llm))
-        if known is None:
-            known = self._readers[encoder, candidate.llm] = self._made(candidate)
-        return known
+        name = self._name(candidate.pair)
+        if name not in self._readers:
+            self._readers[name] = self._made(candidate)
+        return self._readers[name]
 
     def entries(self, candidate: SearchedPair, batch: Mapping[str, Any], reader: Reader) -> Mapping[str, Any]:
         """A pair's batch as its program takes it."""
@@ -115,9 +115,9 @@ class TrialPrograms:
         """Parts as they were given."""
         for compiled in self._compiled.values():
             compiled.zero_grad()
-        for (kind, name), weights in self._given.items():
-            for key, parameter in self._part(kind, name).named_parameters():
-                parameter.copy_(weights[key])
+        for part, weights in self._given.values():
+            for name, parameter in part.named_parameters():
+                parameter.copy_(weights[name])
 
     def captures(self, pair: Pair) -> tuple[CompiledModel | None, CompiledModel, float]:
         """What a pair's step is planned from: its encoder, None where that is in its program; its program; the bytes
@@ -136,60 +136,80 @@ class TrialPrograms:
             items = self._candidates.items(candidate, batch)
             model = Front(self._candidates.encoders[candidate.encoder], candidate.model, self._modality)
             made = partial(compile, model, example={"items": items}, freeze=["encoder"], check=False)
-            self._fronts[candidate.encoder] = self._shared(_kind(model, {}), candidate.encoder, made)
+            self._fronts[candidate.encoder] = self._shared(_kind(model, {"items": items}), candidate.encoder, made)
         return self._fronts[candidate.encoder]
 
+    def _name(self, pair: Pair) -> Pair:
+        """What pairs that have one program for certain have in common."""
+        return ("", pair[1]) if self._candidates.remembered else pair
+
     def _made(self, candidate: SearchedPair) -> Reader:
-        parts = self._candidates.parts
-        tokens = width = 0
-        model: Any = candidate.model
-        batch = self._example(candidate)
-        if self._candidates.remembered:
-            tokens, width = (max(sizes) for sizes in zip(*self._sizes().values()))
-            model = trial_model(candidate, parts.modality, self._candidates.spec, width)
-            batch = self._candidates.entries(candidate, batch, tokens, width)
-        given = self._weights("llm", candidate.llm, LLM)
+        model, batch, tokens = self._trial(candidate)
+        given = self._weights(self._candidates.llms[candidate.llm], LLM)
         if not self._candidates.remembered:
-            given |= self._weights("encoder", candidate.encoder, self._encoder)
+            given |= self._weights(self._candidates.encoders[candidate.encoder], self._encoder)
 
         def made() -> CompiledModel:
-            # Of several processes one captures, and the others find that in the cache.
-            with self._alone(candidate.llm):
-                compiled = compile(model, example=batch, freeze=self._freeze, **self._options)
-                compiled.compile_for(batch)
+            compiled = compile(model, example=batch, freeze=self._freeze, **self._options)
+            compiled.compile_for(batch)
             return compiled
 
-        all_train = not self._freeze and all(weight.requires_grad for weight in model.parameters())
-        kind = _kind(model, split_batch(batch)[1]) if all_train else ""
-        compiled = self._shared(kind, candidate.llm, made)
+        compiled = self._shared(self._kind(candidate.pair), candidate.llm, made)
         width = _width(model.get_submodule(self._projector).state_dict())
         return Reader(compiled, tokens, width, given)
+
+    def _trial(self, candidate: SearchedPair) -> tuple[nn.Module, Mapping[str, Any], int]:
+        """Model, example, and the tokens of the features in it."""
+        batch = self._example(candidate)
+        if not self._candidates.remembered:
+            return candidate.model, batch, 0
+        self._candidates.states(candidate, batch)  # raises what is wrong with this pair
+        tokens, width = (max(sizes) for sizes in zip(*self._sizes().values()))
+        model = trial_model(candidate, self._modality, self._candidates.spec, width)
+        return model, self._candidates.entries(candidate, batch, tokens, width), tokens
+
+    def _kind(self, pair: Pair) -> str:
+        """Of a pair's trial; "" for what shares no program. All are told before the first capture: ranks have to agree,
+        and what a capture leaves in the one that makes it might tell the others' models apart.
+        """
+        for other in [] if self._kinds else self._candidates.pairs:
+            if self._name(other) not in self._kinds:
+                self._kinds[self._name(other)] = self._told(other)
+        return self._kinds[self._name(pair)]
+
+    def _told(self, pair: Pair) -> str:
+        try:
+            model, batch, _ = self._trial(self._candidates.candidate(pair))
+        except Exception:  # what the user's batch and encoder raise, the pair's own trial says
+            return ""
+        trains = not self._freeze and all(weight.requires_grad for weight in model.parameters())
+        return _kind(model, batch) if trains else ""
 
     def _shared(self, kind: str, part: str, made: Callable[[], CompiledModel]) -> CompiledModel:
         """The program of a kind, if there is one; kind: "" for what is of none."""
         key = kind or f"alone {len(self._compiled)}"
         if key not in self._compiled:
             began = time.perf_counter()
-            compiled = self._compiled[key] = made()
+            with self._alone(kind or part):
+                compiled = self._compiled[key] = made()
             self._tell(part, len(compiled.compiler.captures), time.perf_counter() - began)
         return self._compiled[key]
 
-    def _weights(self, kind: str, name: str, path: str) -> Weights:
-        """A part's, as they were given, under the names that they have in a pair."""
-        if (kind, name) not in self._given:
-            named = self._part(kind, name).named_parameters()
-            self._given[kind, name] = {key: weight.detach().clone() for key, weight in named}
-        return {f"{path}.{key}": weight for key, weight in self._given[kind, name].items()}
-
-    def _part(self, kind: str, name: str) -> nn.Module:
-        return (self._candidates.encoders if kind == "encoder" else self._candidates.llms)[name]
+    def _weights(self, part: nn.Module, path: str) -> Weights:
+        """Of an encoder or a language model, as they were given, under the names that they have in a pair."""
+        if id(part) not in self._given:
+            self._given[id(part)] = part, {name: one.detach().clone() for name, one in part.named_parameters()}
+        return {f"{path}.{name}": weight for name, weight in self._given[id(part)][1].items()}
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
-        """Tokens and width of each encoder's features, from its first batch."""
+        """Tokens and width of each encoder's features, from its first batch; those that can make none have none."""
         for pair in self._candidates.pairs:
             if pair[0] not in self._most:
                 candidate = self._candidates.candidate(pair)
-                states = self._candidates.states(candidate, self._example(candidate))
+                try:
+                    states = self._candidates.states(candidate, self._example(candidate))
+                except Exception:  # what the user's batch and encoder raise, the pair's own trial says
+                    continue
                 self._most[pair[0]] = states.shape[1], states.shape[2]
         return self._most
 
@@ -199,11 +219,11 @@ def _width(projector: Mapping[str, torch.Tensor]) -> int:
     return projector[first_matrix(projector)].shape[1]
 
 
-def _kind(model: nn.Module, extra: Mapping[str, Any]) -> str:
-    """extra: entries of its batch that are no tensors. "" for a model that cannot be described, as it holds what only
-    this process has.
-    """
+def _kind(model: nn.Module, batch: Mapping[str, Any]) -> str:
+    """Of a model with such a batch. "" for one that cannot be described, as it holds what only this process has."""
+    tensors, extra = split_batch(batch)
+    sizes = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in sorted(tensors.items())}
     try:
-        return model_key(model, extra)
+        return model_key(model, {**extra, "sizes": sizes})
     except Exception:  # attributes are the user's objects: they may raise whatever they like
         return ""

@@ -165,7 +165,8 @@ def test_pairs_that_share_a_program_learn_what_they_would_alone(tmp_path: Path, 
 
     def parts() -> tuple[dict[str, Any], dict[str, Any]]:
         encoders = {"narrow": pairs.encoder("narrow"), "faint": other(pairs.encoder("narrow"))}
-        return encoders, {"small": pairs.decoder(16), "weak": other(pairs.decoder(16))}
+        small = pairs.decoder(16)
+        return encoders, {"small": small, "again": small, "weak": other(pairs.decoder(16))}
 
     encoders, llms = parts()
     given = pairs.arguments(encoders=encoders, llms=llms, freeze=freeze, budget=None, strategy="grid", samples=24)
@@ -341,6 +342,16 @@ def test_a_pair_that_cannot_be_composed_is_named_and_the_others_go_on(tmp_path: 
     for row in result.rows[2:]:
         assert row.encoder == "none" and "it cannot be composed: " in row.dropped and "Linear" in row.dropped
         assert row.score is None and not row.samples
+
+
+def test_an_encoder_that_runs_on_nothing_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    """It composes, and its first batch is of no size that it takes."""
+    broken = pairs.encoder("narrow")
+    broken.register_forward_pre_hook(lambda *_: 1 / 0)
+    encoders = {"broken": broken, "narrow": pairs.encoder("narrow")}
+    given = pairs.arguments(encoders=encoders, llms={"small": pairs.decoder(16)}, budget=None, strategy="grid")
+    result = csc.search(**given, directory=tmp_path, samples=8)
+    assert result.best.encoder == "narrow" and result.rows[1].dropped == "ZeroDivisionError: division by zero"
 
 
 def test_scores_that_are_no_numbers_or_raise_fail_their_pair_alone(tmp_path: Path) -> None:
