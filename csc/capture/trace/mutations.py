@@ -44,9 +44,9 @@ Captured = tuple[Program, Changes]
 class Slots:
     """Attributes and buffers of a model's modules as they are now."""
 
-    def __init__(self, model: nn.Module, beside: Reached | None = None) -> None:
-        """beside: what is no slot, as it is now; None: nobody asks."""
-        self._model, self._rest = model, beside
+    def __init__(self, model: nn.Module, beside: bool = True) -> None:
+        """beside: with what is no slot, which takes longer."""
+        self._model, self._rest = model, Reached(model, slots=False) if beside else None
         self._values = {slot: (value, _content(value)) for slot, value in _slots(model)}
 
     def written(self) -> Changes:

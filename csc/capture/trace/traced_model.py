@@ -114,10 +114,11 @@ DEEPEST = 3  # of containers within one that a trace has made
 
 
 @contextmanager
-def no_fakes_left(before: Reached) -> Iterator[None]:
+def no_fakes_left(model: nn.Module) -> Iterator[None]:
     """Members that are, or hold, tensors of the trace are as they were before it, or gone; caches of functions that it
-    has added to (functools.lru_cache) are empty. before: what the model's code may read beside its modules' slots.
+    has added to (functools.lru_cache) are empty.
     """
+    before = Reached(model, slots=False)
     known = [(cache, cache.cache_info().misses) for cache in before.caches]
     try:
         yield
@@ -225,9 +226,8 @@ class LossOnly(nn.Module):
                 name: value for name, value in batch.items() if name not in made_names and not name.startswith(PREFIX)
             }
             self._held.put(parameters)
-            beside = Reached(self.model, slots=False)
-            before = Slots(self.model, None if self._replayed else beside)
-            with no_fakes_left(beside):
+            before = Slots(self.model, beside=not self._replayed)
+            with no_fakes_left(self.model):
                 loss = loss_of(self.model(**entries, **self._extra), self.model, entries.keys() | self._extra.keys())
             kept = with_hooks(loss)
             self.changes, self.written_beside = before.written(), before.written_beside()
