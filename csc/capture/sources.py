@@ -56,7 +56,7 @@ def is_own(module: Any) -> bool:
 
 def is_source(path: str) -> bool:
     """Whether a path is that of a Python file that is there."""
-    return path.endswith(".py") and os.path.isfile(path)
+    return path.endswith(".py") and (bool(distribution(path)) or os.path.isfile(path))  # the first is remembered
 
 
 def module_of(kind: type) -> str:

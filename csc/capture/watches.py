@@ -66,6 +66,8 @@ def counted(mapping: Mapping[Any, Any]) -> dict[Any, Any] | None:
 
 def kind_of(mapping: Mapping[Any, Any]) -> Any:
     """The class of Python whose methods read a mapping as it is: its own may make values on demand."""
+    if type(mapping) is dict:  # nearly all are
+        return dict
     return next((kind for kind in (OrderedDict, dict) if isinstance(mapping, kind)), type(mapping))
 
 

@@ -44,9 +44,8 @@ Captured = tuple[Program, Changes]
 class Slots:
     """Attributes and buffers of a model's modules as they are now."""
 
-    def __init__(self, model: nn.Module, beside: bool = True) -> None:
-        """beside: with what is no slot, which takes longer."""
-        self._model, self._rest = model, Reached(model, slots=False) if beside else None
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._values = {slot: (value, _content(value)) for slot, value in _slots(model)}
 
     def written(self) -> Changes:
@@ -60,9 +59,10 @@ class Slots:
             changes[slot] = (content, _content(value))
         return changes
 
-    def written_beside(self) -> frozenset[Slot]:
-        """What is no slot and has another value now: globals, objects, closures."""
-        return frozenset((BESIDE, text) for text in (self._rest.changed() if self._rest is not None else ()))
+
+def written_beside(before: Reached) -> frozenset[Slot]:
+    """What is no slot and has another value now: globals, objects, closures."""
+    return frozenset((BESIDE, text) for text in before.changed())
 
 
 def refuse_if_computed_with(

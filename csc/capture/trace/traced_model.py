@@ -20,7 +20,7 @@ from csc.capture.dedup.layers import Layers, Repeats
 from csc.capture.reached import Reached
 from csc.capture.trace.autograd import AutogradQueries, autograd_calls, own_gradients
 from csc.capture.trace.chance import own_chance
-from csc.capture.trace.mutations import Changes, Slot, Slots
+from csc.capture.trace.mutations import Changes, Slot, Slots, written_beside
 from csc.capture.values import hoist as hosting
 from csc.capture.values.batch_alone import Alone, Recording
 from csc.capture.values.hoist import Function, Hoisted, HostCall, unused
@@ -114,11 +114,10 @@ DEEPEST = 3  # of containers within one that a trace has made
 
 
 @contextmanager
-def no_fakes_left(model: nn.Module) -> Iterator[None]:
-    """Members that are, or hold, tensors of the trace are as they were before it, or gone; caches of functions that it
-    has added to (functools.lru_cache) are empty.
+def no_fakes_left(before: Reached) -> Iterator[None]:
+    """Members of what the model reaches that are, or hold, tensors of the trace are as they were before it, or gone;
+    caches of functions that it has added to (functools.lru_cache) are empty.
     """
-    before = Reached(model, slots=False)
     known = [(cache, cache.cache_info().misses) for cache in before.caches]
     try:
         yield
@@ -226,11 +225,12 @@ class LossOnly(nn.Module):
                 name: value for name, value in batch.items() if name not in made_names and not name.startswith(PREFIX)
             }
             self._held.put(parameters)
-            before = Slots(self.model, beside=not self._replayed)
-            with no_fakes_left(self.model):
+            slots, beside = Slots(self.model), Reached(self.model, slots=False)
+            with no_fakes_left(beside):
                 loss = loss_of(self.model(**entries, **self._extra), self.model, entries.keys() | self._extra.keys())
             kept = with_hooks(loss)
-            self.changes, self.written_beside = before.written(), before.written_beside()
+            self.changes = slots.written()
+            self.written_beside = frozenset() if self._replayed else written_beside(beside)
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
         return kept
 
