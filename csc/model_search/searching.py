@@ -23,7 +23,7 @@ import torch
 from csc.cache.keys import function_key
 from csc.driver.compiled import CompiledModel
 from csc.driver.options import changed, closed
-from csc.errors import CscError, InputError
+from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.model_search.candidates import Candidates, Part, Parts, SearchedPair, sentence
@@ -358,7 +358,7 @@ def _plans(
                     "plan": asdict(plans[pair]), "seconds": time.perf_counter() - began,
                 }
             )  # fmt: skip
-        except CscError as error:
+        except Exception as error:  # batch and encoder are the user's: the other pairs go on
             say(f"no step is planned for {' x '.join(pair)}: {sentence(error)}")
     return plans
 

@@ -196,7 +196,11 @@ class TrialPrograms:
         return self._compiled[key]
 
     def _weights(self, part: nn.Module, path: str) -> Weights:
-        """Of an encoder or a language model, as they were given, under the names that they have in a pair."""
+        """Of an encoder or a language model, as they were given, under the names that they have in a pair. One that is
+        frozen as a whole stays as it is.
+        """
+        if path in self._freeze:
+            return {}
         if id(part) not in self._given:
             self._given[id(part)] = part, {name: one.detach().clone() for name, one in part.named_parameters()}
         return {f"{path}.{name}": weight for name, weight in self._given[id(part)][1].items()}

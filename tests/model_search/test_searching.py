@@ -344,13 +344,17 @@ def test_a_pair_that_cannot_be_composed_is_named_and_the_others_go_on(tmp_path: 
         assert row.score is None and not row.samples
 
 
+@pytest.mark.long
 def test_an_encoder_that_runs_on_nothing_is_named_and_the_others_go_on(tmp_path: Path) -> None:
-    """It composes, and its first batch is of no size that it takes."""
+    """It composes, and its first batch raises: in trials, and where steps are planned."""
     broken = pairs.encoder("narrow")
     broken.register_forward_pre_hook(lambda *_: 1 / 0)
     encoders = {"broken": broken, "narrow": pairs.encoder("narrow")}
     given = pairs.arguments(encoders=encoders, llms={"small": pairs.decoder(16)}, budget=None, strategy="grid")
-    result = csc.search(**given, directory=tmp_path, samples=8)
+    told: list[str] = []
+    result = csc.search(**given, directory=tmp_path, samples=8, mesh="pp=2", tell=told.append)
+    assert any("no step is planned for broken x small: " in line and "ZeroDivisionError" in line for line in told)
+    assert result.best.planned_seconds and result.rows[1].planned_seconds is None
     assert result.best.encoder == "narrow" and result.rows[1].dropped == "ZeroDivisionError: division by zero"
 
 
