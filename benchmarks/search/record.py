@@ -1,7 +1,9 @@
-"""Learning curves of all pairs of examples/search/digits.py, up to their ends, for strategies to be replayed on.
+"""Learning curves of all pairs of a task, up to their ends, for strategies to be replayed on.
 
-    python -m benchmarks.search.record DIRECTORY [--seeds 0 1 2] [--samples 2048]
-    python -m benchmarks.search.record DIRECTORY --seeds --join benchmarks/search/data/curves.json
+    python -m benchmarks.search.record DIRECTORY [--task "rows of two"] [--seeds 0 1 2] [--samples 2048]
+    python -m benchmarks.search.record DIRECTORY --seeds --join benchmarks/search/data/digits.json
+
+Tasks are that of examples/search/digits.py, and the same with other parts.
 
 writes DIRECTORY/curves-SEED.json: for each pair its scores after 8, 16, 32, ... samples, and after each of the first
 ones the distances of encoders, and of language models behind each encoder. A seed decides projectors and the order of
@@ -14,6 +16,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +29,27 @@ from csc.model_search.strategies import Grid, Rung, Rungs, Seen, Space, drive
 from csc.model_search.trials import PairTrials, Task, TrialSettings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search"
+# By name, what stands in the place of the example's own constants: on the first task strategies are reported, on the
+# others they were chosen.
+TASKS: Mapping[str, Mapping[str, Any]] = {
+    "digits": {},
+    "other parts": {
+        "SEED": 17,
+        "ENCODERS": {
+            "v5": (32, 5), "v20": (32, 20), "v50": (32, 50), "v120": (32, 120), "v400": (32, 400), "w150": (64, 150),
+        },
+        "DECODERS": {
+            "mid": (48, 2, 0), "mid-text": (48, 2, 100), "small-much": (32, 1, 300), "deep-little": (32, 3, 40),
+        },
+    },
+    "rows of two": {
+        "SEED": 41, "ROW": 2,
+        "ENCODERS": {
+            "v0": (32, 0), "v15": (32, 15), "v60": (32, 60), "v200": (32, 200), "w30": (64, 30), "w120": (64, 120),
+        },
+        "DECODERS": {"two": (32, 2, 0), "two-text": (32, 2, 60), "wide": (64, 1, 0), "wide-text": (64, 1, 200)},
+    },
+}  # fmt: skip
 SAMPLES, BATCH = 2048, 8
 APART = 8  # the share of a training up to which language models are compared
 
@@ -45,11 +69,13 @@ class EveryRung(Grid):
         return (yield from super().rungs(space, seed))
 
 
-def example() -> dict[str, Any]:
-    """The arguments that the example gives to csc.search."""
+def example(task: str, directory: Path) -> dict[str, Any]:
+    """The arguments that the example gives to csc.search, with the constants of a task. directory: for its parts."""
     sys.path.insert(0, str(EXAMPLE))
     import digits
 
+    for name, value in {**TASKS[task], "PARTS": directory / "parts"}.items():
+        setattr(digits, name, value)
     return digits.search()
 
 
@@ -66,9 +92,9 @@ def trials_of(given: dict[str, Any], directory: Path, seed: int) -> PairTrials:
     return PairTrials(candidates, task, settings, ledger, directory / f"seed-{seed}")
 
 
-def record(directory: Path, seed: int, samples: int) -> dict[str, Any]:
+def record(directory: Path, task: str, seed: int, samples: int) -> dict[str, Any]:
     """Curves and distances of one seed."""
-    given = example()
+    given = example(task, directory)
     trials = trials_of(given, directory, seed)
     apart: dict[str, dict[str, Any]] = {}
 
@@ -96,6 +122,7 @@ def record(directory: Path, seed: int, samples: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--task", choices=list(TASKS), default="digits")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(range(6)))
     parser.add_argument("--join", type=Path, help="write what DIRECTORY has of all seeds to this file")
     parser.add_argument("--samples", type=int, default=SAMPLES)
@@ -104,7 +131,7 @@ def main() -> None:
     for seed in given.seeds:
         file = given.directory / f"curves-{seed}.json"
         if not file.is_file():
-            content = json.dumps(record(given.directory, seed, given.samples))
+            content = json.dumps(record(given.directory, given.task, seed, given.samples))
             file.write_text(content + "\n")
     if given.join is not None:
         seeds = [json.loads(file.read_text()) for file in sorted(given.directory.glob("curves-*.json"))]

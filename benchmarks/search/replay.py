@@ -49,7 +49,7 @@ class Recorded:
 
     @classmethod
     def of_file(cls, path: Path) -> Recorded:
-        """Of curves.json."""
+        """Of a task's."""
         return cls(tuple(json.loads(path.read_text())))
 
     @cached_property

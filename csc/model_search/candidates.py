@@ -12,7 +12,8 @@ Terms
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,13 @@ class TrialModel(nn.Module):
 
 
 class Candidates:
-    """Made with each encoder and language model once; functions that make them are called here."""
+    """Made with each encoder and language model once; functions that make them are called here. features: where those
+    of frozen encoders are kept; None: encoders train, and `remembered` is empty.
+    """
 
-    def __init__(self, encoders: Mapping[str, Part], llms: Mapping[str, Part], parts: Parts, features: Path) -> None:
+    def __init__(
+        self, encoders: Mapping[str, Part], llms: Mapping[str, Part], parts: Parts, features: Path | None
+    ) -> None:
         self.parts = parts
         self._check(encoders, llms)
         self.spec = projector_spec(parts.modality, parts.projector)
@@ -111,10 +116,12 @@ class Candidates:
                 except Exception as error:
                     self.impossible[pair] = f"it cannot be composed: {sentence(error)}"
                     continue
+                self._models[pair] = model
+                if features is None:
+                    continue
                 if encoder not in remembered:
                     remembered[encoder] = RememberedEncoder(self.encoders[encoder], parts.feature_layer, features)
                 model.add_module(f"{parts.modality}_encoder", remembered[encoder])
-                self._models[pair] = model
         self.remembered = remembered
         if not self._models:
             pair, why = next(iter(self.impossible.items()))
@@ -141,35 +148,36 @@ class Candidates:
         """A pair with its model."""
         return SearchedPair(*pair, self._models[pair])
 
-    def composed(self, pair: Pair, language_model: nn.Module) -> ComposedModel:
-        """The pair's model with the encoder as it is, and a projector that has learnt nothing."""
+    def composed(self, pair: Pair, language_model: nn.Module, encoder: nn.Module | None = None) -> ComposedModel:
+        """The pair's model with its encoder, if no other is given, and a projector that has learnt nothing."""
         modality, placeholders = self.parts.modality, self.parts.placeholders
         if isinstance(placeholders, Mapping) and pair[1] not in placeholders:
             raise InputError(f"placeholders has no entry {pair[1]!r}", "csc.search", "give one for each language model")
         placeholder = placeholders[pair[1]] if isinstance(placeholders, Mapping) else placeholders
         return compose(
-            encoders={modality: self.encoders[pair[0]]}, projectors={modality: self.parts.projector},
+            encoders={modality: encoder or self.encoders[pair[0]]}, projectors={modality: self.parts.projector},
             language_model=language_model, placeholders={modality: placeholder},
             feature_layer=self.parts.feature_layer, keep_prefix=self.parts.keep_prefix,
         )  # fmt: skip
 
+    def items(self, candidate: SearchedPair, batch: Mapping[str, Any]) -> torch.Tensor:
+        """(items, *item shape) of what the encoder sees of a batch, whose samples may have slots for several."""
+        it = self._modality(candidate)
+        items = self._entry(candidate, batch)
+        return items.flatten(0, 1) if items.dim() == it.kind.item_dims + 2 else items
+
+    @torch.no_grad()
     def states(self, candidate: SearchedPair, batch: Mapping[str, Any]) -> torch.Tensor:
         """(samples, tokens, width) of what a batch shows: what the projector's first matrix takes."""
         it = self._modality(candidate)
-        items = batch.get(it.keyword)
-        if items is None:
-            raise InputError(
-                f"batch() made no {it.keyword} for {' x '.join(candidate.pair)}", "csc.search",
-                f"return what the encoder sees as {it.keyword}, as candidate.model.processor(...) does",
-            )  # fmt: skip
-        flat = items.flatten(0, 1) if items.dim() == it.kind.item_dims + 2 else items
         encoder = candidate.model.get_submodule(f"{it.name}_encoder")
-        states = known.features(encoder, it.kind, flat, it.feature_layer, it.keep_prefix)
+        with evaluating(encoder):
+            states = known.features(encoder, it.kind, self.items(candidate, batch), it.feature_layer, it.keep_prefix)
         if self.spec.kind == "pixel-shuffle-mlp":
             states = space_to_depth(states, self.spec.factor)
         if self.spec.kind == "stack-mlp":
             states = stacked(states, self.spec.factor)
-        return states.reshape(len(items), -1, states.shape[-1])
+        return states.reshape(len(self._entry(candidate, batch)), -1, states.shape[-1])
 
     def entries(
         self, candidate: SearchedPair, batch: Mapping[str, Any], tokens: int = 0, width: int = 0
@@ -180,6 +188,17 @@ class Candidates:
         padding = (0, max(0, width - states.shape[2]), 0, max(0, tokens - states.shape[1]))
         kept = {name: value for name, value in batch.items() if name != self._modality(candidate).keyword}
         return {**kept, FEATURES: F.pad(states, padding)}
+
+    def _entry(self, candidate: SearchedPair, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The batch's entry that the encoder sees."""
+        keyword = self._modality(candidate).keyword
+        entry: torch.Tensor | None = batch.get(keyword)
+        if entry is None:
+            raise InputError(
+                f"batch() made no {keyword} for {' x '.join(candidate.pair)}", "csc.search",
+                f"return what the encoder sees as {keyword}, as candidate.model.processor(...) does",
+            )  # fmt: skip
+        return entry
 
     def _modality(self, candidate: SearchedPair) -> Modality:
         return candidate.model.modalities[self.parts.modality]
@@ -219,6 +238,18 @@ def narrowed(state: Mapping[str, torch.Tensor], width: int) -> dict[str, torch.T
     """The other way: the weights of the first `width` features."""
     first = first_matrix(state)
     return {**state, first: state[first][:, :width]}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in eval mode; each of its modules is as it was afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def sentence(error: BaseException) -> str:

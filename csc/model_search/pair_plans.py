@@ -18,7 +18,6 @@ from torch import nn
 
 from csc.analysis.clocks import ClockProfile
 from csc.analysis.hardware import hardware
-from csc.api import compile
 from csc.composition import ComposedModel
 from csc.composition import encoders as known
 from csc.driver.compiled import CompiledModel
@@ -66,11 +65,6 @@ class Front(nn.Module):
         it = self._modality
         states = known.features(self.encoder, it.kind, items, it.feature_layer, it.keep_prefix)
         return (states.float() * self.scale).mean()
-
-
-def front(encoder: nn.Module, model: ComposedModel, modality: str, items: torch.Tensor) -> CompiledModel:
-    """model: one that is composed of the encoder. items: of a batch."""
-    return compile(Front(encoder, model, modality), example={"items": items}, freeze=["encoder"], check=False)
 
 
 def problem_of(compiled: CompiledModel, options: Mapping[str, Any]) -> Problem:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 
 from csc.cache.keys import function_key
+from csc.driver.compiled import CompiledModel
 from csc.driver.options import changed, closed
-from csc.errors import CscError, InputError
+from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.ir.program import Options
 from csc.model_search.candidates import Candidates, Part, Parts, SearchedPair, sentence
@@ -85,8 +87,8 @@ def search(
     """Find the pair of encoder and language model that learns a task best, without training every pair to the end.
 
     Args:
-        encoders: By name, encoders as csc.compose takes them, or functions that make them. They stay frozen.
-        llms: By name, language models as csc.compose takes them, or functions that make them. They are as they were
+        encoders: By name, encoders as csc.compose takes them, or functions that make them.
+        llms: By name, language models as csc.compose takes them, or functions that make them. Both are as they were
             given when the search ends.
         data: Training samples, of any kind: what has a length and gives a sample by number.
         score: From a SearchedPair (`.encoder`, `.llm`: names; `.model`: the composed model with what it has learnt, in
@@ -104,7 +106,8 @@ def search(
             None: a twelfth of the grid, and twice `samples` at least.
         strategy: "halving", "mordal", "random" or "grid", or a value of csc.model_search.strategies; docs/search.md.
         batch_size: Samples of a step.
-        freeze: Components that do not train, the encoder among them; None: the encoder alone.
+        freeze: Components that do not train; None: the encoder alone. Where encoders train, nothing of theirs is kept,
+            and every two kinds of encoders and language models are captured together; docs/search.md.
         optimizer: From parameters to an optimizer.
         scheduler: From an optimizer to a scheduler, which makes a step for each batch; None: rates stay.
         clip: Norm to which gradients are clipped; None: they are not.
@@ -137,7 +140,8 @@ def search(
     wanted = {name: value for name, value in wanted.items() if value is not None}
     planned_mesh = closed(changed(Options(), **wanted)).mesh  # what is wrong is said before anything is trained
     parts = Parts(projector, placeholders, modality, feature_layer, keep_prefix)
-    candidates = Candidates(encoders, llms, parts, Path(directory) / "features")
+    features = Path(directory) / "features" if f"{modality}_encoder" in frozen else None
+    candidates = Candidates(encoders, llms, parts, features)
     allowed = _budget(budget, len(candidates.pairs) * full, full, chosen.name)
     head = {
         "encoders": list(encoders), "llms": list(llms), "samples": full, "batch_size": batch_size, "data": len(data),
@@ -194,7 +198,7 @@ def _driven(
             scope.perfect, trials.encoder_distances() if chosen.clusters else None, frozenset(candidates.impossible),
         )  # fmt: skip
         choice, seen = drive(chosen, space, settings.seed, partial(_rung, trials, team, say), trials.llm_distances)
-        trials.restore()
+        trials.programs.restore()
         if not choice.ranking:
             failed = ledger.records(FAILED)[0]
             raise InputError(
@@ -256,11 +260,6 @@ def _full(data: Any, samples: int | None, batch_size: int) -> int:
 def _frozen(freeze: Sequence[str] | None, modality: str) -> tuple[str, ...]:
     encoder, known = f"{modality}_encoder", (f"{modality}_encoder", f"{modality}_projector", "language_model")
     frozen = (encoder,) if freeze is None else tuple(freeze)
-    if encoder not in frozen:
-        raise InputError(
-            f"freeze leaves {encoder} to train, and a search makes an encoder's features of each sample once",
-            "csc.search", f'add "{encoder}" to freeze; the winner may train it afterwards',
-        )  # fmt: skip
     strange = [name for name in frozen if name.split(".")[0] not in known]
     if strange:
         raise InputError(f"freeze names {strange[0]!r}", "csc.search", f"a pair's components are {', '.join(known)}")
@@ -324,9 +323,15 @@ def _budget(budget: int | float | None, grid: int, full: int, strategy: str) -> 
 def _plans(
     trials: PairTrials, candidates: Candidates, options: Mapping[str, Any], say: Callable[[str], None]
 ) -> dict[Pair, PairPlan]:
-    """Of every pair that fits; each encoder and each language model is captured once."""
-    fronts: dict[str, tuple[Problem, float]] = {}
-    rears: dict[str, Problem] = {}
+    """Of every pair that fits. Each capture is costed once, and pairs of the same captures have the same plan."""
+    problems: dict[CompiledModel, Problem] = {}
+    by_captures: dict[tuple[CompiledModel | None, CompiledModel, float], PairPlan] = {}
+
+    def problem(compiled: CompiledModel) -> Problem:
+        if compiled not in problems:
+            problems[compiled] = problem_of(compiled, options)
+        return problems[compiled]
+
     options_text = repr(sorted((name, str(value)) for name, value in options.items()))
     power = power_of(options)
     known = {
@@ -336,21 +341,24 @@ def _plans(
     }
     plans = {}
     for pair in candidates.pairs:
-        encoder, llm = pair
         if pair in known:
             plans[pair] = known[pair]
             continue
         try:
-            if encoder not in fronts:
-                fronts[encoder] = trials.front(encoder, options)
-            if llm not in rears:
-                rears[llm] = problem_of(trials.reader(llm).compiled, options)
-            ahead, size = fronts[encoder]
-            plans[pair] = planned(joined(ahead, rears[llm], size), power)
+            captures = trials.programs.captures(pair)
+            began = time.perf_counter()
+            if captures not in by_captures:
+                encoder, rest, size = captures
+                whole = problem(rest) if encoder is None else joined(problem(encoder), problem(rest), size)
+                by_captures[captures] = planned(whole, power)
+            plans[pair] = by_captures[captures]
             trials.ledger.add(
-                {"kind": PLAN, "encoder": encoder, "llm": llm, "options": options_text, "plan": asdict(plans[pair])}
-            )
-        except CscError as error:
+                {
+                    "kind": PLAN, "encoder": pair[0], "llm": pair[1], "options": options_text,
+                    "plan": asdict(plans[pair]), "seconds": time.perf_counter() - began,
+                }
+            )  # fmt: skip
+        except Exception as error:  # batch and encoder are the user's: the other pairs go on
             say(f"no step is planned for {' x '.join(pair)}: {sentence(error)}")
     return plans
 
@@ -384,13 +392,13 @@ def _rows(
 
 
 def _counts(ledger: Ledger, candidates: Candidates, grid: int) -> Counts:
-    trials, compiled = ledger.records(TRIAL), ledger.records(COMPILED)
+    trials, compiled, plans = (ledger.records(kind) for kind in (TRIAL, COMPILED, PLAN))
     return Counts(
         samples=sum(record["trained"] for record in trials),
         grid=grid,
         captures=sum(record["captures"] for record in compiled),
         encoder_passes={name: encoder.passes for name, encoder in candidates.remembered.items()},
-        compile_seconds=sum(record["seconds"] for record in compiled),
+        compile_seconds=sum(record.get("seconds", 0.0) for record in (*compiled, *plans)),
         train_seconds=sum(record["seconds"] for record in trials),
         score_seconds=sum(record["scoring"] for record in trials),
     )

@@ -24,11 +24,9 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from csc.errors import InputError
+from csc.model_search.forecast import LEAST, Curve, Pair, figure, forecast
 from csc.model_search.similarity import Clusters, Floats, clusters
 
-Pair = tuple[str, str]
-Curve = tuple[tuple[int, float], ...]
-LEAST = 1e-6  # of an error, whose logarithm is taken
 ROUNDING = 1e-9  # a share of the budget that is the same budget
 
 
@@ -187,8 +185,8 @@ class Random:
 @dataclass(frozen=True)
 class Halving:
     """Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all pairs for a few samples, the best `keep` of
-    them for 1 / keep times as many, until one is left, which is trained to the end. Pairs that a rung drops are ranked
-    by what it says of both their sides, too; see `two_sided`.
+    them for 1 / keep times as many, until one is left, which is trained to the end. A pair stays by its own score and
+    by what all curves so far let expect of it, half and half; see csc.model_search.forecast.
     """
 
     keep: float = 0.5
@@ -201,18 +199,15 @@ class Halving:
         active = space.pairs
         ladder = self._ladder(space, len(active))
         dropped: dict[Pair, str] = {}
-        value: dict[Pair, float] = {}
-        seen = Seen()
         for number, (samples, _) in enumerate(ladder):
             seen = yield Rung(samples, active, f"rung {number + 1} of {len(ladder)}")
             active = _alive(active, seen)
-            value |= two_sided({pair: seen.score(pair) for pair in active}, space.perfect)
             count = min(len(active), ladder[number + 1][1]) if number + 1 < len(ladder) else len(active)
-            best = _best(active, seen)
+            best = _promising(active, space, seen)
             for pair in best[count:]:
-                dropped[pair] = f"after {samples:,} samples {number_text(count)} of {len(active)} were better"
+                dropped[pair] = f"after {samples:,} samples {number_text(count)} of {len(active)} promised more"
             active = tuple(best[:count])
-        return _choice(space, seen, dropped, value)
+        return _choice(space, seen, dropped)
 
     def _ladder(self, space: Space, count: int) -> list[tuple[int, int]]:
         """Samples and pairs of each rung, the last one `full`; as many rungs as the budget asks for."""
@@ -417,6 +412,13 @@ def _best(pairs: Iterable[Pair], seen: Seen) -> list[Pair]:
     return sorted(pairs, key=lambda pair: -seen.score(pair))
 
 
+def _promising(pairs: Sequence[Pair], space: Space, seen: Seen) -> list[Pair]:
+    """Pairs of one rung by their own figures and by those that all curves let expect at the end, half and half."""
+    own = figure(seen.curves, space.perfect)
+    expected = forecast(seen.curves, pairs, space.full, space.perfect) if seen.curves else {}
+    return sorted(pairs, key=lambda pair: -own(seen.score(pair)) - expected[pair])
+
+
 def _leaves_an_end(rung: Rung, space: Space, seen: Seen) -> bool:
     """Whether what the rung leaves of the budget trains one of its pairs to the end."""
     return seen.spent + seen.cost(rung) + space.full - rung.samples <= space.budget
@@ -459,58 +461,22 @@ def _decided_late(ladder: list[tuple[int, int]], space: Space) -> list[tuple[int
     return chosen
 
 
-def two_sided(scores: Mapping[Pair, float], perfect: float) -> dict[Pair, float]:
-    """By pair a figure by which those of a rung are ranked for the end, the more the better: the mean of its own -log
-    error and of what the sum of an encoder's and a language model's part makes of it, by least squares over the rung.
-
-    A pair's own score has the noise of its one training; its sides' parts are means over all pairs that share them.
-    Scores stand for themselves where one of them is above `perfect`, so that there is no error to speak of.
-    """
-    pairs = list(scores)
-    errors = {pair: perfect - score for pair, score in scores.items()}
-    has_errors = min(errors.values(), default=0.0) >= 0
-    values = np.array([-math.log(max(LEAST, errors[pair])) if has_errors else scores[pair] for pair in pairs])
-    sides = [sorted({pair[side] for pair in pairs}) for side in (0, 1)]
-    parts = np.array([[name == pair[side] for side in (0, 1) for name in sides[side]] for pair in pairs], np.float64)
-    if not pairs:
-        return {}
-    fitted = parts @ np.linalg.lstsq(parts, values, rcond=None)[0]
-    return {pair: float(figure) for pair, figure in zip(pairs, (values + fitted) / 2)}
-
-
-def _choice(
-    space: Space, seen: Seen, dropped: Mapping[Pair, str], value: Mapping[Pair, float] | None = None
-) -> Choice:  # fmt: skip
-    """By how far they were trained, and by score, or those that a rung dropped by `value`, if there is one. Pairs that
-    were not trained stand by those most like them: the same encoder's and the same language model's.
-    """
+def _choice(space: Space, seen: Seen, dropped: Mapping[Pair, str]) -> Choice:
+    """Pairs that were trained furthest by score, and behind them all others by what curves let expect of them."""
     pairs = _alive(space.pairs, seen)
-    trained = [pair for pair in pairs if pair in seen.curves]
-    known = value or {}
-
-    def place_of(pair: Pair) -> tuple[float, float]:
-        early = seen.reached(pair) < space.full and pair in known
-        return -seen.reached(pair), -(known[pair] if early else seen.score(pair))
-
-    ranking = sorted(trained, key=place_of)
-    place = {pair: number for number, pair in enumerate(ranking)}
-    guesses = {pair: _guess(pair, place) for pair in pairs if pair not in place}
-    every = sorted([*place, *guesses], key=lambda pair: (place.get(pair, guesses.get(pair, 0.0)), pair in guesses))
-    reasons = dict(dropped)
+    furthest = max(map(seen.reached, pairs), default=0)
+    if not furthest:
+        return Choice(pairs, dict.fromkeys(pairs[1:], "it was not trained"))
+    last = [pair for pair in pairs if seen.reached(pair) == furthest]
+    others = [pair for pair in pairs if pair not in last]
+    expected = forecast(seen.curves, others, space.full, space.perfect)
+    every = (*_best(last, seen), *sorted(others, key=lambda pair: -expected[pair]))
+    reasons = {}
     for pair in every[1:]:
-        if pair in place and pair not in reasons:
-            reasons[pair] = f"its score after {seen.reached(pair):,} samples is no higher"
-    for pair in every:
-        if pair not in place and pair not in reasons:
-            reasons[pair] = "it was not trained"
-    return Choice(tuple(every), {pair: reasons[pair] for pair in every[1:]})
-
-
-def _guess(pair: Pair, place: Mapping[Pair, int]) -> float:
-    """The mean place of trained pairs with its encoder and of those with its language model."""
-    sides = [[index for other, index in place.items() if other[side] == pair[side]] for side in (0, 1)]
-    means = [sum(side) / len(side) for side in sides if side]
-    return sum(means) / len(means) if means else float(len(place))
+        reached = seen.reached(pair)
+        why = f"its score after {reached:,} samples is no higher" if reached else "it was not trained"
+        reasons[pair] = dropped.get(pair, why)
+    return Choice(every, reasons)
 
 
 def _fits(space: Space, cost: int, name: str, subject: str) -> None:

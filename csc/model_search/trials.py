@@ -1,4 +1,4 @@
-"""Training pairs and scoring them: one program for each language model, one checkpoint and one record for each pair.
+"""Training pairs and scoring them: one checkpoint and one record for each pair.
 
 Terms
   trial     the training of one pair; it goes on from its checkpoint at the next rung
@@ -15,8 +15,8 @@ import copy
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from csc.api import compile
 from csc.composition import ComposedModel
 from csc.driver.checkpoint_manager import CheckpointManager
-from csc.driver.compiled import CompiledModel
 from csc.errors import InputError, RankLost, StepFailed
-from csc.model_search.candidates import Candidates, SearchedPair, first_matrix, narrowed, sentence, trial_model, widened
+from csc.model_search.candidates import Candidates, SearchedPair, evaluating, sentence
 from csc.model_search.ledger import LOCK, Ledger, alone
-from csc.model_search.pair_plans import front, problem_of
 from csc.model_search.similarity import Floats, distances
 from csc.model_search.strategies import Pair
-from csc.planning.problem import Problem
+from csc.model_search.trial_programs import Reader, TrialPrograms
 
 Batch = Callable[[SearchedPair, list[Any]], Mapping[str, Any]]
 Score = Callable[[SearchedPair], Any]
@@ -71,18 +68,6 @@ class TrialSettings:
     options: Mapping[str, Any]
 
 
-@dataclass
-class Reader:
-    """A language model's program. tokens, width: of the features that it takes; began: its weights as they were given,
-    and its projector's.
-    """
-
-    compiled: CompiledModel
-    tokens: int
-    width: int
-    began: dict[str, torch.Tensor]
-
-
 class PairTrials:
     """Of one search, in one process or on the ranks of one mesh."""
 
@@ -98,9 +83,9 @@ class PairTrials:
         """speaks: this process scores and writes the ledger; one rank of a mesh does."""
         self.candidates, self.task, self.settings, self.ledger = candidates, task, settings, ledger
         self._directory, self._speaks = directory, speaks
-        self._readers: dict[str, Reader] = {}
-        self._most: dict[str, tuple[int, int]] = {}  # by encoder, tokens and width of its features
-        self._fronts: dict[str, CompiledModel] = {}
+        self.programs = TrialPrograms(
+            candidates, settings.freeze, settings.options, self._first_batch, self._alone, self._tell_compiled
+        )
         self._epochs: dict[int, list[int]] = {}
 
     # --- what strategies ask ------------------------------------------------------------------------------------------
@@ -165,7 +150,7 @@ class PairTrials:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def _trained(self, candidate: SearchedPair, samples: int) -> dict[str, Any]:
-        reader = self._reader(candidate)
+        reader = self.programs.of(candidate)
         optimizer, manager = self._taken_up(candidate, reader)
         done = manager.latest or 0
         steps = samples // self.settings.batch_size
@@ -183,7 +168,7 @@ class PairTrials:
         seconds = time.perf_counter() - began
         if steps > done:
             manager.save(steps)
-        self._into(candidate, reader)
+        self.programs.hand_over(candidate, reader)
         began = time.perf_counter()
         score, spread = self._scored(candidate) if self._speaks else (0.0, None)
         if self._speaks and not self._representation(candidate.pair).is_file():
@@ -196,7 +181,7 @@ class PairTrials:
     def _step(self, candidate: SearchedPair, reader: Reader, optimizer: Any, step: int) -> float:
         compiled = reader.compiled
         batch = self._batch(candidate, self._order(step))
-        loss = compiled.train_step(self.candidates.entries(candidate, batch, reader.tokens, reader.width))
+        loss = compiled.train_step(self.programs.entries(candidate, batch, reader))
         if self.settings.clip is not None:
             compiled.clip_grad_norm_(self.settings.clip)
         optimizer.optimizer.step()
@@ -207,11 +192,7 @@ class PairTrials:
 
     def _taken_up(self, candidate: SearchedPair, reader: Reader) -> tuple[Any, CheckpointManager]:
         """An optimizer and the trial's checkpoints, with weights as they were, or as they were given."""
-        weights = self._beginning(candidate, reader)
-        with torch.no_grad():
-            for name, parameter in reader.compiled.named_parameters():
-                parameter.copy_(weights[name])
-        reader.compiled.zero_grad()
+        self.programs.begin(candidate, reader, self._projector(candidate))
         stepping = self._stepping(reader)
         manager = CheckpointManager(
             self._folder(candidate.pair), reader.compiled, optimizer=stepping.optimizer, scheduler=stepping.scheduler,
@@ -226,81 +207,27 @@ class PairTrials:
         make = self.settings.scheduler
         return Stepping(optimizer, make(optimizer) if make is not None else None)
 
-    def _beginning(self, candidate: SearchedPair, reader: Reader) -> dict[str, torch.Tensor]:
-        """The language model's own weights, and a projector by the seed."""
-        modality = self.candidates.parts.modality
+    def _projector(self, candidate: SearchedPair) -> dict[str, torch.Tensor]:
+        """Weights of a projector that has learnt nothing, by the seed."""
         torch.manual_seed(_number(self.settings.seed, *candidate.pair))
         fresh = self.candidates.composed(candidate.pair, candidate.model.language_model)
-        weights = widened(fresh.get_submodule(f"{modality}_projector").state_dict(), reader.width)
-        return {**reader.began, **{f"{modality}_projector.{name}": weight for name, weight in weights.items()}}
+        return fresh.get_submodule(f"{self.candidates.parts.modality}_projector").state_dict()
 
-    def _into(self, candidate: SearchedPair, reader: Reader) -> None:
-        """What was trained into the pair's model, whose language model is the program's own."""
-        trained: Any = reader.compiled.gather()
-        projector = candidate.model.get_submodule(f"{self.candidates.parts.modality}_projector")
-        weights = projector.state_dict()
-        width = weights[first_matrix(weights)].shape[1]
-        projector.load_state_dict(narrowed(trained.projector.state_dict(), width))
+    def _first_batch(self, candidate: SearchedPair) -> Mapping[str, Any]:
+        return self._batch(candidate, self._order(0))
 
-    def _reader(self, candidate: SearchedPair) -> Reader:
-        """The program of a pair's language model, made for the first pair that has it."""
-        known = self._readers.get(candidate.llm)
-        if known is not None:
-            return known
-        tokens, width = (max(sizes) for sizes in zip(*self._sizes().values()))
-        parts = self.candidates.parts
-        example = self.candidates.entries(candidate, self._batch(candidate, self._order(0)), tokens, width)
-        freeze = [name for name in self.settings.freeze if not name.startswith(f"{parts.modality}_encoder")]
-        began = time.perf_counter()
-        model = trial_model(candidate, parts.modality, self.candidates.spec, width)
-        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        # Of several processes one captures, and the others find that in the cache.
-        with alone(self._directory / f"{LOCK}-{quote(candidate.llm, safe='')}") if self._speaks else nullcontext():
-            compiled = compile(model, example=example, freeze=freeze, **self.settings.options)
-            compiled.compile_for(example)
-        trained = {name: weights[name] for name, _ in compiled.named_parameters()}
-        self._readers[candidate.llm] = Reader(compiled, tokens, width, trained)
-        self._tell_compiled(candidate.llm, compiled, time.perf_counter() - began)
-        return self._readers[candidate.llm]
+    def _alone(self, part: str) -> AbstractContextManager[None]:
+        return alone(self._directory / f"{LOCK}-{quote(part, safe='')}") if self._speaks else nullcontext()
 
-    def _tell_compiled(self, part: str, compiled: CompiledModel, seconds: float) -> None:
+    def _tell_compiled(self, part: str, captures: int, seconds: float) -> None:
         if self._speaks:
-            captures = len(compiled.compiler.captures)
             self.ledger.add({"kind": COMPILED, "of": part, "captures": captures, "seconds": seconds})
-
-    def _sizes(self) -> dict[str, tuple[int, int]]:
-        """Tokens and width of each encoder's features, from its first batch."""
-        for pair in self.candidates.pairs:
-            if pair[0] not in self._most:
-                candidate = self.candidates.candidate(pair)
-                states = self.candidates.states(candidate, self._batch(candidate, self._order(0)))
-                self._most[pair[0]] = states.shape[1], states.shape[2]
-        return self._most
-
-    def reader(self, llm: str) -> Reader:
-        """The program of a language model."""
-        pair = next(pair for pair in self.candidates.pairs if pair[1] == llm)
-        return self._reader(self.candidates.candidate(pair))
-
-    def front(self, encoder: str, options: Mapping[str, Any]) -> tuple[Problem, float]:
-        """An encoder's regions as a planning problem, and the bytes of a microbatch's features."""
-        candidate = self.candidates.candidate(next(pair for pair in self.candidates.pairs if pair[0] == encoder))
-        modality = self.candidates.parts.modality
-        batch = self._batch(candidate, self._order(0))
-        began = time.perf_counter()
-        items = batch[candidate.model.inputs[modality]]
-        items = items.flatten(0, 1) if items.dim() == candidate.model.modalities[modality].kind.item_dims + 2 else items
-        if encoder not in self._fronts:
-            compiled = front(self.candidates.encoders[encoder], candidate.model, modality, items)
-            self._fronts[encoder] = compiled
-            self._tell_compiled(encoder, compiled, time.perf_counter() - began)
-        return problem_of(self._fronts[encoder], options), self.candidates.states(candidate, batch).nbytes
 
     # --- scoring ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _scored(self, candidate: SearchedPair) -> tuple[float, float | None]:
-        with evaluating(candidate):
+        with evaluating(candidate.model):
             scored = self.task.score(candidate)
         numbers = torch.as_tensor(scored, dtype=torch.float64).flatten()
         if not len(numbers) or not bool(torch.isfinite(numbers).all()):
@@ -323,7 +250,7 @@ class PairTrials:
             lambda _, inputs: read.append(inputs[0])
         )
         try:
-            with evaluating(candidate):
+            with evaluating(candidate.model):
                 candidate.model(**batch)
         finally:
             hook.remove()
@@ -366,24 +293,16 @@ class PairTrials:
     def model(self, pair: Pair) -> ComposedModel:
         """A composed model of its own, in training mode, with the weights of the pair's last checkpoint."""
         candidate = self.candidates.candidate(pair)
-        reader = self._reader(candidate)
+        reader = self.programs.of(candidate)
         self._taken_up(candidate, reader)
-        self._into(candidate, reader)
-        composed = self.candidates.composed(pair, copy.deepcopy(candidate.model.language_model))
+        self.programs.hand_over(candidate, reader)
         modality = self.candidates.parts.modality
+        trained = None if self.candidates.remembered else candidate.model.get_submodule(f"{modality}_encoder")
+        composed = self.candidates.composed(pair, copy.deepcopy(candidate.model.language_model), copy.deepcopy(trained))
         weights = candidate.model.get_submodule(f"{modality}_projector").state_dict()
         composed.get_submodule(f"{modality}_projector").load_state_dict(weights)
-        self.restore()
+        self.programs.restore()
         return composed
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Language models as they were given."""
-        for reader in self._readers.values():
-            for name, parameter in reader.compiled.named_parameters():
-                parameter.copy_(reader.began[name])
-            reader.compiled.zero_grad()
-            reader.compiled.gather()
 
     def _folder(self, pair: Pair) -> Path:
         return self._directory / "trials" / _file_name(pair)
@@ -398,18 +317,6 @@ class Stepping:
 
     optimizer: torch.optim.Optimizer
     scheduler: Any
-
-
-@contextmanager
-def evaluating(candidate: SearchedPair) -> Iterator[None]:
-    """The pair's model in eval mode; each of its modules is as it was afterwards."""
-    modes = {module: module.training for module in candidate.model.modules()}
-    candidate.model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _file_name(pair: Pair) -> str:

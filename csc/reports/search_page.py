@@ -10,8 +10,8 @@ import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from csc.model_search.forecast import LEAST
 from csc.model_search.result import PairRow, SearchResult
-from csc.model_search.strategies import LEAST
 from csc.reports.energy_page import joules_text
 from csc.simulation.page import BASE, LIMIT, bytes_text, seconds_text
 
@@ -86,10 +86,11 @@ def summary(result: SearchResult) -> str:
     counts, best = result.counts, result.best
     first = f"{' x '.join(best.pair)} is the first of {len(result.rows)} pairs, with a score of {best.score:.4g}"
     grid = f", 1/{counts.grid / counts.samples:.1f} of the grid's" if counts.samples else ""
-    passes = max(counts.encoder_passes.values(), default=0.0)
+    passes = max(counts.encoder_passes.values(), default=None)
+    seen = "encoders trained" if passes is None else f"each encoder saw an item {passes:.2f} times"
     return (
         f"{first} after {best.samples:,} samples. The strategy {result.strategy!r} took "
-        f"{counts.samples:,} samples{grid}. {counts.captures} captures; each encoder saw an item {passes:.2f} times; "
+        f"{counts.samples:,} samples{grid}. {counts.captures} captures; {seen}; "
         f"compilation took {counts.compile_share:.0%} of {seconds_text(counts.seconds)}."
     )
 

@@ -30,6 +30,7 @@ LETTERS = sorted(set("".join(DIGITS)))
 WORDS = ("<pad>", "<image>", "spell", *"0123456789", *LETTERS)
 IMAGE = WORDS.index("<image>")
 ROW, SIDE = 3, 8
+SEED = 0  # of the parts' first weights
 ROWS, HELD_OUT, SCORED = 8192, 300, 128  # training rows; scans, and rows of them, that are scored
 PARTS = Path("digits-parts")  # weights of the parts, so that they are trained once
 SPELLED = torch.tensor([[WORDS.index(letter) for letter in digit] for digit in DIGITS])
@@ -93,7 +94,7 @@ def score(candidate: Any) -> Tensor:
 def encoder(name: str) -> ViTModel:
     """A ViT that has learnt to name each patch's digit."""
     width, steps = ENCODERS[name]
-    torch.manual_seed(len(name))
+    torch.manual_seed(SEED + len(name))
     config = ViTConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4,
         image_size=(SIDE, ROW * SIDE), patch_size=(SIDE, SIDE), initializer_range=0.1, hidden_dropout_prob=0.0,
@@ -112,7 +113,7 @@ def encoder(name: str) -> ViTModel:
 def decoder(name: str) -> LlamaForCausalLM:
     """A Llama that has learnt to spell digits that it reads as text."""
     width, layers, steps = DECODERS[name]
-    torch.manual_seed(len(name))
+    torch.manual_seed(SEED + len(name))
     config = LlamaConfig(
         vocab_size=len(WORDS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
         num_attention_heads=4, initializer_range=0.1, max_position_embeddings=32, pad_token_id=0,
@@ -137,7 +138,7 @@ def learnt(name: str, model: Any, steps: int, loss: Callable[[int], Tensor], par
         loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    PARTS.mkdir(exist_ok=True)
+    PARTS.mkdir(parents=True, exist_ok=True)
     building = file.with_suffix(f".{torch.initial_seed()}")
     save_file({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, building)
     building.replace(file)

@@ -12,12 +12,14 @@ import pytest
 
 import csc
 from benchmarks.search import __main__ as benchmark
-from benchmarks.search.replay import Recorded, outcome
+from benchmarks.search.record import TASKS
+from benchmarks.search.replay import outcome
 from csc.model_search.strategies import STRATEGIES
 
 
-def test_the_default_is_the_better_strategy_of_the_recorded_curves() -> None:
-    recorded = Recorded.of_file(benchmark.CURVES)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_default_is_the_better_strategy_of_the_recorded_curves(task: str) -> None:
+    recorded = benchmark.recorded_tasks()[task]
     default = inspect.signature(csc.search).parameters["strategy"].default
     for share in (1 / 12, 1 / 8):
         regret, tau = {}, {}

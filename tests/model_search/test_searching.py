@@ -11,19 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import csc
 from csc.composition import ComposedModel
 from csc.errors import InputError
-from csc.model_search.candidates import Candidates, Parts, narrowed, trial_model, widened
+from csc.model_search.candidates import Candidates, Parts, SearchedPair, narrowed, trial_model, widened
 from csc.model_search.encoder_features import RememberedEncoder
 from csc.model_search.ledger import sole
 from csc.model_search.pair_plans import power_of
 from csc.model_search.result import Counts, PairRow, SearchResult, pareto
 from csc.model_search.searching import stepping
-from csc.model_search.trials import _file_name
+from csc.model_search.trials import _file_name, _number
 from csc.reports.search_page import HEADINGS, cells, page
 from tests.launching import PATIENCE, ROOT
 from tests.model_search import sign_pairs as pairs
@@ -147,6 +148,66 @@ def test_what_is_planned_is_what_the_whole_pair_would_be_planned_as(found: Any) 
     plan = compiled.program.plan
     assert row.planned_seconds == pytest.approx(plan.makespan, rel=0.15)
     assert row.planned_bytes == pytest.approx(max(plan.peak_memory), rel=0.15)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("freeze", [None, []])
+def test_pairs_that_share_a_program_learn_what_they_would_alone(tmp_path: Path, freeze: list[str] | None) -> None:
+    """Every parameter against a plain loop, of pairs whose parts are equal but for their weights: one capture serves
+    them all. Without a freeze the encoder trains, too.
+    """
+
+    def other(part: torch.nn.Module) -> Any:
+        with torch.no_grad():
+            for parameter in part.parameters():
+                parameter.mul_(0.7)
+        return part
+
+    def parts() -> tuple[dict[str, Any], dict[str, Any]]:
+        encoders = {"narrow": pairs.encoder("narrow"), "faint": other(pairs.encoder("narrow"))}
+        small = pairs.decoder(16)
+        return encoders, {"small": small, "again": small, "weak": other(pairs.decoder(16))}
+
+    encoders, llms = parts()
+    given = pairs.arguments(encoders=encoders, llms=llms, freeze=freeze, budget=None, strategy="grid", samples=24)
+    result = csc.search(**given, directory=tmp_path)
+    assert result.counts.captures == 1
+    untouched = parts()
+    for part, name in ((part, name) for part, named in enumerate((encoders, llms)) for name in named):
+        for key, value in untouched[part][name].state_dict().items():
+            assert torch.equal((encoders, llms)[part][name].state_dict()[key], value)
+    order = np.random.default_rng([0, 0]).permutation(len(pairs.DATA)).tolist()
+    for row in result.rows:
+        encoders, llms = parts()
+        torch.manual_seed(_number(0, *row.pair))
+        model = csc.compose(
+            encoders={"vision": encoders[row.encoder]}, projectors={"vision": "mlp"}, language_model=llms[row.llm],
+            placeholders={"vision": pairs.IMAGE},
+        )  # fmt: skip
+        if freeze is None:
+            encoders[row.encoder].requires_grad_(False).eval()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+        for step in range(3):
+            model(**pairs.batch(SearchedPair(*row.pair, model), order[8 * step : 8 * step + 8])).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = result.model(*row.pair)
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(found.get_parameter(key), parameter, rtol=1e-4, atol=2e-6)
+        moved = {
+            key.split(".")[0]
+            for key, parameter in found.named_parameters()
+            if not torch.equal(parameter, _given(parts(), row, key))
+        }
+        assert ("vision_encoder" in moved) == (freeze is not None) and "language_model" in moved
+
+
+def _given(parts: Any, row: PairRow, key: str) -> torch.Tensor:
+    """A parameter of a pair's part as it was given; of the projector, which is new, none."""
+    component, _, name = key.partition(".")
+    module = {"vision_encoder": parts[0][row.encoder], "language_model": parts[1][row.llm]}.get(component)
+    return torch.empty(0) if module is None else module.get_parameter(name)
 
 
 def test_a_search_that_is_there_trains_nothing_again(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +344,20 @@ def test_a_pair_that_cannot_be_composed_is_named_and_the_others_go_on(tmp_path: 
         assert row.score is None and not row.samples
 
 
+@pytest.mark.long
+def test_an_encoder_that_runs_on_nothing_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    """It composes, and its first batch raises: in trials, and where steps are planned."""
+    broken = pairs.encoder("narrow")
+    broken.register_forward_pre_hook(lambda *_: 1 / 0)
+    encoders = {"broken": broken, "narrow": pairs.encoder("narrow")}
+    given = pairs.arguments(encoders=encoders, llms={"small": pairs.decoder(16)}, budget=None, strategy="grid")
+    told: list[str] = []
+    result = csc.search(**given, directory=tmp_path, samples=8, mesh="pp=2", tell=told.append)
+    assert any("no step is planned for broken x small: " in line and "ZeroDivisionError" in line for line in told)
+    assert result.best.planned_seconds and result.rows[1].planned_seconds is None
+    assert result.best.encoder == "narrow" and result.rows[1].dropped == "ZeroDivisionError: division by zero"
+
+
 def test_scores_that_are_no_numbers_or_raise_fail_their_pair_alone(tmp_path: Path) -> None:
     def score(candidate: Any) -> Any:
         if candidate.encoder == "narrow":
@@ -315,7 +390,6 @@ def test_scores_that_are_no_numbers_or_raise_fail_their_pair_alone(tmp_path: Pat
         ({"budget": -1}, "budget is -1"),
         ({"strategy": "mordal", "probe": 4}, "clusters are told by 4 samples, and need 8"),
         ({"strategy": "best"}, "there is no strategy 'best'"),
-        ({"freeze": ["language_model"]}, "freeze leaves vision_encoder to train"),
         ({"freeze": ["vision_encoder", "vision_projector", "language_model"]}, "nothing trains"),
         ({"freeze": ["vision_encoder", "llm"]}, "freeze names 'llm'"),
         ({"seed": -1}, "seed is -1"),
