@@ -427,6 +427,7 @@ class Steps:
             ready: list[dict[str, Any]], matches: Sequence[Match], trainer: Trainer, say: Any
         ) -> tuple[Vote, tuple[Trainer, Microbatches, Encoding | None]]:
             batches.check_cut(batch, trainer, share.parts)
+            programs.unchecked(matches, options, batch if isinstance(batch, Mapping) and not share.own else None)
             if operation == STEP:
                 refuse_no_gradient(trainer.program.manifest)
             vote, dealt = trainer.ready(self.complete(matches, trainer), local=share.own)
