@@ -289,8 +289,9 @@ def alike(traced: Sequence[Call], others: Sequence[Call], values: Mapping[str, i
 
 
 # Functions of which a number among the arguments is computed with; of others it may be a size or a place.
+OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod")
 ARITHMETIC = {
-    *(f"{how}{name}" for how in ("", "r", "i") for name in "add sub mul div truediv floordiv pow mod".split()),
+    *(f"{how}{name}" for how in ("", "r", "i") for name in OPERATORS),
     "subtract", "multiply", "divide", "true_divide", "floor_divide", "remainder", "clamp", "clamp_min", "clamp_max",
 }  # fmt: skip
 
