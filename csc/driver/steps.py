@@ -214,6 +214,12 @@ class Steps:
         return self.programs.set.last or self.trainer(check=False)
 
     @property
+    def of_parameters(self) -> Trainer:
+        """The same, for the parameters that the model has now, and those of them that train now."""
+        changed = self.programs.changed()
+        return self.trainer(check=False) if changed.parameters or changed.trainable else self.current
+
+    @property
     def needs(self) -> frozenset[str]:
         """The entries of a batch that have to be loaded in this process."""
         programs, example = self.programs.set, self.given.example
