@@ -169,7 +169,7 @@ class _Draws:
         if not isinstance(state, SampleRows) or state.entry != counting(self.program):
             return None
         (dim, inner), samples = state.axis, self.rows[state.entry]
-        if not samples or shape[dim] % (samples * inner):
+        if not samples or not shape[dim] or shape[dim] % (samples * inner):
             return None
         if shape[dim] > samples * inner:
             return [samples, dim, inner]

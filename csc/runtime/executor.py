@@ -79,7 +79,7 @@ def first_samples(counts: Iterable[int]) -> list[int]:
 
 
 def of_microbatch(drawn: int, index: int, first: int = 0) -> Seeds:
-    """The seeds of a microbatch, by its index in the global batch, the step's seed is `drawn`. first: see Seeds."""
+    """The seeds of a microbatch, by its index in the global batch. drawn: the step's seed; first: see Seeds."""
     return Seeds(_of(drawn, index), drawn, first)
 
 
