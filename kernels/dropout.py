@@ -3,10 +3,11 @@
 seed: three int64 on the CPU, for one region: its seed in the microbatch, its seed in the step, and which sample of the
 step is the microbatch's first. index: which draw of the region. A draw takes its numbers from a generator of its own,
 seeded with a hash of the microbatch's seed and the index, so that it is the same however often and in whichever order
-draws are made. samples: how many the first dimension counts, as many rows for each; each then takes its numbers by its
-place in the step, and has the same in whichever microbatch it is. 0: it counts something else. The backward of dropout
-is dropout of the gradient: nothing is saved for it. A negative seed leaves nothing to chance, so that a step can be
-compared with another program's: every uniform number is 0.25, every normal one 0.5.
+draws are made. samples: how many have rows along `dim`, `inner` one behind the other (0: all of its own); each then
+takes its numbers by its place in the step, and has the same in whichever microbatch it is. 0: there are none. What is
+drawn once for all samples of a step is given `seed[1:]`, in which the step's seed stands where the microbatch's does.
+The backward of dropout is dropout of the gradient: nothing is saved for it. A negative seed leaves nothing to chance,
+so that a step can be compared with another program's: every uniform number is 0.25, every normal one 0.5.
 
 tokens: for a value that has some of `whole` tokens along `dim`: which; it gets their part of the whole's mask. So do
 `entries` of `total` along another dimension (of heads, of hidden features), where ranks divide both. Numbers on a GPU
@@ -44,8 +45,9 @@ def _generator(seed: torch.Tensor, index: int, device: torch.device) -> torch.Ge
 
 
 def _filled(
-    x: torch.Tensor, fill: Callable[..., object], constant: float, seed: torch.Tensor, index: int, samples: int
-) -> torch.Tensor:
+    x: torch.Tensor, fill: Callable[..., object], constant: float, seed: torch.Tensor, index: int, samples: int,
+    dim: int, inner: int,
+) -> torch.Tensor:  # fmt: skip
     if leaves_nothing_to_chance(seed):
         return x.fill_(constant)
     generator = _generator(seed, index, x.device)
@@ -53,8 +55,11 @@ def _filled(
         fill(x, generator=generator)
         return x
     _, of_step, first = seed.tolist()
-    for number, rows in enumerate(x.chunk(samples), start=first):
-        fill(rows, generator=generator.manual_seed(mixed(of_step, index, number)))
+    apart = x.unflatten(dim, (-1, samples, inner or x.shape[dim] // samples))
+    for number, rows in enumerate(apart.unbind(dim + 1), start=first):
+        own = rows.contiguous()  # numbers depend on how what is filled lies
+        fill(own, generator=generator.manual_seed(mixed(of_step, index, number)))
+        rows.copy_(own)
     return x
 
 
@@ -114,23 +119,28 @@ _dropout.register_autograd(_gradient, setup_context=_remember)
 
 @torch.library.custom_op("csc::uniform", mutates_args=())
 def _uniform(
-    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device, samples: int = 0
-) -> torch.Tensor:
+    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device, samples: int = 0,
+    dim: int = 0, inner: int = 0,
+) -> torch.Tensor:  # fmt: skip
     drawn = torch.empty(size, dtype=dtype, device=device)
-    return _filled(drawn, torch.Tensor.uniform_, CONSTANT_UNIFORM, seed, index, samples)
+    return _filled(drawn, torch.Tensor.uniform_, CONSTANT_UNIFORM, seed, index, samples, dim, inner)
 
 
 @torch.library.custom_op("csc::normal", mutates_args=())
 def _normal(
-    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device, samples: int = 0
-) -> torch.Tensor:
+    seed: torch.Tensor, index: int, size: Sequence[int], dtype: torch.dtype, device: torch.device, samples: int = 0,
+    dim: int = 0, inner: int = 0,
+) -> torch.Tensor:  # fmt: skip
     drawn = torch.empty(size, dtype=dtype, device=device)
-    return _filled(drawn, torch.Tensor.normal_, CONSTANT_NORMAL, seed, index, samples)
+    return _filled(drawn, torch.Tensor.normal_, CONSTANT_NORMAL, seed, index, samples, dim, inner)
 
 
 @_uniform.register_fake
 @_normal.register_fake
-def _(seed: Any, index: int, size: Any, dtype: torch.dtype, device: torch.device, samples: int = 0) -> torch.Tensor:
+def _(
+    seed: Any, index: int, size: Any, dtype: torch.dtype, device: torch.device, samples: int = 0, dim: int = 0,
+    inner: int = 0,
+) -> torch.Tensor:  # fmt: skip
     return torch.empty(size, dtype=dtype, device=device)
 
 

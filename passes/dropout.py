@@ -3,12 +3,14 @@
 Terms
   seed    comes with every microbatch; each region gets one of its own, by its name (csc.kernels.dropout)
   index   which draw of its layer, part or container a call makes, in order of execution
+  rows    what a call draws has some for each sample: the same numbers in whichever microbatch the sample is
+  once    what it draws is for all samples (noise on a weight): the same numbers in every microbatch of a step
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +21,12 @@ from torch import fx
 from csc.analysis.cutting import label
 from csc.analysis.operators.execution import DROPOUTS, FILLED_AT_RANDOM, WHOLE_AT_RANDOM, is_random
 from csc.analysis.operators.table import RECURRENT, SDPA
+from csc.analysis.samples.combining import counting, fixed, followed
+from csc.analysis.samples.propagation import SampleRows, State, Whole
 from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import Writer, replace_call
-from csc.ir.program import TOKENS, Input, Options, Pass, Program
+from csc.ir.program import Options, Pass, Program
 from csc.torch_private.exported import OpOverload
 
 aten = torch.ops.aten
@@ -35,8 +39,9 @@ class DropoutPass(Pass):
     """Let every random call draw from the seed of its microbatch and its own place in the model.
 
     Ensures   dropout, bernoulli, rand, randn, randint and their relatives with `like` take a seed and an index, which
-              equal layers have alike; what has rows for each sample is drawn sample by sample, so that the number of
-              microbatches changes nothing, and `notes` says what is not; attention with dropout of its weights is
+              equal layers have alike; what has rows for each sample is drawn sample by sample, and what is for all of
+              them once a step, so that the number of microbatches changes nothing; `notes` says of which calls csc
+              cannot tell; attention with dropout of its weights is
               written out, as softmax(QK^T) dropped out and multiplied by V; other random calls stay as they are, and
               `notes` says which. InputError for dropout between the layers of a recurrent module, which stands in the
               middle of one operation.
@@ -72,13 +77,6 @@ def _refuse_dropout_within(node: fx.Node) -> None:
         )
 
 
-def _samples(entries: Sequence[Input]) -> int:
-    """How many a microbatch has: rows of its token ids, or of its first entry that has any."""
-    shaped = {entry.name: entry for entry in entries if entry.shape}
-    entry = next((shaped[name] for name in (*TOKENS, *shaped) if name in shaped), None)
-    return 0 if entry is None else int(entry.shape[entry.samples])
-
-
 class _Draws:
     """Rewrites the random calls of a graph in place."""
 
@@ -88,7 +86,7 @@ class _Draws:
         self._call = Writer(graph, program.fake_mode).call
         self.notes: list[str] = []
         self.drawn: dict[str, int] = {}  # by layer, part or container: how many draws so far
-        self.samples = _samples(program.inputs)
+        self.rows = {entry.name: int(entry.shape[entry.samples]) for entry in program.inputs if entry.shape}
         first = next(iter(graph.nodes))
         with program.fake_mode, graph.inserting_before(first):
             self.seed = g.add_placeholder(graph, "random", torch.empty(3, dtype=torch.int64), SEED)
@@ -125,17 +123,60 @@ class _Draws:
     def _dropout(self, node: fx.Node, bound: dict[str, Any]) -> fx.Node:
         if bound.get("train") is False or not bound["p"]:
             return bound["input"]
-        return self._call(node, DROPOUT, bound["input"], float(bound["p"]), self.seed, self._index(node))
+        once = node.name not in self._of_batch and self._is_once(node)
+        seed = self._seed_of_step(node) if once else self.seed
+        return self._call(node, DROPOUT, bound["input"], float(bound["p"]), seed, self._index(node))
 
     def _drawn(self, node: fx.Node, target: OpOverload, dtype: torch.dtype) -> fx.Node:
-        """Numbers as the call's result has entries; for each sample by itself, if as many rows are there for each."""
-        val = node.meta["val"]
-        size, of_samples = list(val.shape), [self.samples]
-        if not size or not size[0] or not self.samples or size[0] % self.samples:
-            of_samples = []
-            self.notes.append(f"{g.place(node)}: {g.short_op(node)} draws anew for each microbatch, as it has no rows "
-                              "for each sample: with another number of microbatches it draws others")  # fmt: skip
-        return self._call(node, target, self.seed, self._index(node), size, dtype, val.device, *of_samples)
+        """Numbers as the call's result has entries: for each sample by itself, or once for all of a step."""
+        val, of_samples = node.meta["val"], self._rows(node)
+        once = of_samples is None and self._is_once(node)
+        if of_samples is None and not once:
+            self.notes.append(f"{g.place(node)}: {g.short_op(node)} draws anew for each microbatch, as csc cannot tell "
+                              "what of it is for which sample: with another number it draws others")  # fmt: skip
+        seed = self._seed_of_step(node) if once else self.seed
+        return self._call(
+            node, target, seed, self._index(node), list(val.shape), dtype, val.device, *(of_samples or ())
+        )  # fmt: skip
+
+    @cached_property
+    def _states(self) -> dict[str, State]:
+        """What the samples are to each value, by its name; nothing where the graph is for one number of them."""
+        assert self.program.symbolic is not None
+        at_size = followed(self.program, self.program.symbolic)
+        return {} if at_size is None else {node.name: state for node, state in at_size[1].items()}
+
+    @cached_property
+    def _of_batch(self) -> set[str]:
+        """The names of values that are made of the batch, or have a size of it."""
+        assert self.program.symbolic is not None
+        of_batch = set[str]()
+        for node in self.program.symbolic.nodes:
+            entry = node.op == "placeholder" and node.meta["role"][0] == "input"
+            if entry or any(operand.name in of_batch for operand in node.all_input_nodes):
+                of_batch.add(node.name)
+        return of_batch
+
+    def _is_once(self, node: fx.Node) -> bool:
+        """Whether what a call draws is for all samples alike."""
+        return self._states.get(node.name) == Whole() and not fixed(self.program)
+
+    def _rows(self, node: fx.Node) -> list[int] | None:
+        """How many samples what a call draws has rows for, along which dimension, and how many of each stand together,
+        as csc.kernels.dropout takes them; None: it has none, or none for the samples that the step counts.
+        """
+        state, shape = self._states.get(node.name), node.meta["val"].shape
+        if not isinstance(state, SampleRows) or state.entry != counting(self.program):
+            return None
+        (dim, inner), samples = state.axis, self.rows[state.entry]
+        if not samples or not shape[dim] or shape[dim] % (samples * inner):
+            return None
+        if shape[dim] > samples * inner:
+            return [samples, dim, inner]
+        return [samples, dim] if dim else [samples]
+
+    def _seed_of_step(self, node: fx.Node) -> fx.Node:
+        return self._call(node, aten.slice.Tensor, self.seed, 0, 1)
 
     def _whole(self, node: fx.Node, bound: dict[str, Any]) -> fx.Node:
         """Whole numbers from `low` up to `high`, which is not one of them: 2^53 steps, cut into as many."""
@@ -153,7 +194,11 @@ class _Draws:
         chance = bound.get("p", bound["self"])
         of_each = isinstance(chance, fx.Node) and isinstance(chance.meta["val"], torch.Tensor)
         below = self._call(node, aten.lt.Tensor if of_each else aten.lt.Scalar, drawn, chance)
-        return self._call(node, aten._to_copy.default, below, dtype=val.dtype)
+        drawn = self._call(node, aten._to_copy.default, below, dtype=val.dtype)
+        if not of_each or not g.reads_parameters([chance]):
+            return drawn
+        nothing = self._call(node, aten.mul.Scalar, chance, 0)  # its gradient is 0 everywhere, which is not none
+        return self._call(node, aten.add.Tensor, drawn, nothing)
 
     def _attention(self, node: fx.Node, bound: dict[str, Any]) -> fx.Node:
         """softmax(Q K^T scale + mask), dropped out, times V: the weights are there whole, [B, H, Tq, Tk]."""

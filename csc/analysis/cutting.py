@@ -33,7 +33,7 @@ def shared_nodes(graph: fx.Graph) -> set[fx.Node]:
     local: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            if node.meta["role"][0] == "parameter":
+            if node.meta["role"][0] in ("parameter", "random"):  # each region has a seed of its own
                 local.add(node)
         elif draws(node) or any(used in local for used in node.all_input_nodes):
             local.add(node)

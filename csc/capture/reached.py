@@ -448,6 +448,9 @@ class Reached:
     def _watch_members(self, path: str, members: Mapping[Any, Any]) -> None:
         self._watches.append((path, tuple(map(str, members)), functools.partial(values, members), [*values(members)]))
 
+    def _watch_attributes(self, path: str, value: Any, names: Names) -> None:
+        self._watches.append((path, names, functools.partial(attributes, value, names), attributes(value, names)))
+
     def _walk(self, path: str, value: Any, depth: int, users: bool) -> None:
         if isinstance(value, torch.Tensor):
             self._tensors.append((path, value))
@@ -471,6 +474,7 @@ class Reached:
             if has_attributes(value, depth):
                 self._attributes.append((path, value, vars(value)))
             if is_own(module_of(type(value))):
+                self._watch_attributes(path, value, ("__class__",))
                 self._walk_classes(type(value), depth, users)
             self._walk_asked(path, value, depth, users)
 
@@ -545,7 +549,8 @@ class Reached:
                 continue
             if first:
                 self._kinds.append((cls, dict(members)))
-                self._watches.append((path, tuple(members), functools.partial(values, members), [*members.values()]))
+                self._watch_members(path, members)
+                self._watch_attributes(path, cls, ("__bases__",))
             if own and isinstance(cls, EnumMeta):  # Python goes through them
                 self._on(path, list(cls.__members__.items()), depth + 1, users and is_users(cls))
             for name, member in sorted(members.items()):

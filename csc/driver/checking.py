@@ -24,7 +24,8 @@ from csc.check.first import Checked, ComparedStep, check, compared_step, step_of
 from csc.check.one_of_each import check_by_layer
 from csc.codegen.write import install
 from csc.driver.compiler import Compiler, Progress
-from csc.errors import DifferenceError
+from csc.errors import DifferenceError, InputError
+from csc.ir.capture_guards import Call, CaptureGuards, other_number, same_functions
 from csc.ir.program import Options
 from csc.kernels.opaque import is_opaque
 from csc.runtime import executor
@@ -123,15 +124,36 @@ class Checking:
         """Nobody asks for these again."""
         self._met |= pairs
 
-    def warn_of_kinds(self, matches: Sequence[Match]) -> None:
-        """Say once that kinds meet that nobody compares."""
-        if not self._warned and len({match.kind for match in matches}) > 1:
+    def unchecked(self, matches: Sequence[Match], whole: Sequence[Call] | None) -> None:
+        """Say once that kinds meet that nobody compares, or that the model's code does something else with the whole
+        batch. whole: what it calls for that; None: not known, or these are no microbatches of one batch. InputError
+        where it computes with another number.
+        """
+        captures = [match.capture for match in matches if match.capture is not None and match.capture.calls is not None]
+        for capture in captures if whole is not None else ():
+            other = other_number(capture.calls or (), whole or ())
+            if other is not None:
+                self._refuse_number(capture, *other)
+        unlike = whole is not None and not all(same_functions(capture.calls or (), whole) for capture in captures)
+        if not self._warned and (unlike or len({match.kind for match in matches}) > 1):
             self._warned = True
             log.warning(
                 "microbatches of one step differ in %s, and check=False: that the model does with each of them what it "
                 "does with the whole batch is not known. Train a step with check=True to know",
                 _difference(matches),
             )
+
+    def _refuse_number(self, capture: CaptureGuards, function: str, number: str, of_all: str) -> None:
+        known = self._compiler.captures.get(capture.name) or self._compiler.restored.get(capture.name)
+        lines = [known.reads.get(name, "") for name in capture.values] if known is not None else []
+        read = ", ".join(map(repr, capture.values))
+        raise InputError(
+            f"{function.removeprefix('torch.')} computes with {number} for a microbatch and with {of_all} for the "
+            f"whole batch: a number that the model's code makes in Python of the values of {read}",
+            next(filter(None, lines), type(self._compiler.model).__name__),
+            "make it before the step, as an entry of the batch; or leave check=False away: the first step is then "
+            "compared with eager PyTorch; or use one microbatch and dp=1",
+        )  # fmt: skip
 
     def refuse_different(self) -> None:
         """Raise what a comparison raised."""

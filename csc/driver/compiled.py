@@ -482,14 +482,14 @@ class CompiledModel:
         """(name, parameter) of what trains on this process' ranks, under the model's own names. With `zero`, of several
         processes each has its shard of each parameter, with the gradient of that.
         """
-        return self._steps.current.named_parameters()
+        return self._steps.of_parameters.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What trains on this process' ranks; give it to an optimizer.
 
         On a rank of frozen layers only: one parameter without elements, since torch.optim refuses an empty list.
         """
-        parameters = list(self._steps.current.parameters())
+        parameters = list(self._steps.of_parameters.parameters())
         return iter(parameters or [self._nothing])
 
     def optimizer(
@@ -513,7 +513,7 @@ class CompiledModel:
                 of this process.
         """
         chosen = self.parameters() if parameters is None else parameters
-        optimizer = make_optimizer(self._steps.current, make, chosen, **options)
+        optimizer = make_optimizer(self._steps.of_parameters, make, chosen, **options)
         self._steps.made(optimizer)
         return optimizer
 

@@ -163,6 +163,7 @@ class ModelPrograms:
         if changed:
             model = self.compiler.model
             log.info("%s has changed since it was compiled: %s", type(model).__name__, changed)
+            self._warn_of_new(changed)
             if changed.structure:
                 self._compiler = self._compiler_of(model, self.training is None)
             self._before = None if changed.parameters else programs.trained
@@ -174,6 +175,17 @@ class ModelPrograms:
         else:
             programs.look()
         return self.set
+
+    def _warn_of_new(self, changed: Changed) -> None:
+        """An optimizer has the parameters that it was given, and what it lacks stays as it is without a word."""
+        flags = {name: parameter.requires_grad for name, parameter in self.compiler.model.named_parameters()}
+        new = [name for name in changed.trainable if flags.get(name)]
+        if new:
+            log.warning(
+                "%s trains now%s: an optimizer that was made from compiled.parameters() before does not have it. Make "
+                "another, or add it (optimizer.add_param_group)",
+                new[0], f", and {len(new) - 1} more" if len(new) > 1 else "",
+            )  # fmt: skip
 
     def changed(self) -> Changed:
         """What of the model is not as its programs assume. Where that is nothing, though values were replaced by equal

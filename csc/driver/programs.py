@@ -625,9 +625,17 @@ class ProgramSet:
         """
         self.checking.refuse_different()
         trainer = self.serves(matches, options)
-        if not self._checks:
-            self.checking.warn_of_kinds(matches)
         return None if self._checks and self._are_due(matches, options) else trainer
+
+    def unchecked(self, matches: Sequence[Match], options: Options, batch: Any) -> None:
+        """Look at what nobody compares (csc.driver.checking). batch: of which these are the microbatches, all of them;
+        None: they are of none. That they are right as they are is the user's word with a `loss_weight`.
+        """
+        if not self._checks:
+            proven = options.loss_weight == "auto"
+            read = batch is not None and proven and self.guards.replays and options.microbatches * options.mesh.dp > 1
+            run = self.guards.with_rows(self._compiler.model, batch)[2] if read else None
+            self.checking.unchecked(matches, None if run is None else run.calls)
 
     def serves(self, matches: Sequence[Match], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these."""

@@ -214,6 +214,12 @@ class Steps:
         return self.programs.set.last or self.trainer(check=False)
 
     @property
+    def of_parameters(self) -> Trainer:
+        """The same, for the parameters that the model has now, and those of them that train now."""
+        changed = self.programs.changed()
+        return self.trainer(check=False) if changed.parameters or changed.trainable else self.current
+
+    @property
     def needs(self) -> frozenset[str]:
         """The entries of a batch that have to be loaded in this process."""
         programs, example = self.programs.set, self.given.example
@@ -427,6 +433,7 @@ class Steps:
             ready: list[dict[str, Any]], matches: Sequence[Match], trainer: Trainer, say: Any
         ) -> tuple[Vote, tuple[Trainer, Microbatches, Encoding | None]]:
             batches.check_cut(batch, trainer, share.parts)
+            programs.unchecked(matches, options, batch if isinstance(batch, Mapping) and not share.own else None)
             if operation == STEP:
                 refuse_no_gradient(trainer.program.manifest)
             vote, dealt = trainer.ready(self.complete(matches, trainer), local=share.own)

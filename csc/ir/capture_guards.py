@@ -288,6 +288,40 @@ def alike(traced: Sequence[Call], others: Sequence[Call], values: Mapping[str, i
     )
 
 
+# Functions of which a number among the arguments is computed with; of others it may be a size or a place.
+OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod")
+ARITHMETIC = {
+    *(f"{how}{name}" for how in ("", "r", "i") for name in OPERATORS),
+    "subtract", "multiply", "divide", "true_divide", "floor_divide", "remainder", "clamp", "clamp_min", "clamp_max",
+}  # fmt: skip
+
+
+def other_number(traced: Sequence[Call], others: Sequence[Call]) -> tuple[str, str, str] | None:
+    """(function, number, the other one) of the first call that computes with another number than that of another run,
+    of code that is the same but for numbers; None if there is none, or if the code is not.
+    """
+    if not same_functions(traced, others):
+        return None
+    for (name, _, *mine), (_, _, *its) in zip(traced, others):
+        if name.rpartition(".")[2].strip("_") in ARITHMETIC:
+            for number, other in zip(mine, its):
+                if _is_number(number) and _is_number(other) and float(number) != float(other):
+                    return name, str(number), str(other)
+    return None
+
+
+def same_functions(traced: Sequence[Call], others: Sequence[Call]) -> bool:
+    """Whether two runs call the same, one after the other."""
+    return [(call[0], len(call)) for call in traced] == [(call[0], len(call)) for call in others]
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether an argument is a plain number: whole ones stand there as they are, others as text."""
+    if isinstance(leaf, str):
+        return leaf.lstrip("-").replace(".", "", 1).replace("e-", "", 1).replace("e+", "", 1).isdigit()
+    return isinstance(leaf, int)
+
+
 def calls_to_tree(calls: Sequence[Call]) -> Any:
     """Plain JSON."""
     return [

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ from csc.runtime.transport import Work, laid_out, until
 # then).
 #
 # A microbatch is known by its place in the global batch (replica after replica), a region by its name: neither depends
-# on stages, ranks, replicas or the order of work. What has a row for each sample is drawn for one sample after the
-# other, by their places in the global batch, so that it does not depend on the number of microbatches either; where
-# microbatches of a step have different numbers of samples, each draws for itself.
+# on stages, ranks, replicas or the order of work. What has rows for each sample is drawn for one sample after the
+# other, by their places in the global batch, and what is for all of them from the step's seed, so that neither depends
+# on the number of microbatches.
 
 
 Batch = Mapping[str, Any]
@@ -62,28 +63,24 @@ def attach(rank: Rank, ranks: Sequence[Rank], microbatches: Sequence[Batch], dra
     manifest = rank.program.manifest
     if not manifest.random:
         return list(microbatches)
-    samples = [member.program.manifest.samples_drawn for member in ranks]
-    sums = len(samples), sum(samples), sum(count * count for count in samples)
-    step = torch.tensor([drawn if rank.rank == 0 else 0, *sums], dtype=torch.int64, device=rank.device)
-    yield from wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers")
-    drawn, count, total, squares = step.tolist()
-    each = total // count if total * total == count * squares else None  # Cauchy and Schwarz: all are equal
     places = [replica * manifest.microbatches + mb for replica, mb in map(rank.served, range(len(microbatches)))]
-    return [{**batch, RANDOM: of_microbatch(drawn, place, each)} for place, batch in zip(places, microbatches)]
+    known = torch.zeros(manifest.mesh.dp * manifest.microbatches, 2, dtype=torch.int64)  # samples, over how many ranks
+    known[places] = torch.tensor([[member.program.manifest.samples_drawn, 1] for member in ranks])
+    step = torch.cat([torch.tensor([drawn if rank.rank == 0 else 0]), known.flatten()]).to(rank.device)
+    yield from wait_sum(rank.endpoint, step, rank.group(Group.WORLD), "seed of the step's random numbers")
+    drawn = int(step[0])
+    first = first_samples(total // count for total, count in step[1:].view(-1, 2).tolist())
+    return [{**batch, RANDOM: of_microbatch(drawn, place, first[place])} for place, batch in zip(places, microbatches)]
 
 
-def samples_of_each(ranks: Sequence[Rank]) -> int | None:
-    """How many samples each of all microbatches of a step has, for which its program draws; None: they differ."""
-    counts = {rank.program.manifest.samples_drawn for rank in ranks}
-    return counts.pop() if len(counts) == 1 else None
+def first_samples(counts: Iterable[int]) -> list[int]:
+    """The place in the step of each microbatch's first sample. counts: of their samples that numbers are drawn for."""
+    return list(accumulate(counts, initial=0))
 
 
-def of_microbatch(drawn: int, index: int, samples: int | None = None) -> Seeds:
-    """The seeds of a microbatch, by its index in the global batch, where the step's seed is `drawn`. samples: of every
-    microbatch; None: they differ.
-    """
-    own = _of(drawn, index)
-    return Seeds(own, own, 0) if samples is None else Seeds(own, drawn, index * samples)
+def of_microbatch(drawn: int, index: int, first: int = 0) -> Seeds:
+    """The seeds of a microbatch, by its index in the global batch. drawn: the step's seed; first: see Seeds."""
+    return Seeds(_of(drawn, index), drawn, first)
 
 
 def seed_of(random: Seeds, region: str) -> torch.Tensor:

@@ -174,7 +174,7 @@ class Flight:
             return
         every, manifest = dealt.all, rank.program.manifest
         ranks = [trainer.member(microbatch.program) for microbatch in every]
-        samples = executor.samples_of_each(ranks)
+        firsts = executor.first_samples(member.program.manifest.samples_drawn for member in ranks)
         read = [trainer.on_device(microbatch.tensors, member) for microbatch, member in zip(every, ranks, strict=True)]
         rank.endpoint.recent.keep(len(every) * len(context.contexts(rank)))
         read = [dict(context.attach(member, one)) for member, one in zip(ranks, read, strict=True)]
@@ -182,7 +182,7 @@ class Flight:
         held = trainer.working(rank)
         while self.todo:
             now = self.todo[: manifest.microbatches]
-            given = [self._attached(rank, batches[i], i, samples) for i in now]
+            given = [self._attached(rank, batches[i], i, firsts[i]) for i in now]
             weights_now = {place: weights[i] for place, i in enumerate(now)}
             chunk = Chunk(now, weights_now, frozenset(self._skipped(now)))
             loss_stage = manifest.loss.stage
@@ -193,9 +193,9 @@ class Flight:
             )  # fmt: skip
             self._add(chunk, finished(work), loss_stage)
 
-    def _attached(self, rank: Rank, batch: Mapping[str, Any], number: int, samples: int | None) -> dict[str, Any]:
+    def _attached(self, rank: Rank, batch: Mapping[str, Any], number: int, first: int) -> dict[str, Any]:
         batch = {**batch, **{name: met.number for name, met in rank.met.items()}}
-        return batch if self.drawn is None else {**batch, RANDOM: executor.of_microbatch(self.drawn, number, samples)}
+        return batch if self.drawn is None else {**batch, RANDOM: executor.of_microbatch(self.drawn, number, first)}
 
     def _skipped(self, now: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Stages and places of microbatches that count elsewhere, or here already."""

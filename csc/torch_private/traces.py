@@ -16,6 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher as python_kernels
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export._trace import _compiling_state_context
 from torch.fx import traceback as fx_traceback
+from torch.fx._symbolic_trace import _orig_module_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import _get_current_function_mode_stack
@@ -84,6 +85,13 @@ def in_functorch_transform() -> bool:
 def outside_tracing() -> Iterator[None]:
     """Operations in it run for real: no fake tensors, no proxies, no torch functions, nothing recorded."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+@contextmanager
+def modules_called_untraced() -> Iterator[None]:
+    """A trace does not note which modules are called in it: what they raise would leave that half done."""
+    with patch.object(torch.nn.Module, "__call__", _orig_module_call):
         yield
 
 
@@ -181,7 +189,9 @@ def without_messages() -> Iterator[None]:
 
 
 class ParameterReads(TorchDispatchMode):
-    """A context in which operations run as they are; any: whether one of them was given a parameter."""
+    """A context in which operations run as they are, up to the first that is given a parameter; any: whether there was
+    one. It ends with an error: on parameters of a trace what follows would leave conditions on sizes there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,6 +199,8 @@ class ParameterReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.any |= any(isinstance(leaf, torch.nn.Parameter) for leaf in pytree.tree_leaves((args, kwargs)))
+        if self.any:
+            raise RuntimeError("a parameter is read")
         return func(*args, **(kwargs or {}))
 
 

@@ -430,9 +430,86 @@ def test_what_has_rows_for_each_sample_is_drawn_alike_in_any_number_of_microbatc
         torch.testing.assert_close(found, expected)
 
 
-def test_microbatches_of_different_numbers_of_samples_draw_for_themselves() -> None:
-    assert executor.of_microbatch(5, 2, 3) == executor.Seeds(executor.of_microbatch(5, 2).own, 5, 6)
-    assert executor.of_microbatch(5, 2).step != executor.of_microbatch(5, 1).step != 5
+class Placed(nn.Module):
+    """What `draw` makes of a hidden state, [samples, tokens, 8], and a weight of 8."""
+
+    def __init__(self, draw: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.draw, self.weight = draw, nn.Parameter(torch.ones(8))
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.draw(torch.tanh(self.embed(input_ids)), self.weight))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _of_tokens_first(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    samples, tokens, width = x.shape
+    across = x.transpose(0, 1).flatten(0, 1)
+    return x + torch.randn_like(across).view(tokens, samples, width).transpose(0, 1)
+
+
+PLACED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "tokens before samples": lambda x, w: x + torch.randn(x.shape[1], x.shape[0], 8).transpose(0, 1),
+    "features before samples": lambda x, w: x + torch.randint(0, 3, (8, len(x))).t()[:, None].float(),
+    "tokens joined before samples": _of_tokens_first,
+    "whole: a weight": lambda x, w: x @ (torch.eye(8) + 0.3 * torch.randn(8, 8)),
+    "whole: like a weight": lambda x, w: x * (w + 0.3 * torch.randn_like(w)),
+    "whole: dropped weight": lambda x, w: x * nn.functional.dropout(w, 0.3),
+    "whole: chances of a weight": lambda x, w: x * torch.bernoulli(torch.sigmoid(w)),
+    "whole: one number": lambda x, w: x * torch.rand(1),
+}
+
+
+DROPPED = "whole: dropped weight"
+
+
+@pytest.mark.parametrize(
+    "name", [name if place in (1, 2, 3) or name == DROPPED else long(name) for place, name in enumerate(PLACED)]
+)
+def test_each_sample_has_its_numbers_and_all_have_those_of_a_weight(name: str) -> None:
+    """With as many samples as the weight has rows, so that sizes do not tell them apart."""
+    ids = torch.arange(24).view(8, 3) % 20
+    batch = {"input_ids": ids, "labels": ids}
+    steps = []
+    for options in ({}, {"microbatches": 4}, {"microbatches": 2, "mesh": "dp=2,pp=2"}):
+        compiled = csc.compile(Placed(PLACED[name]), example=batch, cache=False, check=False, **options)  # type: ignore[arg-type]
+        assert not compiled.program.notes
+        steps.append(step(compiled))
+    for loss, gradients in steps[1:]:
+        torch.testing.assert_close(loss, steps[0][0])
+        torch.testing.assert_close(gradients, steps[0][1])
+    assert not torch.equal(step(compiled, seed=1)[0], steps[2][0])
+
+
+def test_chances_that_are_learned_have_a_gradient_of_0() -> None:
+    model, ids = Placed(PLACED["whole: chances of a weight"]), torch.arange(24).view(8, 3) % 20
+    compiled = csc.compile(model, example={"input_ids": ids, "labels": ids}, cache=False)
+    compiled.train_step(compiled.example)
+    assert model.weight.grad is not None and not model.weight.grad.any()
+
+
+class Repeating(nn.Module):
+    """A loop over samples, so that the trace is for one number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.stack([self.linear(row) for row in x])
+        return (rows + torch.randn(8, 8)).square().mean()
+
+
+def test_draws_of_a_trace_for_one_number_of_samples_are_said() -> None:
+    compiled = csc.compile(Repeating(), example={"x": torch.randn(8, 8)}, cache=False)
+    assert any("draws anew for each microbatch" in note for note in compiled.program.notes)
+
+
+def test_the_places_of_samples_in_a_step() -> None:
+    assert executor.first_samples([3, 1, 4]) == [0, 3, 4, 8]
+    assert executor.of_microbatch(5, 2, 3) == executor.Seeds(executor.of_microbatch(5, 2).own, 5, 3)
 
 
 class Masked(nn.Module):

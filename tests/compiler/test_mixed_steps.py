@@ -137,6 +137,35 @@ def test_without_a_check_a_warning_says_that_nobody_compared_what_meets(caplog: 
     assert len(said) == 1 and "what Python reads of 'lengths', and check=False" in said[0]
 
 
+def test_the_first_step_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    compiled(mixed_steps.EitherWay(), lengths_batch(5, 2, 3, 2), check=False).train_step(lengths_batch(5, 2, 3, 2))
+    assert any("what Python reads of 'lengths', and check=False" in record.message for record in caplog.records)
+
+
+class DividedByKinds(mixed_steps.Scored):
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.embed(ids), ids) / len(set(lengths.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("make", "right", "wrong", "numbers"),
+    [
+        (mixed_steps.DividedByLongest, (5, 2, 5, 1), (5, 2, 3, 2), "with 3 for a microbatch and with 5"),
+        (mixed_steps.ThresholdOfLongest, (5, 2, 5, 2), (5, 2, 3, 2), "with 1.0 for a microbatch and with 2.5"),
+        (DividedByKinds, (5, 3, 5, 3), (5, 3, 4, 2), "with 2 for a microbatch and with 4"),  # microbatches alike
+    ],
+)
+def test_without_a_check_a_number_that_is_another_of_the_whole_batch_is_refused(
+    make: Callable[[], nn.Module], right: Sequence[int], wrong: Sequence[int], numbers: str
+) -> None:
+    model = compiled(make(), lengths_batch(*right), check=False)
+    assert is_eagers(model, lengths_batch(*right))
+    with pytest.raises(InputError, match=f"{numbers} for the whole batch.*of the values of 'lengths'") as raised:
+        model.train_step(lengths_batch(*wrong))
+    assert ".py:" in raised.value.where and "lengths.tolist()" in raised.value.where
+    assert is_eagers(model, lengths_batch(*right))
+
+
 @pytest.mark.gloo
 def test_kinds_that_meet_over_replicas_with_samples_of_their_own_are_compared(tmp_path: Path) -> None:
     launching.ranks(mixed_steps.main, 2, tmp_path)

@@ -54,6 +54,14 @@ class Record:
     inner: list[Any] = field(default_factory=lambda: [Slotted(), {"deep": Slotted()}])
 
 
+class Once:
+    gain = 1.0
+
+
+class Twice:
+    gain = 2.0
+
+
 class Kind(Enum):
     ONE, TWO = 1.0, 2.0
 
@@ -82,6 +90,7 @@ class Reading(nn.Module):
         self.slotted, self.record, self.kind = Slotted(), Record(), Kind.ONE
         self.objects, self.pair = [Slotted(), (Slotted(),)], Pair(Slotted(), 1.0)
         self.array, self.part = np.ones(2), functools.partial(float, 1.0)
+        self.heir = type("Heir", (Once,), {})()
         self.held, self.put = closing()
         self.deep = {"a": [{"b": [1.0]}]}
         self.record.inner.append([self.record])  # a circle
@@ -92,7 +101,7 @@ class Reading(nn.Module):
         gain = self.slotted.gain * self.record.gain * self.record.inner[0].gain * self.record.inner[1]["deep"].gain
         gain *= self.kind.value * self.objects[0].gain * self.objects[1][0].gain * self.pair.one.gain
         gain *= float(self.array[0]) * self.part() * self.held() * self.deep["a"][0]["b"][0]
-        gain *= self.class_gain * helper() * TABLE["gain"] * SETTINGS.gain * self.options["scale"]()
+        gain *= self.heir.gain * self.class_gain * helper() * TABLE["gain"] * SETTINGS.gain * self.options["scale"]()
         return gain
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -147,6 +156,8 @@ CHANGES: dict[str, Callable[[Reading], object]] = {
     "dataclass": lambda m: setattr(m.record, "gain", 2.0),
     "object with slots in a list of a dataclass": lambda m: setattr(m.record.inner[0], "gain", 2.0),
     "object with slots in a dict in it": lambda m: setattr(m.record.inner[1]["deep"], "gain", 2.0),
+    "class of an object": lambda m: setattr(m.record, "__class__", type("Other", (Record,), {})),
+    "classes above that of an object": lambda m: setattr(type(m.heir), "__bases__", (Twice,)),
     "enum": lambda m: setattr(m, "kind", Kind.TWO),
     "object in a list": lambda m: setattr(m.objects[0], "gain", 2.0),
     "object in a tuple in a list": lambda m: setattr(m.objects[1][0], "gain", 2.0),

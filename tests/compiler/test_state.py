@@ -225,12 +225,26 @@ def test_other_options_of_a_model_that_has_changed() -> None:
     assert is_eagers(other) and is_eagers(model.with_options(freeze=["embed"])) and is_eagers(model)
 
 
-def test_a_parameter_that_trains_again() -> None:
+def test_a_parameter_that_trains_again(caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer of before lacks it, which is said."""
     model = compiled()
     model.model.mix.weight.requires_grad_(False)
-    assert is_eagers(model)
+    assert is_eagers(model) and "trains now" not in caplog.text
     model.model.mix.weight.requires_grad_(True)
     assert is_eagers(model)
+    assert "mix.weight trains now: an optimizer that was made from compiled.parameters() before" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["loaded, assigned", "parameter replaced", "frozen"])
+def test_an_optimizer_has_the_parameters_that_the_model_has_now(change: str) -> None:
+    model = compiled()
+    assert is_eagers(model)
+    CHANGES[change](model.model)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    own, named = dict(model.model.named_parameters()), dict(model.named_parameters())
+    assert named and all(own[name] is parameter and parameter.requires_grad for name, parameter in named.items())
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert list(map(id, stepped)) == list(map(id, named.values())) == list(map(id, model.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

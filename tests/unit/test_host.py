@@ -98,3 +98,17 @@ def test_calls_that_are_not_for_the_host(given: Callable[[dict[str, torch.Tensor
             Other("")(**batch)  # left out by `around` already
     else:
         assert Other("")(**batch) is None
+
+
+def of_user(model: nn.Module, grid: torch.Tensor) -> list[Around]:
+    """Code that calls the model, which a forward of another name for `self` does not end."""
+    return around(model, sys._getframe(0), caller=test_code_that_calls_the_model_is_none_of_its_own.__code__)
+
+
+def test_code_that_calls_the_model_is_none_of_its_own() -> None:
+    model = Model("as_given")
+
+    def calls() -> list[Around]:
+        return of_user(model, torch.ones(1))
+
+    assert [one.function.name for one in calls()] == ["of_user"]

@@ -421,7 +421,8 @@ def test_parameter_reads() -> None:
     with private_traces.outside_tracing(), private_traces.ParameterReads() as reads:
         assert torch.equal(torch.arange(3) + 1, torch.tensor([1, 2, 3]))
         assert not reads.any
-        linear(torch.ones(1, 2))
+        with pytest.raises(RuntimeError, match="a parameter is read"):
+            linear(torch.ones(1, 2))
     assert reads.any
 
 
@@ -675,6 +676,26 @@ def test_outside_tracing() -> None:
     exported = torch.export.export(Asks(), (torch.zeros(3),), strict=False)
     assert seen == [[0, 2, 4, 6]]
     assert sum(node.op == "call_function" for node in exported.graph.nodes) == 1
+
+
+def test_modules_called_untraced() -> None:
+    """What a module raises inside of it leaves nothing in an export."""
+
+    class Raises(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("refused")
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Raises()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with private_traces.modules_called_untraced(), pytest.raises(ValueError, match="refused"):
+                self.inner(x)
+            return x + 1
+
+    assert torch.export.export(Tries(), (torch.zeros(3),), strict=False).graph is not None
 
 
 def test_assumed_of_sizes() -> None:

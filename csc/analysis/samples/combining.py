@@ -90,7 +90,7 @@ def assumed(program: Program) -> tuple[Any, ...]:
         (entry.name, len(entry.shape), entry.samples, primary is not None and _is_alike(entry, primary))
         for entry in program.inputs
     )
-    return primary.name if primary is not None else "", alike
+    return counting(program), alike
 
 
 def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collection[str]) -> tuple[Combination, bool]:
@@ -101,7 +101,7 @@ def _followed(program: Program, graph: fx.Graph, primary: Input, whole: Collecti
             continue
         entries = _entries(program, primary, shapes, whole)
         apart = {primary.name} if program.guards and program.guards.values else {entry.name for entry in program.inputs}
-        following = SamplePropagation(entries, RULES, OF_TERMS, not scaled or _fixed(program, whole), apart)
+        following = SamplePropagation(entries, RULES, OF_TERMS, not scaled or fixed(program, whole), apart)
         states = following.run(at_size)
         (loss,) = g.outputs(at_size)
         verdict = _verdict(loss, states[loss], primary.name)
@@ -126,8 +126,14 @@ def followed(program: Program, graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node,
             return None
         entries = _entries(program, primary, shapes, ())
         apart = {primary.name} if program.guards and program.guards.values else {entry.name for entry in program.inputs}
-        return at_size, SamplePropagation(entries, RULES, OF_TERMS, _fixed(program, ()), apart).run(at_size)
+        return at_size, SamplePropagation(entries, RULES, OF_TERMS, fixed(program), apart).run(at_size)
     return None
+
+
+def counting(program: Program) -> str:
+    """The entry whose rows are taken to be the samples; "" if there is none."""
+    primary = _primary(program)
+    return "" if primary is None else primary.name
 
 
 def _are_unlike(program: Program, primary: Input, graph: fx.Graph, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -229,7 +235,7 @@ def _own_rows(program: Program, entry: Input, primary: Input) -> bool:
     return entry is not primary and not (symbol is not None and symbol == _symbol(program, primary, primary.samples))
 
 
-def _fixed(program: Program, whole: Collection[str]) -> bool:
+def fixed(program: Program, whole: Collection[str] = ()) -> bool:
     """Whether some entry's number of rows is a plain number of the trace."""
     if program.guards is None:
         return True

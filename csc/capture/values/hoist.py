@@ -19,7 +19,7 @@ from torch import nn
 
 from csc.errors import InputError
 from csc.ir.capture_guards import Expression, QueryStep
-from csc.torch_private.traces import ParameterReads, outside_tracing, pytree
+from csc.torch_private.traces import ParameterReads, modules_called_untraced, outside_tracing, pytree
 
 # --- Tensors that a model makes of its batch alone, computed before the step instead, outside the graph --------------
 
@@ -175,7 +175,7 @@ class HostCall:
         plain = dict(self.plain)
         if self._has_containers:  # which it may change
             plain = pytree.tree_map(lambda leaf: leaf, plain)
-        with outside_tracing(), watch or nullcontext():
+        with outside_tracing(), modules_called_untraced(), watch or nullcontext():
             return self.function.of(model)(**arguments, **plain)
 
     def entries(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -258,13 +258,14 @@ class Around:
     given: Given | None
 
 
-def around(model: nn.Module, frame: FrameType | None) -> list[Around]:
+def around(model: nn.Module, frame: FrameType | None, caller: CodeType | None = None) -> list[Around]:
     """Functions of the model's code that `frame` was called through, below the model's own forward, innermost first;
-    those that were given pixels, sound or features left out, as far as their local names still show it.
+    those that were given pixels, sound or features left out, as far as their local names still show it. caller: the
+    code that calls the model, above which frames are of no concern.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     stack: list[FrameType] = []
-    while frame is not None:
+    while frame is not None and frame.f_code is not caller:
         stack.append(frame)
         if frame.f_locals.get("self") is model and frame.f_code.co_name == "forward":
             break
