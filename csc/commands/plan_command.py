@@ -139,8 +139,8 @@ def _price(compiled: CompiledModel, survive: Survive | None) -> SurvivalPrice | 
 
     if survive is None:
         return None
-    refuse_beside_survive(compiled.options)
-    check_survival(compiled.options.mesh, survive.failures)
+    refuse_beside_survive(compiled.options, mirror=survive.mirror)
+    check_survival(compiled.options.mesh, survive)
     return survival_price(compiled.program, compiled.options, survive)
 
 

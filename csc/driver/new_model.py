@@ -46,11 +46,11 @@ def compiled_model(
     programs = ModelPrograms(model, settings, directory, compiler)
     batches = GivenBatches(example, dividing, programs, Widths.of(widths))
     if settings.survive is not None:
-        refuse_beside_survive(options, features is not None)
+        refuse_beside_survive(options, features is not None, settings.survive.mirror)
     if options.mesh.is_open:
         options = with_chosen_mesh(programs, batches, options)
     if settings.survive is not None:
-        check_mesh(options.mesh, settings.survive.failures)
+        check_mesh(options.mesh, settings.survive)
     return CompiledModel(programs, batches, options)
 
 

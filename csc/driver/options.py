@@ -182,14 +182,31 @@ def _each(option: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
     return tuple(read(option, item) for item in value)
 
 
-def refuse_beside_survive(options: Options, features: bool = False) -> None:
-    """InputError for options with which a rank cannot be lost. features: some come before a step."""
+def of_fewer(options: Options) -> Options:
+    """Those of the program with which a pipeline goes on that has lost a rank: csc plans its stages."""
+    return replace(
+        options, mesh=replace(options.mesh, pp=options.mesh.pp - 1), cuts=None, stages=None, placement=None,
+        chunks=None, schedule="auto",
+    )  # fmt: skip
+
+
+def refuse_beside_survive(options: Options, features: bool = False, mirror: bool = False) -> None:
+    """InputError for options with which a rank cannot be lost. features: some come before a step. mirror: a pipeline
+    goes on as one of fewer ranks.
+    """
     shards = "all replicas meet in each stage, and none finishes alone; a lost rank's shards are nowhere else"
     refused = {
         f"zero={options.zero}": (options.zero >= 3, shards),
         "fuse=True": (options.fuse, "ranks meet while functions are compiled"),
         "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start"),
         "encode_ahead or cache_features": (features, "a rank has features that others lack"),
+        "hardware or memory for each rank": (
+            mirror and any(isinstance(given, tuple) for given in (options.hardware, options.memory)),
+            "the pipeline goes on with a rank fewer, and which one is lost is not known before",
+        ),
+        "passes=": (
+            mirror and options.passes is not None, "they say how the pipeline is cut, and it goes on with a rank fewer"
+        ),
     }
     for option, (is_on, why) in refused.items():
         if is_on:

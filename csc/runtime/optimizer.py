@@ -234,6 +234,8 @@ def owned(trainer: Trainer) -> list[SteppedParameter]:
         if trainer.own.data is not None and not trainer.own.data.apart and trainer.own.data.of(spec.name) is not None:
             box = part_in_box(box, *trainer.own.data.shard(spec.name))
         stepped.append(SteppedParameter(spec.name, spec, trainer.own.stepped(spec.name), box, trainer.own.counts(spec)))
+    for spec, kept in trainer.own.mirror.trained if trainer.own.mirror is not None else ():
+        stepped.append(SteppedParameter(spec.name, spec, kept, whole_box(spec.shape), trainer.own.counts(spec)))
     return stepped
 
 

@@ -24,6 +24,7 @@ from csc.runtime.consistency import Sample, Shared, checksum, read
 from csc.runtime.gradients import GradientSums, Shard, filled, seen, shard_of
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import CLIP, NOTHING, Vote
+from csc.runtime.mirrors import Mirror
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, Manifest, ParameterSpec, cut, part_in_box, put, sizes, whole_box
 from csc.runtime.transport import Endpoint, InProcess, Membership, Met, Transport
@@ -430,6 +431,7 @@ class OwnParameters:
         refuse_elsewhere(self.values, device)
         self.data = self._data_shards(data)
         self._compare(self.parts.sources)
+        self.mirror = self._mirrored(given)
         self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
 
     def regroup(self, manifest: Manifest, replicas: Sequence[int]) -> None:
@@ -445,6 +447,21 @@ class OwnParameters:
         """
         if self.data is not None:
             self.data.regroup(mesh, rank, mesh.replicas)
+
+    def _mirrored(self, given: Given) -> Mirror | None:
+        """What this process keeps of another rank's parameters, if a lost rank of a pipeline is to be survived."""
+        survival = self._transport.meeting.survival
+        if survival is None or not survival.mirror or not any(spec.trainable for spec in self._manifest.parameters):
+            return None
+        assert isinstance(given, Mapping)
+        mirror = Mirror(self._manifest, self._transport.endpoint(self._first), self._first, self._device, given)
+        mirror.fill(self.values)
+        return mirror
+
+    def stand_in(self, lost: int) -> None:
+        """This rank of a pipeline is lost: what it had counts where it is mirrored."""
+        if self.mirror is not None:
+            self.mirror.lost = lost
 
     @property
     def _first(self) -> int:
@@ -520,10 +537,19 @@ class OwnParameters:
     def stepped(self, name: str) -> nn.Parameter:
         """What this process steps of a parameter that trains."""
         shard = self.data.of(name) if self.data is not None else None
+        if self.mirror is not None and name in self.mirror.values:
+            return self.mirror.values[name]
         return self.values[name] if shard is None else shard
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this process steps, under the model's names, each once, in the program's order."""
+        """What this process steps, under the model's names, each once, in the program's order; behind it what it keeps
+        for another rank.
+        """
+        yield from self._named_own()
+        if self.mirror is not None:
+            yield from ((spec.name, parameter) for spec, parameter in self.mirror.trained)
+
+    def _named_own(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((spec.name, self.stepped(spec.name)) for spec in self.trained)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -555,7 +581,7 @@ class OwnParameters:
     def _square(self) -> float:
         """The square of the norm of the gradients that count here."""
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
-        for spec in self.specs:
+        for spec in (*self.specs, *(self.mirror.specs if self.mirror is not None else ())):
             gradient = self.stepped(spec.name).grad
             if gradient is not None and spec.trainable and self.counts(spec):
                 wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -565,6 +591,8 @@ class OwnParameters:
     def counts(self, spec: ParameterSpec) -> bool:
         """Whether this process' gradient of a parameter has entries that no process before it counts."""
         first, mesh = self._first, self._manifest.mesh
+        if self.mirror is not None:
+            return self.mirror.first(spec) == first
         if self.data is not None and self.data.of(spec.name) is not None:
             position, part = mesh.coordinates(first).pp, mesh.shard(first)
             shard = mesh.shard(mesh.group(spec.equal, first)[0])  # of those that hold the same
@@ -587,7 +615,7 @@ class OwnParameters:
         """This process' parameters, frozen ones too, detached, under the model's names; of those that data-parallel
         ranks step in shards its own shard.
         """
-        return self._held_now | {name: parameter.detach() for name, parameter in self.named()}
+        return self._held_now | {name: parameter.detach() for name, parameter in self._named_own()}
 
     @property
     def _held_now(self) -> dict[str, torch.Tensor]:
@@ -685,6 +713,13 @@ class OwnParameters:
         self._empty = set()
         if self.data is not None and self.data.apart:
             self.data.known()
+        if self.mirror is not None:
+            self._transport.meeting.surviving(partial(self.mirror.fill, self.values), "load")
+
+    @property
+    def written(self) -> list[ParameterSpec]:
+        """Of all ranks, what has other values than the model had at first: what trains, or after `load` all."""
+        return [spec for spec in self._manifest.parameters if spec.trainable or self._filled]
 
     @torch.no_grad()
     def collect(self, into: Mapping[str, torch.Tensor]) -> None:
@@ -692,8 +727,7 @@ class OwnParameters:
 
         All ranks call it; `into` has every parameter of the program by name, on any device.
         """
-        manifest = self._manifest
-        wanted = [spec for spec in manifest.parameters if spec.trainable or self._filled]
+        wanted = self.written
 
         def check() -> tuple[Vote, None]:
             self._check_values("collect")

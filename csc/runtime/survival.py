@@ -49,7 +49,7 @@ from csc.runtime.deaths import Deaths, own_host
 from csc.runtime.executor import Alone, Computed, StepResult, Timed, computed
 from csc.runtime.gradients import GradientSums, of_any, reduce, wait_sum
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import LATE, NEWS, Meeting, StepVote, is_silence, let_go
+from csc.runtime.meeting import LATE, NEWS, FewerRanks, Meeting, StepVote, is_silence, let_go
 from csc.runtime.rank import Rank
 from csc.runtime.specs import StepCounts
 from csc.runtime.stores import ANSWER, LOOK, Guarded, connected
@@ -71,21 +71,33 @@ class Survive:
         copies: After this number of microbatches each rank sends its sums of gradients to a rank of another replica.
             Then only that number of a lost replica's microbatches is computed again. It takes two more gradient buffers
             on each rank. 0: nothing is sent.
+        mirror: For a mesh of one pipeline: each rank also keeps the parameters of the one before it, and steps them
+            alike. One rank may be lost then; the others go on as a pipeline of one rank fewer. It takes parameters,
+            gradients and the optimizer's state of a second rank on each, and sends a rank's gradients once a step.
 
     Raises:
-        InputError: A number is not whole, or below 0.
+        InputError: A number is not whole, or below 0; or more than one rank is to be lost of one pipeline.
     """
 
     failures: int = 1
     copies: int = 0
+    mirror: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in (("failures", self.failures), ("copies", self.copies)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise InputError(
                     f"survive: {name} is {value!r}", "compile",
                     "pass how many ranks may die at once, such as survive=1, or csc.Survive(1, copies=1); None: none",
                 )  # fmt: skip
+        if not isinstance(self.mirror, bool):
+            raise InputError(f"survive: mirror is {self.mirror!r}", "compile", "pass True or False")
+        if self.mirror and (self.failures > 1 or self.copies):
+            raise InputError(
+                "survive: with mirror=True a rank's parameters are in the memory of one other alone, and the step is "
+                f"begun again: failures={self.failures} and copies={self.copies} are not for that", "compile",
+                "pass csc.Survive(1, mirror=True), or use several replicas",
+            )  # fmt: skip
 
 
 class Again(Exception):
@@ -95,16 +107,24 @@ class Again(Exception):
 # --- before training ---------------------------------------------------------------------------------------------
 
 
-def check(mesh: Mesh, failures: int) -> None:
+def check(mesh: Mesh, survive: Survive) -> None:
     """InputError unless so many ranks may die at once, whichever they are."""
-    where = "compile"
-    if mesh.dp <= failures:
+    where, failures = "compile", survive.failures
+    if survive.mirror:
+        if mesh.pp < 2 or mesh.size != mesh.pp:
+            raise InputError(
+                f"mirror=True is for one pipeline of two ranks or more, and the mesh is {mesh}", where,
+                f"use mesh='pp={max(2, mesh.size)}'; or leave mirror out: replicas have copies of each other's weights"
+            )  # fmt: skip
+    elif mesh.dp <= failures:
         needed = f"dp={failures + 1}" if mesh.components else replace(mesh, dp=failures + 1)
         raise InputError(
             f"the mesh {mesh} has {mesh.dp} replica{'s' * (mesh.dp > 1)}, and {failures} lost "
             f"rank{'s' * (failures > 1)} may take as many away: no copy of some weights would be left", where,
-            f"use {failures + 1} replicas or more (mesh='{needed}'), or survive={mesh.dp - 1}"
-            + (", and checkpoints" if mesh.dp == 1 else ""),
+            f"use {failures + 1} replicas or more (mesh='{needed}'), or "
+            + (f"survive={mesh.dp - 1}" if mesh.dp > 1 else "checkpoints")
+            + ("; or survive=csc.Survive(1, mirror=True), with which a neighbour has a copy" if mesh.size == mesh.pp > 1
+               else ""),
         )  # fmt: skip
     if mesh.components or mesh.order != Mesh.AXES:
         raise InputError(
@@ -153,6 +173,8 @@ class Flight:
             self._work(trainer, rank, dealt, copying)
             self.adds = True
             self.reduced = self._reduced(rank, vote.uneven)
+            if trainer.own.mirror is not None:
+                trainer.own.mirror.exchange(self.reduced.buffers)
             self.row = finished(self._combined(trainer, rank, dealt))
         assert self.reduced is not None
         count = self.total
@@ -474,7 +496,8 @@ class Survival:
                 "survive= is for gloo, and the processes meet over NCCL", "compile",
                 "train without it and with checkpoints, or dist.init_process_group('gloo') before",
             )  # fmt: skip
-        self.given, self.failures, self._meeting, self._seconds = given, given.failures, meeting, seconds
+        self.given, self._meeting, self._seconds = given, meeting, seconds
+        self.failures, self.mirror = given.failures, given.mirror
         self.me = dist.get_rank()
         self.members = list(range(dist.get_world_size()))
         self._before, self.mesh = mesh, mesh  # as it was compiled, and as it is
@@ -501,6 +524,7 @@ class Survival:
         self._jobs = joining.job_store()  # asked for now: a host that is gone would be waited for
         self._announce()
         self.recoveries: list[dict[str, Any]] = []  # when each was begun and done, and what was done again
+        self.lacks = False  # whether the pipeline has lost a rank, so that there is to be one of fewer
 
     @property
     def has_lost(self) -> bool:
@@ -525,6 +549,8 @@ class Survival:
 
     def results(self, trainer: Trainer, dealt: Microbatches, vote: StepVote, drawn: int) -> dict[int, StepResult]:
         """Of this rank's step. vote: what any rank has said of it. RankLost if it cannot be finished."""
+        if self.lacks:  # since all agreed on the step
+            raise FewerRanks
         flight = self._flight = self._begun(trainer)
         flight.stale = vote.stale
         while True:
@@ -538,6 +564,9 @@ class Survival:
                     raise
                 _transport(trainer).leave(messages=not flight.adds)
                 self.recover(error)
+                if self.lacks and flight.row is None:
+                    self._flight = None
+                    raise FewerRanks from None
             else:
                 self._ended, self._flight = (flight.step, flight.row), None
                 return results
@@ -640,6 +669,10 @@ class Survival:
         left = sorted(self.deaths.left)
         if left:
             raise self._cannot(gone, f"rank {left[0]} has ended by itself") from error
+        if self.mirror:
+            if len(gone) > 1:
+                raise self._cannot(gone, "the parameters of each are in the memory of one other rank alone") from error
+            return [[rank for rank in range(self._before.size) if rank not in gone]]
         replicas = dict.fromkeys(self._before.group(Group.REPLICA, rank) for rank in range(self._before.size))
         complete = [list(replica) for replica in replicas if not set(replica).intersection(gone)]
         if not complete:
@@ -676,6 +709,13 @@ class Survival:
         self._announce()
         if self.members[0] == self.me:
             log.warning("ranks that come back are not taken up: %s", why)
+
+    def end(self) -> None:
+        """No other rank may be lost from now on. All members call it, and use this object no more; the store of its
+        process is still asked.
+        """
+        self.refuse("the pipeline goes on with a rank fewer")
+        self.deaths.close()
 
     def admit(self, steps: int, calls: int) -> joining.Admission:
         """Leave the groups of now for those with all that come back. All members call it, and use this object no more.
@@ -756,13 +796,17 @@ class Survival:
         common = dist.PrefixStore(name, self._store_of(plan.members[0]))
         self._common = Guarded(common, self._seconds, f"rank {plan.members[0]}", lambda: self._stop(gone))
         dist.init_process_group("gloo", store=self._common, rank=place, world_size=len(plan.members), timeout=wait)
-        mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
         self._meeting.rejoin(self._seconds, common)
-        lost = {replica for member in gone for replica in self._before.replicas_of(member)}
-        for trainer in trainers:
-            trainer.regroup(mesh, place, [replica for replica in self._before.replicas if replica not in lost])
-        self.members, self.mesh = plan.members, mesh
-        self._known = (plan.rounds, plan.rows)
+        self.members, self._known = plan.members, (plan.rounds, plan.rows)
+        if self.mirror:
+            self.lacks = True
+            for trainer in trainers:
+                trainer.own.stand_in(*gone)
+        else:
+            lost = {replica for member in gone for replica in self._before.replicas_of(member)}
+            self.mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
+            for trainer in trainers:
+                trainer.regroup(self.mesh, place, [replica for replica in self._before.replicas if replica not in lost])
         flight = self._flight
         if flight is None:
             self._coming = plan if plan.step and plan.row is None else None
@@ -770,12 +814,18 @@ class Survival:
             if flight.reduced is None:
                 raise self._cannot(gone, f"the losses of step {plan.step} are known, its gradients are not")
             flight.row = plan.row
-        else:
+        elif not self.lacks:
             self._take(flight, plan)
-            flight.stale = plan.stale[place % (mesh.size // mesh.dp)]
+            flight.stale = plan.stale[place % (self.mesh.size // self.mesh.dp)]
 
     def _tell(self, gone: Sequence[int], plan: Regrouping, seconds: float) -> None:
-        if plan.members[0] == self.me:
+        if plan.members[0] == self.me and self.lacks:
+            log.warning(
+                "rank %s died: the others go on as a pipeline of %d, %.2f s after that was seen%s",
+                ", ".join(map(str, gone)), len(plan.members), seconds,
+                f"; step {plan.step} begins again" if plan.step and plan.row is None else "",
+            )  # fmt: skip
+        elif plan.members[0] == self.me:
             again = sum(map(len, plan.todo))
             log.warning(
                 "rank%s %s died: %d of %d replicas train on, %.2f s after that was seen%s", "s" * (len(gone) > 1),

@@ -28,7 +28,7 @@ from csc.runtime.executor import Ahead, Encoding, StepResult, Timed, Within, ste
 from csc.runtime.graphed_stage import GraphedPrograms
 from csc.runtime.loaded_program import LoadedProgram, check_member, functions, is_part, visibility
 from csc.runtime.loss import Losses, StepLoss
-from csc.runtime.meeting import NOTHING, Meeting, StepVote, Vote
+from csc.runtime.meeting import NOTHING, FewerRanks, Meeting, StepVote, Vote
 from csc.runtime.parameters import DataShards, Kept, OwnParameters, met_of, receive, taken
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Manifest, StepCounts
@@ -354,6 +354,8 @@ class Trainer:
         except BaseException as error:
             if state is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(state)
+            if isinstance(error, FewerRanks):
+                raise
             failure = self.transport.failed(error)
             if failure is error:
                 raise
@@ -367,6 +369,8 @@ class Trainer:
         loss = losses.total(self.program.manifest.microbatches)
         try:
             receive(gradients, sums, parameters.specs, parameters.values, parameters.parts, parameters.data)
+            if parameters.mirror is not None:
+                parameters.mirror.take()
         except BaseException as error:
             self.transport.meeting.give_up(f"gradients were set in part ({type(error).__name__})")
             raise

@@ -123,7 +123,9 @@ def main(
     survival: Any = compiled.trainer().transport.meeting.survival
     compiled.trainer().own.refresh()
     weights = {name: p.detach().tolist() for name, p in compiled.trainer().own.values.items()}
-    told = {"losses": losses, "weights": weights, "recoveries": survival.recoveries, "dead": survival.deaths.dead}
+    told = {"losses": losses, "weights": weights}
+    if survival is not None:
+        told |= {"recoveries": survival.recoveries, "dead": survival.deaths.dead}
     (directory / f"told_{rank}.json").write_text(json.dumps(told))
 
 

@@ -253,3 +253,18 @@ def test_a_rank_whose_optimizer_would_lack_its_state_is_not_taken_up(tmp_path: P
     assert (tmp_path / "done.txt").exists(), "the other one trains on"
     said = (tmp_path / "refused.txt").read_text()
     assert "goes on without rank 1, and takes up nobody" in said and "no optimizer was made with compiled.opt" in said
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("mesh", "faults"),
+    [
+        ("pp=2", [Fault(1, 2, "BW 1 0")]),
+    ],
+)
+def test_one_pipeline_goes_on_without_a_rank(tmp_path: Path, mesh: str, faults: list[Fault]) -> None:
+    """What it had is mirrored by the next rank."""
+    size = csc.Mesh.parse(mesh).size
+    launching.ranks(survival_worker.main, size, tmp_path, mesh, faults, csc.Survive(1, mirror=True), True, dying=1)
+    left = [rank for rank in range(size) if rank != faults[0].rank]
+    check_undisturbed(tmp_path, mesh, left)
