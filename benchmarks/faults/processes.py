@@ -75,6 +75,7 @@ SETTINGS = (
     Setting("dp=2,cp=2", csc.Survive(1, copies=1)),
     Setting("dp=4", csc.Survive(1, copies=1), zero=1),
     Setting("dp=4", csc.Survive(1), zero=2),
+    Setting("pp=3", csc.Survive(1, mirror=True)),
 )
 
 
@@ -176,7 +177,7 @@ class Striker:
         self._losses, self._folder = losses, folder
         self._seen: dict[Fault, int] = {}
         self._finished: tuple[int, list[int]] = (0, [])  # of a step, which microbatches
-        self._survival: Survival | None = None
+        self.survival: Any = None
         self.places: list[str] = []
 
     def at(self, place: str) -> None:
@@ -194,7 +195,7 @@ class Striker:
 
     def finished(self, action: Action) -> None:
         """It has added the gradients of a microbatch, and says so where it is read after its death."""
-        flight = self._survival._flight if self._survival is not None else None
+        flight = self.survival._flight if self.survival is not None else None
         if flight is None:
             return
         if self._finished[0] != flight.step:
@@ -205,11 +206,10 @@ class Striker:
 
     def hook(self, compiled: Any) -> None:
         """Into whatever tells where a rank is."""
-        survival = compiled.trainer().transport.meeting.survival
+        survival = self.survival = compiled.trainer().transport.meeting.survival
         positions = type(compiled.trainer().transport.meeting.positions)
         moved, agreed, regroup = positions.moved, Survival._agreed, Survival._regroup
 
-        self._survival = survival
         computes = executor._Step.compute
 
         def at(own: Any, place: Any) -> None:
@@ -252,7 +252,7 @@ def rank(folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float
     try:
         train(compiled, of, losses, folder / "saved")
     finally:
-        survival = compiled.trainer(check=False).transport.meeting.survival
+        survival = striker.survival
         told = {
             "losses": losses, "places": striker.places, "recoveries": survival.recoveries, "dead": survival.deaths.dead
         }  # fmt: skip

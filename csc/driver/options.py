@@ -205,7 +205,8 @@ def refuse_beside_survive(options: Options, features: bool = False, mirror: bool
             "the pipeline goes on with a rank fewer, and which one is lost is not known before",
         ),
         "passes=": (
-            mirror and options.passes is not None, "they say how the pipeline is cut, and it goes on with a rank fewer"
+            mirror and options.passes is not None,
+            "they say how the pipeline is cut, and it goes on with a rank fewer",
         ),
     }
     for option, (is_on, why) in refused.items():

@@ -84,7 +84,7 @@ class Mirror:
         """Tensors as those of `like`, of the rank before this one."""
         leaving = [_bytes(tensor) for tensor in sent if tensor.numel()]
         coming = [torch.empty_like(_bytes(tensor)) for tensor in like if tensor.numel()]
-        why = f"{what} for the copies on neighbours"
+        why = f"{what} for copies"
         ticket = self._endpoint.start_exchange({self._keeper: leaving}, {self._before: coming}, why)
         came = iter(self._endpoint.finish_exchange(ticket)[self._before])
         return [

@@ -174,6 +174,7 @@ class Flight:
             self.adds = True
             self.reduced = self._reduced(rank, vote.uneven)
             if trainer.own.mirror is not None:
+                rank.endpoint.at("the gradients for the next rank's copy")
                 trainer.own.mirror.exchange(self.reduced.buffers)
             self.row = finished(self._combined(trainer, rank, dealt))
         assert self.reduced is not None
@@ -714,6 +715,7 @@ class Survival:
         """No other rank may be lost from now on. All members call it, and use this object no more; the store of its
         process is still asked.
         """
+        self.recoveries[-1]["done"] = time.time()
         self.refuse("the pipeline goes on with a rank fewer")
         self.deaths.close()
 
