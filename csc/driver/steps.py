@@ -440,9 +440,8 @@ class Steps:
         while True:
             self.settle()
             self._stand_by()
-            with suppress(FewerRanks):
-                with torch.enable_grad(), self.agreed(COMPILATION, batch, microbatches, local):
-                    return
+            with suppress(FewerRanks), torch.enable_grad(), self.agreed(COMPILATION, batch, microbatches, local):
+                return
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients; their norm before."""

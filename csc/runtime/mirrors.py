@@ -23,8 +23,13 @@ class Mirror:
     """Of one process, whose rank is that on the pp axis. weights: all of the model, of which the mirror is made."""
 
     def __init__(
-        self, manifest: Manifest, endpoint: Endpoint, rank: int, device: torch.device, weights: Mapping[str, torch.Tensor]
-    ) -> None:  # fmt: skip
+        self,
+        manifest: Manifest,
+        endpoint: Endpoint,
+        rank: int,
+        device: torch.device,
+        weights: Mapping[str, torch.Tensor],
+    ) -> None:
         self._endpoint, self._rank, self._ranks = endpoint, rank, manifest.mesh.pp
         self._before, self._keeper = (rank - 1) % self._ranks, self._keeper_of(rank)
         self.specs = [p for p in manifest.parameters if self._before in p.ranks and rank not in p.ranks]

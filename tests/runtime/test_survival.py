@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 import csc
 from csc.checkpoints import files, restoring
@@ -84,11 +85,29 @@ def test_a_step_that_one_rank_has_finished_is_done() -> None:
         ({"mesh": "dp=2", "survive": True}, "pass how many ranks may die"),
         ({"mesh": "dp=2", "zero": 3, "survive": 1}, "with zero=3 a rank cannot be lost"),
         ({"mesh": "dp=2", "survive": csc.Survive(2)}, "use 3 replicas or more"),
+        ({"mesh": "pp=2", "survive": 1}, r"or survive=csc\.Survive\(1, mirror=True\)"),
+        ({"mesh": "dp=2,pp=2", "survive": csc.Survive(1, mirror=True)}, "mirror=True is for one pipeline"),
+        ({"mesh": "tp=2,pp=2", "survive": csc.Survive(1, mirror=True)}, "use mesh='pp=4'"),
+        ({"mesh": "pp=1", "survive": csc.Survive(1, mirror=True)}, "of two ranks or more"),
+        (
+            {"mesh": "pp=2", "survive": csc.Survive(1, mirror=True), "memory": "1GB,2GB"},
+            "which one is lost is not known",
+        ),
     ],
 )
 def test_what_cannot_be_survived_is_refused_before_training(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         csc.compile(lambda: small.text(2), example=small.text_batch(4), **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"failures": 2, "mirror": True}, "one other alone"), ({"copies": 1, "mirror": True}, "one other alone"),
+     ({"mirror": 1}, "pass True or False"), ({"copies": -1}, "copies is -1")],
+)  # fmt: skip
+def test_what_survive_does_not_take(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        csc.Survive(**given)
 
 
 def told(directory: Path, ranks: list[int]) -> list[dict[str, Any]]:
@@ -255,16 +274,60 @@ def test_a_rank_whose_optimizer_would_lack_its_state_is_not_taken_up(tmp_path: P
     assert "goes on without rank 1, and takes up nobody" in said and "no optimizer was made with compiled.opt" in said
 
 
+def pipeline_without(directory: Path, mesh: str, fault: Fault, check: bool = False) -> None:
+    """Those that are left of one pipeline have the losses, norms and weights of one process, and train on as one of a
+    rank fewer.
+    """
+    folder = directory / "ranks"
+    folder.mkdir()
+    torch.manual_seed(5)
+    read = small.dropped()
+    values = {name: value + 0.02 * torch.randn_like(value) for name, value in read.state_dict().items()}
+    save_file({name: value for name, value in values.items() if name != "head.weight"}, directory / "start.safetensors")
+    (directory / "alone").mkdir()
+    survival_worker.mirrored(directory / "alone", mesh, [])
+    losses, figures, rate, weights, _ = json.loads((directory / "alone" / "told_alone.json").read_text())
+    of = csc.Mesh.parse(mesh)
+    launching.ranks(survival_worker.mirrored, of.size, folder, mesh, [fault], check, dying=1)
+    assert (folder / f"killed_{fault.rank}.txt").exists()
+    for rank in set(range(of.size)) - {fault.rank}:
+        own = json.loads((folder / f"told_{rank}.json").read_text())
+        torch.testing.assert_close(torch.tensor(own[0]), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(own[1]), torch.tensor(figures), rtol=1e-6, atol=1e-6)
+        assert own[2] == rate and csc.Mesh.parse(own[4]) == replace(of, pp=of.pp - 1)
+        for name, values in own[3].items():
+            torch.testing.assert_close(
+                torch.tensor(values), torch.tensor(weights[name]), rtol=1e-5, atol=1e-6, msg=name
+            )
+
+
 @pytest.mark.gloo
+def test_one_pipeline_goes_on_without_a_rank(tmp_path: Path) -> None:
+    """In the second of two steps whose gradients are added: those of the first one are not lost."""
+    pipeline_without(tmp_path, "pp=2", Fault(1, 2, "BW 1 0", 2))
+
+
+@pytest.mark.gloo
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("mesh", "faults"),
+    ("mesh", "fault", "check"),
     [
-        ("pp=2", [Fault(1, 2, "BW 1 0")]),
+        ("pp=3", Fault(0, 0, "F 0 1"), False),
+        ("pp=3", Fault(1, 2, "the gradients for the next rank's copy"), False),
+        ("pp=3", Fault(2, 2, "the end of a step"), False),
+        ("pp=3", Fault(1, 3, "clip_grad_norm_"), True),  # where the step is done and the optimizer has not stepped
+        ("pp=3", Fault(2, 3, "eval_step"), False),
+        ("pp=4", Fault(2, 3, "'train_step'"), False),
+        ("pp=3", Fault(0, 5, "the index of what is saved"), False),
+        ("pp=3", Fault(1, 5, "collect"), False),
     ],
 )
-def test_one_pipeline_goes_on_without_a_rank(tmp_path: Path, mesh: str, faults: list[Fault]) -> None:
-    """What it had is mirrored by the next rank."""
-    size = csc.Mesh.parse(mesh).size
-    launching.ranks(survival_worker.main, size, tmp_path, mesh, faults, csc.Survive(1, mirror=True), True, dying=1)
-    left = [rank for rank in range(size) if rank != faults[0].rank]
-    check_undisturbed(tmp_path, mesh, left)
+def test_one_pipeline_loses_a_rank_anywhere(tmp_path: Path, mesh: str, fault: Fault, check: bool) -> None:
+    pipeline_without(tmp_path, mesh, fault, check)
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+def test_what_two_lost_ranks_of_a_pipeline_had_is_gone(tmp_path: Path) -> None:
+    faults = [Fault(rank, 1, "the gradients for the next rank's copy") for rank in (1, 2)]
+    launching.ranks(survival_worker.main, 3, tmp_path, "pp=3", faults, csc.Survive(1, mirror=True), dying=3)
