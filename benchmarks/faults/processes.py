@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -405,6 +406,14 @@ class Tally:
         if found.setting.survive.copies:
             self.repeated = max([self.repeated, *map(len, repeated(found))])
 
+    @property
+    def text(self) -> str:
+        """So far."""
+        return (
+            f"{self.tried} faults, {self.lost_steps} steps lost, {self.wrong} losses wrong, {self.hangs} hangs, "
+            f"{self.repeated} again, seen within {p95(self.detect)} s, together within {p95(self.recover)} s (p95)"
+        )
+
 
 def repeated(found: Job) -> Iterator[set[int]]:
     """Of each recovery, what all ranks of a lost replica had finished, and others have done again."""
@@ -426,19 +435,14 @@ def p95(values: Sequence[float]) -> float | None:
 def measured(faults: int, frozen: int, settings: Sequence[Setting], tell: Any = print) -> dict[str, Any]:
     """All of it. faults: how many kills, over all settings."""
     tally, silent, stopped = Tally(), 0, 0
-    for setting in settings:
-        losses = undisturbed(setting)
-        for own in chains(setting, math.ceil(faults / len(settings))):
-            failed = len(tally.failed)
-            tally.add(job(setting, own), losses)
-            tell(
-                "\n".join(
-                    [
-                        f"{setting}: {tally.tried} faults, {tally.wrong} wrong, {tally.repeated} again",
-                        *tally.failed[failed:],
-                    ]
-                )
-            )
+    losses = [undisturbed(setting) for setting in settings]
+    jobs = [chains(setting, math.ceil(faults / len(settings))) for setting in settings]
+    for turn in zip_longest(*jobs):  # so that a run that is cut short has had all settings
+        for setting, expected, own in zip(settings, losses, turn, strict=True):
+            if own is not None:
+                failed = len(tally.failed)
+                tally.add(job(setting, own), expected)
+                tell("\n".join([f"{setting.mesh}: {tally.text}", *tally.failed[failed:]]))
     for i in range(frozen):
         place = ("the sum of gradients", "F 0 0", "train_step")[i % 3]
         found = job(Setting("dp=2", csc.Survive(1)), [Fault(i % 2, 2, place, 1, int(signal.SIGSTOP))], FROZEN)

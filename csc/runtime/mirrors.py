@@ -92,6 +92,7 @@ class Mirror:
         why = f"{what} for copies"
         ticket = self._endpoint.start_exchange({self._keeper: leaving}, {self._before: coming}, why)
         came = iter(self._endpoint.finish_exchange(ticket)[self._before])
+        self._endpoint.drain()  # a send that is under way would keep the group, when others wait for its end
         return [
             next(came).view(tensor.dtype).view(tensor.shape) if tensor.numel() else torch.empty_like(tensor)
             for tensor in like

@@ -139,7 +139,7 @@ def mirrored(directory: Path, mesh: str, faults: list[Fault], check: bool = Fals
     model = small.dropped()
     model.head.weight = model.embed.weight
     compiled = csc.compile(
-        model, mesh=mesh, example=samples(of)[0], microbatches=MICROBATCHES, schedule="1f1b", check=check, timeout=60.0,
+        model, mesh=mesh, example=samples(of)[0], microbatches=MICROBATCHES, schedule="1f1b", check=check,
         freeze=["*qkv.bias"], survive=csc.Survive(1, mirror=True),
     )  # fmt: skip
     compiled.load(directory.parent / "start.safetensors")

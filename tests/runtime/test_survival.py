@@ -314,6 +314,7 @@ def test_one_pipeline_goes_on_without_a_rank(tmp_path: Path) -> None:
     [
         ("pp=3", Fault(0, 0, "F 0 1"), False),
         ("pp=3", Fault(1, 2, "the gradients for the next rank's copy"), False),
+        ("pp=4", Fault(2, 2, "the gradients for the next rank's copy"), False),  # the others wait for live ones
         ("pp=3", Fault(2, 2, "the end of a step"), False),
         ("pp=3", Fault(1, 3, "clip_grad_norm_"), True),  # where the step is done and the optimizer has not stepped
         ("pp=3", Fault(2, 3, "eval_step"), False),
@@ -330,4 +331,5 @@ def test_one_pipeline_loses_a_rank_anywhere(tmp_path: Path, mesh: str, fault: Fa
 @pytest.mark.long
 def test_what_two_lost_ranks_of_a_pipeline_had_is_gone(tmp_path: Path) -> None:
     faults = [Fault(rank, 1, "the gradients for the next rank's copy") for rank in (1, 2)]
-    launching.ranks(survival_worker.main, 3, tmp_path, "pp=3", faults, csc.Survive(1, mirror=True), dying=3)
+    with pytest.raises(AssertionError, match=r"ranks 1, 2 died.* in the memory of one other rank alone"):
+        launching.ranks(survival_worker.main, 3, tmp_path, "pp=3", faults, csc.Survive(1, mirror=True), dying=2)
