@@ -195,25 +195,26 @@ def refuse_beside_survive(options: Options, features: bool = False, mirror: bool
     goes on as one of fewer ranks.
     """
     shards = "all replicas meet in each stage, and none finishes alone; a lost rank's shards are nowhere else"
+    of_each = any(isinstance(given, tuple) for given in (options.hardware, options.memory))
+    fewer = "the pipeline goes on with a rank fewer"
     refused = {
-        f"zero={options.zero}": (options.zero >= 3, shards),
-        "fuse=True": (options.fuse, "ranks meet while functions are compiled"),
-        "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start"),
-        "encode_ahead or cache_features": (features, "a rank has features that others lack"),
-        "hardware or memory for each rank": (
-            mirror and any(isinstance(given, tuple) for given in (options.hardware, options.memory)),
-            "the pipeline goes on with a rank fewer, and which one is lost is not known before",
+        f"zero={options.zero}": (options.zero >= 3, shards, "use zero=2, whose shards several replicas have"),
+        "fuse=True": (options.fuse, "ranks meet while functions are compiled", ""),
+        "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start", ""),
+        "encode_ahead or cache_features": (features, "a rank has features that others lack", ""),
+        "hardware= or memory= for each rank": (
+            mirror and of_each, f"{fewer}, and which one is lost is not known before", "give one for all ranks",
         ),
-        "passes=": (
-            mirror and options.passes is not None,
-            "they say how the pipeline is cut, and it goes on with a rank fewer",
+        "passes=": (mirror and options.passes is not None, f"they say how the pipeline is cut, and {fewer}", ""),
+        f"mesh=csc.Mesh({options.mesh})": (
+            mirror and options.mesh.is_open, "mirror=True is for one pipeline", f"use mesh='pp={options.mesh.size}'",
         ),
-    }
-    for option, (is_on, why) in refused.items():
+    }  # fmt: skip
+    for option, (is_on, why, instead) in refused.items():
         if is_on:
-            instead = "use zero=2, whose shards several replicas have" if options.zero >= 3 else f"leave {option} out"
             raise InputError(
-                f"with {option} a rank cannot be lost: {why}", "compile", f"{instead}; or leave survive= out"
+                f"with {option} a rank cannot be lost: {why}", "compile",
+                f"{instead or f'leave {option} out'}; or leave survive= out",
             )  # fmt: skip
 
 
