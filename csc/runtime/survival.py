@@ -854,7 +854,7 @@ class Survival:
         while not self.deaths.left & members:
             if self.deaths.wait(members, 1.0) and self.deaths.dead.keys() & members:
                 return
-            if self._are_back(gone, plan.members[0]):
+            if not self.deaths.left & members and self._are_back(gone, plan.members[0]):  # nobody asks those that left
                 log.warning(
                     "rank %d ends with code %d: rank%s %s asked to be taken up again, and it is to be, too", self.me,
                     joining.AGAIN, "s" * (len(gone) > 1), ", ".join(map(str, gone)),
@@ -866,5 +866,6 @@ class Survival:
     def _are_back(self, gone: Sequence[int], first: int) -> bool:
         """Whether all that had died ask the first member to be taken up."""
         with contextlib.suppress(RuntimeError):  # it has just died, or ended
-            return joining.all_ask(Guarded(self._store_of(first), ANSWER, f"rank {first}"), gone)
+            store = connected(*self._stores[first], ANSWER, f"rank {first}")
+            return joining.all_ask(Guarded(store, ANSWER, f"rank {first}"), gone)
         return False

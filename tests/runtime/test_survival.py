@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import csc
 from csc.checkpoints import files, restoring
 from csc.errors import InputError
 from csc.runtime.stores import Guarded, answered
-from csc.runtime.survival import Held, Regrouping, Report, Taking, dealt_to, planned, shares
+from csc.runtime.survival import Held, Regrouping, Report, Survival, Taking, dealt_to, planned, shares
 from tests import launching
 from tests.compiler import small
 from tests.runtime import survival_worker
@@ -209,6 +210,28 @@ def test_a_store_whose_process_is_stopped_is_not_waited_for() -> None:
         store.wait(["c"], timedelta(seconds=0.02))
     with pytest.raises(ZeroDivisionError):
         answered(lambda: 1 / 0, 5.0, "rank 1")
+
+
+def test_a_spare_rank_asks_nobody_who_has_left() -> None:
+    """The store of a process that has ended would be tried until the timeout."""
+
+    class Leaving:
+        left, dead = set[int](), dict[int, float]()
+
+        def wait(self, among: set[int], seconds: float) -> bool:
+            self.left |= among
+            return True
+
+    def asked(*arguments: object) -> bool:
+        pytest.fail("a rank was asked that has left")
+
+    spare = SimpleNamespace(
+        _trainers=[], _meeting=SimpleNamespace(give_up=lambda why: None), me=3, is_spare=True, deaths=Leaving(),
+        _are_back=asked, _flight=None, _without=[],
+    )  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        Survival._wait_as_spare(spare, [2], Regrouping([0, 1], 0, []))
+    assert end.value.code == 0
 
 
 def check_checkpoint(directory: Path, reports: list[dict[str, Any]]) -> None:
