@@ -16,11 +16,18 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 LOOK = 0.005  # seconds between two looks into a store
+ASKED = 0.05  # seconds between two questions whether there is still something to wait for
 ANSWER = 5.0  # seconds in which a process that is there answers, where nothing is lost if it does not
 
 
-def answered(call: Callable[[], Result], seconds: float, who: str) -> Result:
-    """What a call returns that another process answers. RuntimeError if it does not in time."""
+def _never() -> None:
+    """What is asked while nobody can die."""
+
+
+def answered(call: Callable[[], Result], seconds: float, who: str, stop: Callable[[], None] = _never) -> Result:
+    """What a call returns that another process answers. RuntimeError if it does not in time. stop: asked meanwhile,
+    raises once there is nothing to wait for.
+    """
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -32,7 +39,10 @@ def answered(call: Callable[[], Result], seconds: float, who: str) -> Result:
 
     thread = threading.Thread(target=run, name="csc-store", daemon=True)
     thread.start()
-    thread.join(seconds)
+    end = time.monotonic() + seconds
+    while thread.is_alive() and (left := end - time.monotonic()) > 0:
+        thread.join(min(left, ASKED) if stop is not _never else left)
+        stop()
     if errors:
         raise errors[0]
     if not results:
@@ -40,14 +50,12 @@ def answered(call: Callable[[], Result], seconds: float, who: str) -> Result:
     return results[0]
 
 
-def connected(host: str, port: int, seconds: float, who: str) -> dist.Store:
-    """The store of a process. RuntimeError: nobody is there, or it is stopped."""
+def connected(host: str, port: int, seconds: float, who: str, stop: Callable[[], None] = _never) -> dist.Store:
+    """The store of a process. RuntimeError: nobody is there, or it is stopped. torch tries for all of the time to reach
+    a process that has just died; stop: asked meanwhile, raises.
+    """
     wait = timedelta(seconds=seconds)
-    return answered(lambda: dist.TCPStore(host, port, wait_for_workers=False, timeout=wait), seconds, who)
-
-
-def _never() -> None:
-    """What is asked while nobody can die."""
+    return answered(lambda: dist.TCPStore(host, port, wait_for_workers=False, timeout=wait), seconds, who, stop)
 
 
 class Guarded(dist.Store):

@@ -725,7 +725,7 @@ class Survival:
         """
         source = self.members[0]
         name = f"joined/{self._meeting.rounds}"
-        admission = joining.Admission(self._store_of(source), name, source, steps, calls)
+        admission = joining.Admission(self._store_of(source, self._without), name, source, steps, calls)
         self._leave()
         self.deaths.close()
         if self._copies is not None:
@@ -757,7 +757,7 @@ class Survival:
     def _agreed(self, gone: Sequence[int], replicas: Sequence[Sequence[int]], end: float) -> Regrouping:
         """What the lowest rank that is alive decides, once all have said how far they are."""
         alive = [rank for rank in range(self._before.size) if rank not in gone]
-        common = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0]))
+        common = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0], gone))
         store = Guarded(common, self._seconds, f"rank {alive[0]}")
         store.set(f"report/{self.me}", json.dumps(asdict(self._report(gone))))
         if self.me == alive[0]:
@@ -769,8 +769,11 @@ class Survival:
         self._await(store, "plan", gone, end, "not all of them have come, or the first of them has not said so")
         return Regrouping.read(store.get("plan"))
 
-    def _store_of(self, member: int) -> dist.Store:
-        return self._store if member == self.me else connected(*self._stores[member], self._seconds, f"rank {member}")
+    def _store_of(self, member: int, gone: Sequence[int]) -> dist.Store:
+        """Again if it, too, dies before it answers."""
+        if member == self.me:
+            return self._store
+        return connected(*self._stores[member], self._seconds, f"rank {member}", lambda: self._check(gone))
 
     def _await(self, store: Guarded, key: str, gone: Sequence[int], end: float, silent: str) -> None:
         while not store.check([key]):
@@ -795,7 +798,7 @@ class Survival:
         trainers = [one for ref in self._trainers if (one := ref()) is not None]
         place, wait = plan.members.index(self.me), timedelta(seconds=self._seconds)
         name = f"groups/{'-'.join(map(str, gone))}"
-        common = dist.PrefixStore(name, self._store_of(plan.members[0]))
+        common = dist.PrefixStore(name, self._store_of(plan.members[0], gone))
         self._common = Guarded(common, self._seconds, f"rank {plan.members[0]}", lambda: self._stop(gone))
         dist.init_process_group("gloo", store=self._common, rank=place, world_size=len(plan.members), timeout=wait)
         self._meeting.rejoin(self._seconds, common)

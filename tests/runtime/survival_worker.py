@@ -240,6 +240,6 @@ def refused(directory: Path) -> None:
 def _wait_for_lost(compiled: CompiledModel) -> None:
     survival: Any = compiled.trainer().transport.meeting.survival
     lost = [rank for rank in range(compiled.options.mesh.size) if rank not in survival.members]
-    store = survival._store_of(survival.members[0])
+    store = survival._store_of(survival.members[0], survival._without)
     while lost and not joining.all_ask(store, lost):  # they may be there again already
         time.sleep(0.05)

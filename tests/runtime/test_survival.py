@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import threading
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -21,8 +22,8 @@ from safetensors.torch import save_file
 import csc
 from csc.checkpoints import files, restoring
 from csc.errors import InputError
-from csc.runtime.stores import Guarded, answered
-from csc.runtime.survival import Held, Regrouping, Report, Survival, Taking, dealt_to, planned, shares
+from csc.runtime.stores import Guarded, answered, connected
+from csc.runtime.survival import Again, Held, Regrouping, Report, Survival, Taking, dealt_to, planned, shares
 from tests import launching
 from tests.compiler import small
 from tests.runtime import survival_worker
@@ -210,6 +211,14 @@ def test_a_store_whose_process_is_stopped_is_not_waited_for() -> None:
         store.wait(["c"], timedelta(seconds=0.02))
     with pytest.raises(ZeroDivisionError):
         answered(lambda: 1 / 0, 5.0, "rank 1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(Again):  # nobody listens there any more, and it is known that its process has died
+        connected("127.0.0.1", port, 5.0, "rank 1", has_died)
+
+
+def has_died() -> None:
+    raise Again
 
 
 def test_a_spare_rank_asks_nobody_who_has_left() -> None:
