@@ -25,6 +25,7 @@ import math
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -77,6 +78,7 @@ SETTINGS = (
     Setting("dp=4", csc.Survive(1, copies=1), zero=1),
     Setting("dp=4", csc.Survive(1), zero=2),
     Setting("pp=3", csc.Survive(1, mirror=True)),
+    Setting("dp=4", csc.Survive(1, mirror=True), zero=3),
 )
 
 
@@ -266,10 +268,9 @@ def rank(folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float
 def job(setting: Setting, faults: Sequence[Fault], timeout: float = TIMEOUT) -> Job:
     """Fork the ranks of a mesh, and wait for those that are not killed."""
     count = setting.of.size
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="csc-faults-") as name:
         folder = Path(name)
-        pids = [_forked(folder, setting, faults, timeout, one, count, store.port) for one in range(count)]
+        pids, _store = _started(folder, setting, faults, timeout, count)
         frozen = [pids[one.rank] for one in faults if one.number == signal.SIGSTOP]
         codes = _ended(pids, frozen)
         told = {one: json.loads(text) for one, text in _read(folder, "told_{}.json", count)}
@@ -284,9 +285,24 @@ def _read(folder: Path, name: str, count: int) -> Iterator[tuple[int, str]]:
             yield one, (folder / name.format(one)).read_text()
 
 
+Main = Callable[[Path, Setting, Sequence[Fault], float], None]
+
+
+def _started(
+    folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float, count: int, main: Main | None = None
+) -> tuple[list[int], dist.Store]:
+    """The processes, and the store where they find each other. That has threads, and what one of them holds at a fork
+    the new process would wait for without an end: so it is made behind the forks.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pids = [_forked(folder, setting, faults, timeout, one, count, port, main) for one in range(count)]
+    return pids, dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
 def _forked(
     folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float, own: int, count: int, port: int,
-    main: Callable[[Path, Setting, Sequence[Fault], float], None] | None = None,
+    main: Main | None,
 ) -> int:  # fmt: skip
     sys.stdout.flush()
     pid = os.fork()
@@ -442,7 +458,8 @@ def measured(faults: int, frozen: int, settings: Sequence[Setting], tell: Any = 
             if own is not None:
                 failed = len(tally.failed)
                 tally.add(job(setting, own), expected)
-                tell("\n".join([f"{setting.mesh}: {tally.text}", *tally.failed[failed:]]))
+                named = f"{setting.mesh}, zero={setting.zero}" if setting.zero else setting.mesh
+                tell("\n".join([f"{named}: {tally.text}", *tally.failed[failed:]]))
     for i in range(frozen):
         place = ("the sum of gradients", "F 0 0", "train_step")[i % 3]
         found = job(Setting("dp=2", csc.Survive(1)), [Fault(i % 2, 2, place, 1, int(signal.SIGSTOP))], FROZEN)
@@ -472,10 +489,9 @@ def price_of_copies() -> tuple[int, float]:
     """
     of, found = csc.Mesh.parse(PRICED), []
     for copies in (0, 1):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with tempfile.TemporaryDirectory(prefix="csc-faults-") as name:
             setting, folder = Setting(PRICED, csc.Survive(1, copies)), Path(name)
-            pids = [_forked(folder, setting, [], TIMEOUT, one, of.size, store.port, timed) for one in range(of.size)]
+            pids, _store = _started(folder, setting, [], TIMEOUT, of.size, timed)
             assert set(_ended(pids, [])) == {0}
             found.append(json.loads((folder / "timed_0.json").read_text()))
     (without, _), (seconds, sent) = found
