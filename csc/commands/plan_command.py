@@ -57,7 +57,8 @@ def plan(
         int, typer.Option("--copies", min=0, help="with --survive: microbatches after which sums of gradients are sent")
     ] = 0,
     mirror: Annotated[
-        bool, typer.Option("--mirror", help="with --survive 1: one pipeline, each rank of which keeps its neighbour's")
+        bool,
+        typer.Option("--mirror", help="with --survive 1, of one pipeline or zero=3: neighbours have copies"),
     ] = False,
     limit: Annotated[
         float, typer.Option("--limit", min=0, help="seconds for the choice, or for alternatives and changes")

@@ -217,7 +217,7 @@ class CompiledModel:
 
     @property
     def options(self) -> Options:
-        """What it was compiled with; with another mesh once a pipeline has gone on without a rank that it lost."""
+        """What it was compiled with; with another mesh once ranks with mirrors have gone on without one."""
         return self._steps.options()
 
     @property

@@ -183,29 +183,44 @@ def _each(option: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
 
 
 def of_fewer(options: Options) -> Options:
-    """Those of the program with which a pipeline goes on that has lost a rank: csc plans its stages."""
+    """Those of the program with which ranks with mirrors go on that have lost one: a pipeline of a rank fewer, whose
+    stages csc plans, or a replica fewer, where the others do its microbatches. InputError: they cannot.
+    """
+    mesh, count = options.mesh, options.microbatches
+    if mesh.pp > 1:
+        mesh = replace(mesh, pp=mesh.pp - 1)
+    else:
+        total, mesh = mesh.dp * count, replace(mesh, dp=mesh.dp - 1)
+        if total % mesh.dp:
+            raise InputError(
+                f"{total} microbatches of a step cannot be shared out evenly among the {mesh.dp} ranks that are left "
+                "when one is lost", "compile", f"use microbatches={-(-count // mesh.dp) * mesh.dp}",
+            )  # fmt: skip
+        count = total // mesh.dp
     return replace(
-        options, mesh=replace(options.mesh, pp=options.mesh.pp - 1), cuts=None, stages=None, placement=None,
-        chunks=None, schedule="auto",
+        options, mesh=mesh, microbatches=count, cuts=None, stages=None, placement=None, chunks=None, schedule="auto"
     )  # fmt: skip
 
 
 def refuse_beside_survive(options: Options, features: bool = False, mirror: bool = False) -> None:
-    """InputError for options with which a rank cannot be lost. features: some come before a step. mirror: a pipeline
-    goes on as one of fewer ranks.
+    """InputError for options with which a rank cannot be lost. features: some come before a step. mirror: ranks
+    go on as fewer.
     """
     shards = "all replicas meet in each stage, and none finishes alone; a lost rank's shards are nowhere else"
     of_each = any(isinstance(given, tuple) for given in (options.hardware, options.memory))
-    fewer = "the pipeline goes on with a rank fewer"
+    fewer = "the others go on as a mesh of a rank fewer"
     refused = {
-        f"zero={options.zero}": (options.zero >= 3, shards, "use zero=2, whose shards several replicas have"),
+        f"zero={options.zero}": (
+            options.zero >= 3 and not mirror, shards,
+            "use zero=2, whose shards several replicas have; or csc.Survive(1, mirror=True)",
+        ),
         "fuse=True": (options.fuse, "ranks meet while functions are compiled", ""),
         "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start", ""),
         "encode_ahead or cache_features": (features, "a rank has features that others lack", ""),
         "hardware= or memory= for each rank": (
             mirror and of_each, f"{fewer}, and which one is lost is not known before", "give one for all ranks",
         ),
-        "passes=": (mirror and options.passes is not None, f"they say how the pipeline is cut, and {fewer}", ""),
+        "passes=": (mirror and options.passes is not None, f"they say how the model is cut, and {fewer}", ""),
         f"mesh=csc.Mesh({options.mesh})": (
             mirror and options.mesh.is_open, "mirror=True is for one pipeline", f"use mesh='pp={options.mesh.size}'",
         ),

@@ -49,8 +49,8 @@ from csc.runtime.meeting import (
     Vote,
     answering,
 )
-from csc.runtime.optimizer import SteppedParameter, listed, owned
-from csc.runtime.specs import Manifest
+from csc.runtime.optimizer import SteppedParameter, hook, listed, mirrored, owned
+from csc.runtime.specs import Manifest, cut
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
 from csc.simulation.page import bytes_text
@@ -281,11 +281,11 @@ class Steps:
                 self._trained += 1
                 return loss
 
-    # --- a pipeline that has lost a rank -----------------------------------------------------------------------------
+    # --- ranks with mirrors that have lost one ---------------------------------------------------------------------
 
     def _stand_by(self) -> None:
-        """Before the first step: what the ranks of a pipeline with mirrors go on with, if one is lost. All ranks call
-        it. InputError if there is no such program, or the state of an optimizer could not be moved.
+        """Before the first step: the program that ranks with mirrors go on with, if one is lost. All ranks call it.
+        InputError if there is none.
         """
         survive = self.programs.settings.survive
         if survive is None or not survive.mirror or self._standby is not None:
@@ -297,15 +297,16 @@ class Steps:
             )  # fmt: skip
 
     def settle(self) -> None:
-        """If a pipeline has lost a rank that is mirrored, all that are left go on as one of a rank fewer. All ranks
-        call it, each having made the same steps.
+        """If a rank is lost that is mirrored, all that are left go on as a mesh of a rank fewer. All ranks call it,
+        each having made the same steps.
         """
         survival = self.programs.set.survival if self.programs.settings.survive is not None else None
         if survival is None or not survival.lacks:
             return
         trainer, model, began = self.current, self.programs.compiler.model, time.perf_counter()
-        own = owned(trainer)
-        optimizer, given = trainer.transport.meeting.hold("optimizer", lambda: (NOTHING, self._given_away(own)))
+        own, kept = owned(trainer), mirrored(trainer)
+        each = [own + [replace(one, writes=False) for one in kept], kept + [replace(one, writes=False) for one in own]]
+        given = trainer.transport.meeting.hold("optimizer", lambda: (NOTHING, list(map(self._given_away, each))))
         with answering("a rank", "those that are left were given what a lost one had"):
             gradients = bring(trainer.own, survival.members, weights_of(model))
         options, self._options = self._options, of_fewer(self._options)
@@ -316,17 +317,27 @@ class Steps:
         trainer = self.trainer(check=False)
         for parameter in model.parameters():
             parameter.grad = None
+        boxes = {spec.name: trainer.own.box(spec) for spec in trainer.own.trained}
         for name, parameter in trainer.named_parameters():
             if name in gradients:
-                parameter.grad = gradients[name].to(parameter.device)
-        state = give_state(given, own, owned(trainer))
-        assert state is not None
-        state.put_in_place(optimizer, owned(trainer))
+                box = boxes[name]
+                gradient = gradients[name] if box is None else cut(gradients[name], box)
+                parameter.grad = gradient.to(parameter.device)
+        own_state, kept_state = (
+            give_state(listed_state, listed_of, owned(trainer))
+            for (_, listed_state), listed_of in zip(given, each, strict=True)
+        )
+        assert own_state is not None and kept_state is not None
+        optimizer, _ = given[0]
+        if trainer.own.data is not None:
+            hook(optimizer, trainer.own.data)
+        own_state.with_more(kept_state).put_in_place(optimizer, owned(trainer))
         survival.end()
         if survival.members[0] == survival.me:
             log.warning(
                 "%s goes on as %s: parameters, gradients and the optimizer's state of the lost rank came from its "
-                "neighbour, in %.2f s", options.mesh, self._options.mesh, time.perf_counter() - began,
+                "neighbour, and from no checkpoint, in %.2f s", options.mesh, self._options.mesh,
+                time.perf_counter() - began,
             )  # fmt: skip
 
     # --- ranks that were lost and come back ------------------------------------------------------------------------

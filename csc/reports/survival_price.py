@@ -11,7 +11,7 @@ from typing import Any
 
 from csc.analysis.costs import stored_dtypes, variant_cost
 from csc.driver.compiled import CompiledModel
-from csc.driver.options import refuse_beside_survive
+from csc.driver.options import of_fewer, refuse_beside_survive
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import profiles
@@ -25,8 +25,8 @@ class SurvivalPrice:
     """sums: of gradients, at the end of a step, beside those of the own replica. optimizer: of the shards that a rank
     steps so that other replicas have them too (ZeRO). copies: of gradients, on their way and held for another rank.
     sends: how many of them in a step, each of so many bytes, and seconds for all. before, after: microbatches of the
-    busiest replica, of a whole job and after all failures. mirror: of one pipeline, a neighbour's parameters, gradients
-    and optimizer's state; ranks: of the pipeline that goes on without one, 0 where replicas are lost.
+    busiest replica, of a whole job and after all failures. mirror: a neighbour's parameters, gradients and
+    optimizer's state; fewer: the mesh that goes on without one rank, "" where replicas are lost.
     """
 
     failures: int
@@ -39,7 +39,7 @@ class SurvivalPrice:
     before: int
     after: int
     mirror: int = 0
-    ranks: int = 0
+    fewer: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,10 +48,10 @@ class SurvivalPrice:
         """makespan: of the step as it was planned."""
         several = "s" * (self.failures > 1)
         share = f"{self.seconds / makespan if makespan else math.inf:.1%} of the step"
-        if self.ranks:
+        if self.fewer:
             return [
-                f"survive={self.failures}, mirrored: when a rank is killed the others go on as a pipeline of "
-                f"{self.ranks}, and the step that was under way begins again",
+                f"survive={self.failures}, mirrored: when a rank is killed the others go on as {self.fewer}, with "
+                f"{self.after} microbatches each in place of {self.before}; the step that was under way begins again",
                 f"its memory, which the plan does not have: {bytes_text(self.mirror)} of a neighbour's parameters, "
                 "gradients and optimizer's state, which the optimizer steps, too",
                 f"copies: {bytes_text(self.size)} of gradients are sent at the end of a step: "
@@ -77,7 +77,7 @@ def price_of(compiled: CompiledModel, survive: Survive | None) -> SurvivalPrice 
     if survive is None:
         return None
     refuse_beside_survive(compiled.options, mirror=survive.mirror)
-    check(compiled.options.mesh, survive)
+    check(compiled.options.mesh, survive, compiled.options.zero)
     return survival_price(compiled.program, compiled.options, survive)
 
 
@@ -88,18 +88,19 @@ def survival_price(program: Program, options: Options, survive: Survive) -> Surv
     costs = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
     variant = {region.name: region.variant for region in program.regions}
     ranks, shards = math.prod(mesh.sizes(Group.DATA)), mesh.dp // (survive.failures + 1) * mesh.cp
-    sums, states, size, whole = 0, 0, 0, 0
+    sums, states, size, piece, leaving = 0, 0, 0, 0, 0
     for position in range(mesh.pp):
         own = [costs[variant[name]] for stage in program.stages if stage.rank == position for name in stage.regions]
-        parameters, gradients, state = (sum(kind) for kind in zip(*(cost.held(0, 1) for cost in own)))
-        _, planned, planned_state = (sum(kind) for kind in zip(*(cost.held(zero, ranks) for cost in own)))
-        whole = max(whole, parameters + gradients + state)
+        _, gradients, state = (sum(kind) for kind in zip(*(cost.held(0, 1) for cost in own)))
+        parameters, planned, planned_state = (sum(kind) for kind in zip(*(cost.held(zero, ranks) for cost in own)))
+        piece, leaving = max(piece, parameters + planned + planned_state), max(leaving, planned)
         size, sums = max(size, gradients), max(sums, 2 * gradients - planned)
         states = max(states, -(-state // shards) - planned_state if zero else 0)
     if survive.mirror:
+        fewer = of_fewer(options)
         return SurvivalPrice(
-            survive.failures, 0, 0, 0, 1, size, _seconds(program, options, size), options.microbatches,
-            options.microbatches, whole, mesh.pp - 1,
+            survive.failures, 0, 0, 0, 1, leaving, _seconds(program, options, leaving), options.microbatches,
+            fewer.microbatches, piece, str(fewer.mesh),
         )  # fmt: skip
     sends = -(-options.microbatches // survive.copies) if survive.copies else 0
     left, total = mesh.dp - survive.failures, mesh.dp * options.microbatches

@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.errors import InputError, RankLost
+from csc.runtime import optimizer as optimizers
 from csc.runtime.meeting import answering, gathered_texts, store_of_processes
-from csc.runtime.optimizer import SteppedParameter, check_whole, fits, joined, put, restored
+from csc.runtime.optimizer import SteppedParameter, check_whole, fits, joined, restored
 from csc.runtime.parameters import OwnParameters
-from csc.runtime.specs import Box, overlap
+from csc.runtime.specs import Box, overlap, put, sizes
 from csc.runtime.stores import ANSWER, Guarded, connected
 
 JOB, ADMITTED, ASKS = "job", "admitted", "joins"
@@ -179,6 +180,11 @@ class OptimizerState:
     table: Mapping[str, Any]
     parts: dict[tuple[str, str], list[Part]] = field(default_factory=dict)
 
+    def with_more(self, other: OptimizerState) -> OptimizerState:
+        """This, and what other ranks had of another one."""
+        parts = {key: [*self.parts.get(key, ()), *other.parts.get(key, ())] for key in {**self.parts, **other.parts}}
+        return OptimizerState(joined([self.table, other.table]), parts)
+
     def put_in_place(self, optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) -> None:
         """As `put`, to an optimizer of other parameters, which steps these from now on: each in its group."""
         of_name = {stepped.name: stepped.parameter for stepped in own}
@@ -194,7 +200,7 @@ class OptimizerState:
     def put(self, optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) -> None:
         """Give it to this rank's optimizer. InputError if it is of another kind or has other groups."""
         fits(self.table, optimizer, _unfit)
-        put(optimizer, restored(self.table, optimizer, own, self._assembled, _unfit))
+        optimizers.put(optimizer, restored(self.table, optimizer, own, self._assembled, _unfit))
 
     def _assembled(self, parameter: SteppedParameter, key: str, _: Any) -> torch.Tensor:
         device, parts = parameter.parameter.device, self.parts.get((parameter.name, key), [])
@@ -218,20 +224,25 @@ def _unfit(fault: str) -> InputError:
 
 @torch.no_grad()
 def bring(own: OwnParameters, members: Sequence[int], into: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy what was trained (after `load`: all that was read) into these tensors, from these ranks, which are left of a
-    pipeline with mirrors; what there is of gradients, by name. All of them call it.
+    """Copy what was trained (after `load`: all that was read) into these tensors, from these ranks, which are left of
+    those that have mirrors; what there is of gradients, by name. All of them call it.
     """
-    assert own.mirror is not None
     me, gradients = members[dist.get_rank()], dict[str, torch.Tensor]()
     for spec in own.written:
-        source, value = members.index(own.mirror.first(spec)), into[spec.name]
-        gradient = None
-        if members[source] == me:
-            value.copy_(own.stepped(spec.name))
-            gradient = own.stepped(spec.name).grad
-        value.copy_(_from_rank(value, source))
-        if bool(_from_rank(torch.tensor([gradient is not None]), source)):
-            gradients[spec.name] = _from_rank(value if gradient is None else gradient, source).to(value.device)
+        whole = into[spec.name]
+        for box, giver, held in own.given(spec):
+            if 0 in sizes(box):
+                continue
+            source, value = members.index(giver), whole.new_empty(sizes(box))
+            gradient = None
+            if giver == me:
+                assert held is not None
+                gradient = held.grad
+                value.copy_(held)
+            put(whole, box, _from_rank(value, source).to(whole.device))
+            if bool(_from_rank(torch.tensor([gradient is not None]), source)):
+                part = _from_rank(value if gradient is None else gradient, source).to(whole.device)
+                put(gradients.setdefault(spec.name, torch.zeros_like(whole)), box, part)
     return gradients
 
 
@@ -242,7 +253,7 @@ def give_state(
     gives, as `optimizer.listed` says it of `own`; None: nothing. wanted: what it begins to step. All ranks call it.
     """
     rank, given = dist.get_rank(), listed if listed is not None else {"parameters": {}}
-    of_name = {parameter.name: parameter for parameter in own}
+    of_name = {parameter.name: parameter for parameter in own if parameter.writes}
     tensors = [
         (name, key, value, of_name[name].box if value.shape == of_name[name].parameter.shape else None)
         for name, entry in given["parameters"].items() for key, value in entry["tensors"].items() if value.numel()

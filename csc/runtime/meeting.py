@@ -500,7 +500,7 @@ def let_go(error: BaseException) -> None:
 
 class Survives(Protocol):
     """What a meeting asks of csc.runtime.survival.Survival. failures: how many ranks may die. mirror: whether a
-    neighbour has what a lost rank had; lacks: whether that is so, and a pipeline of fewer is to be made.
+    neighbour has what a lost rank had; lacks: whether that is so, and a mesh of fewer is to be made.
     """
 
     failures: int
@@ -525,7 +525,7 @@ class Joining(Exception):
 
 
 class FewerRanks(Exception):
-    """The pipeline has lost a rank, and all that are left make one of fewer."""
+    """A rank is lost that is mirrored, and all that are left make a mesh of fewer."""
 
 
 class _Anew(Exception):

@@ -24,7 +24,7 @@ from csc.runtime.consistency import Sample, Shared, checksum, read
 from csc.runtime.gradients import GradientSums, Shard, filled, seen, shard_of
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import CLIP, NOTHING, Vote
-from csc.runtime.mirrors import Mirror
+from csc.runtime.mirrors import Mirror, Piece
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, Manifest, ParameterSpec, cut, part_in_box, put, sizes, whole_box
 from csc.runtime.transport import Endpoint, InProcess, Membership, Met, Transport
@@ -123,6 +123,17 @@ class Shards:
             return [box]
         ranks = self._ranks(spec)
         return [part_in_box(box, *shard_of(spec.local.shape, ranks, place)) for place in range(ranks)]
+
+    def pieces(self, specs: Sequence[ParameterSpec], rank: int) -> list[Piece]:
+        """What a rank holds, where others have shards of it or, in a pipeline, none of it (csc.runtime.mirrors)."""
+        position = self._mesh.coordinates(rank).pp
+        held = [self.all_pieces(spec) for spec in specs if position in spec.ranks]
+        return [pieces[rank] if len(pieces) > 1 else pieces[0] for pieces in held]
+
+    def all_pieces(self, spec: ParameterSpec) -> list[Piece]:
+        """Of all ranks: each has a shard, or those that have it have all of it."""
+        boxes = self._boxes(spec, whole_box(spec.shape))
+        return [Piece(spec, box, place if len(boxes) > 1 else spec.owner) for place, box in enumerate(boxes)]
 
     def divides(self, boxes: Sequence[Box]) -> bool:
         """Whether ranks of this process hold different parts of a parameter that it keeps whole."""
@@ -454,12 +465,15 @@ class OwnParameters:
         if survival is None or not survival.mirror or not any(spec.trainable for spec in self._manifest.parameters):
             return None
         assert isinstance(given, Mapping)
-        mirror = Mirror(self._manifest, self._transport.endpoint(self._first), self._first, self._device, given)
+        pieces, first = partial(self.parts.pieces, self._manifest.parameters), self._first
+        mirror = Mirror(
+            pieces, self._transport.endpoint(first), first, self._manifest.mesh.size, self._device, given
+        )  # fmt: skip
         mirror.fill(self.values)
         return mirror
 
     def stand_in(self, lost: int) -> None:
-        """This rank of a pipeline is lost: what it had counts where it is mirrored."""
+        """This rank is lost: what it had counts where it is mirrored."""
         if self.mirror is not None:
             self.mirror.lost = lost
 
@@ -537,8 +551,6 @@ class OwnParameters:
     def stepped(self, name: str) -> nn.Parameter:
         """What this process steps of a parameter that trains."""
         shard = self.data.of(name) if self.data is not None else None
-        if self.mirror is not None and name in self.mirror.values:
-            return self.mirror.values[name]
         return self.values[name] if shard is None else shard
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -547,7 +559,7 @@ class OwnParameters:
         """
         yield from self._named_own()
         if self.mirror is not None:
-            yield from ((spec.name, parameter) for spec, parameter in self.mirror.trained)
+            yield from ((piece.spec.name, parameter) for piece, parameter in self.mirror.trained)
 
     def _named_own(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((spec.name, self.stepped(spec.name)) for spec in self.trained)
@@ -581,18 +593,20 @@ class OwnParameters:
     def _square(self) -> float:
         """The square of the norm of the gradients that count here."""
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
-        for spec in (*self.specs, *(self.mirror.specs if self.mirror is not None else ())):
-            gradient = self.stepped(spec.name).grad
-            if gradient is not None and spec.trainable and self.counts(spec):
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                square += torch.linalg.vector_norm(gradient, dtype=wide).double() ** 2
+        counted = [self.stepped(spec.name) for spec in self.trained if self.counts(spec)]
+        if self.mirror is not None:
+            counted += [parameter for piece, parameter in self.mirror.trained if self.mirror.stands_in(piece)]
+        for parameter in counted:
+            if parameter.grad is not None:
+                wide = torch.promote_types(parameter.grad.dtype, torch.float32)
+                square += torch.linalg.vector_norm(parameter.grad, dtype=wide).double() ** 2
         return float(square)
 
     def counts(self, spec: ParameterSpec) -> bool:
         """Whether this process' gradient of a parameter has entries that no process before it counts."""
         first, mesh = self._first, self._manifest.mesh
         if self.mirror is not None:
-            return self.mirror.first(spec) == first
+            return self.mirror.counts(spec)
         if self.data is not None and self.data.of(spec.name) is not None:
             position, part = mesh.coordinates(first).pp, mesh.shard(first)
             shard = mesh.shard(mesh.group(spec.equal, first)[0])  # of those that hold the same
@@ -720,6 +734,15 @@ class OwnParameters:
     def written(self) -> list[ParameterSpec]:
         """Of all ranks, what has other values than the model had at first: what trains, or after `load` all."""
         return [spec for spec in self._manifest.parameters if spec.trainable or self._filled]
+
+    def given(self, spec: ParameterSpec) -> Iterator[tuple[Box, int, nn.Parameter | None]]:
+        """The pieces of a parameter, each with the rank that gives it to others, and what that is on this one."""
+        assert self.mirror is not None
+        for piece in self.parts.all_pieces(spec):
+            giver, held = self.mirror.giver(piece), None
+            if giver == self._first:
+                held = self.stepped(spec.name) if self.mirror.is_own(piece) else self.mirror.values[spec.name]
+            yield piece.box, giver, held
 
     @torch.no_grad()
     def collect(self, into: Mapping[str, torch.Tensor]) -> None:

@@ -71,12 +71,13 @@ class Survive:
         copies: After this number of microbatches each rank sends its sums of gradients to a rank of another replica.
             Then only that number of a lost replica's microbatches is computed again. It takes two more gradient buffers
             on each rank. 0: nothing is sent.
-        mirror: For a mesh of one pipeline: each rank also keeps the parameters of the one before it, and steps them
-            alike. One rank may be lost then; the others go on as a pipeline of one rank fewer. It takes parameters,
-            gradients and the optimizer's state of a second rank on each, and sends a rank's gradients once a step.
+        mirror: For a mesh of one pipeline, and for zero=3: each rank also keeps the parameters of the one before it,
+            and steps them alike. One rank may be lost then; the others go on as a mesh of one rank fewer. It takes
+            parameters, gradients and the optimizer's state of a second rank on each, and sends a rank's gradients once
+            a step.
 
     Raises:
-        InputError: A number is not whole, or below 0; or more than one rank is to be lost of one pipeline.
+        InputError: A number is not whole, or below 0; or more than one rank is to be lost with mirror=True.
     """
 
     failures: int = 1
@@ -107,13 +108,15 @@ class Again(Exception):
 # --- before training ---------------------------------------------------------------------------------------------
 
 
-def check(mesh: Mesh, survive: Survive) -> None:
+def check(mesh: Mesh, survive: Survive, zero: int = 0) -> None:
     """InputError unless so many ranks may die at once, whichever they are."""
     where, failures = "compile", survive.failures
     if survive.mirror:
-        if mesh.pp < 2 or mesh.size != mesh.pp:
+        divides = zero >= 3 and mesh.size == mesh.dp
+        if mesh.size < 2 or not (divides or mesh.size == mesh.pp):
             raise InputError(
-                f"mirror=True is for one pipeline of two ranks or more, and the mesh is {mesh}", where,
+                f"mirror=True is for one pipeline of two ranks or more, or zero=3 without other axes than dp, and the "
+                f"mesh is {mesh} with zero={zero}", where,
                 f"use mesh='pp={max(2, mesh.size)}'; or leave mirror out: replicas have copies of each other's weights"
             )  # fmt: skip
     elif mesh.dp <= failures:
@@ -173,9 +176,6 @@ class Flight:
             self._work(trainer, rank, dealt, copying)
             self.adds = True
             self.reduced = self._reduced(rank, vote.uneven)
-            if trainer.own.mirror is not None:
-                rank.endpoint.at("the gradients for the next rank's copy")
-                trainer.own.mirror.exchange(self.reduced.buffers)
             self.row = finished(self._combined(trainer, rank, dealt))
         assert self.reduced is not None
         count = self.total
@@ -525,7 +525,7 @@ class Survival:
         self._jobs = joining.job_store()  # asked for now: a host that is gone would be waited for
         self._announce()
         self.recoveries: list[dict[str, Any]] = []  # when each was begun and done, and what was done again
-        self.lacks = False  # whether the pipeline has lost a rank, so that there is to be one of fewer
+        self.lacks = False  # whether a rank is lost that is mirrored, so that there is to be a mesh of fewer
 
     @property
     def has_lost(self) -> bool:
@@ -550,8 +550,8 @@ class Survival:
 
     def results(self, trainer: Trainer, dealt: Microbatches, vote: StepVote, drawn: int) -> dict[int, StepResult]:
         """Of this rank's step. vote: what any rank has said of it. RankLost if it cannot be finished."""
-        if self.lacks:  # since all agreed on the step
-            raise FewerRanks
+        if self.mirror:
+            return self._mirrored(trainer, dealt, vote, drawn)
         flight = self._flight = self._begun(trainer)
         flight.stale = vote.stale
         while True:
@@ -565,12 +565,43 @@ class Survival:
                     raise
                 _transport(trainer).leave(messages=not flight.adds)
                 self.recover(error)
-                if self.lacks and flight.row is None:
-                    self._flight = None
-                    raise FewerRanks from None
             else:
                 self._ended, self._flight = (flight.step, flight.row), None
                 return results
+
+    def _mirrored(
+        self, trainer: Trainer, dealt: Microbatches, vote: StepVote, drawn: int
+    ) -> dict[int, StepResult]:  # fmt: skip
+        """A step of ranks with mirrors, as of any; then gradients go to these. FewerRanks: it is to begin again."""
+        if self.lacks:  # since all agreed on the step
+            raise FewerRanks
+        count, (rank,) = trainer.program.manifest.microbatches, trainer.ranks
+        flight = self._flight = Flight(self._meeting.step, count, list(range(count)))
+        results: dict[int, StepResult] = {}
+        try:
+            results = trainer.results(dealt, vote, drawn)
+            if trainer.own.mirror is not None:
+                gradients, endpoint = results[rank.rank].gradients, rank.endpoint
+                endpoint.at("the gradients for the next rank's copy")
+                trainer.own.mirror.exchange({**gradients.buffers, **gradients.shards})
+            flight.reduced = results[rank.rank].gradients
+            rank.endpoint.at("the end of a step")
+            done = torch.zeros(1, device=rank.device)
+            finished(wait_sum(rank.endpoint, done, rank.group(Group.WORLD), "the end of a step"))
+            flight.row = []
+        except RankLost as error:
+            let_go(error)
+            if not self.lost(LATE if is_silence(error.what) else NEWS):
+                if is_silence(error.what):  # a meeting, too, would wait for the one that is silent
+                    self._meeting.give_up(error.what)
+                raise
+            _transport(trainer).leave()
+            self.recover(error)
+            if flight.row is None:
+                self._flight = None
+                raise FewerRanks from None
+        self._ended, self._flight = (flight.step, flight.row), None
+        return results
 
     def _begun(self, trainer: Trainer) -> Flight:
         step, manifest = self._meeting.step, trainer.program.manifest
@@ -716,7 +747,7 @@ class Survival:
         process is still asked.
         """
         self.recoveries[-1]["done"] = time.time()
-        self.refuse("the pipeline goes on with a rank fewer")
+        self.refuse("they go on as a mesh of a rank fewer")
         self.deaths.close()
 
     def admit(self, steps: int, calls: int) -> joining.Admission:
@@ -826,7 +857,7 @@ class Survival:
     def _tell(self, gone: Sequence[int], plan: Regrouping, seconds: float) -> None:
         if plan.members[0] == self.me and self.lacks:
             log.warning(
-                "rank %s died: the others go on as a pipeline of %d, %.2f s after that was seen%s",
+                "rank %s died: the %d others go on without it, %.2f s after that was seen%s",
                 ", ".join(map(str, gone)), len(plan.members), seconds,
                 f"; step {plan.step} begins again" if plan.step and plan.row is None else "",
             )  # fmt: skip

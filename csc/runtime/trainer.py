@@ -347,7 +347,7 @@ class Trainer:
             if self._survival is None:
                 if vote.stale:
                     self.own.gather()
-                results = self._results(dealt, vote, drawn, None if vote.nothing_ahead else encoding)
+                results = self.results(dealt, vote, drawn, None if vote.nothing_ahead else encoding)
             else:
                 self.transport.begin_step()
                 results = self._survival.results(self, dealt, vote, self._drawn(drawn))
@@ -378,9 +378,10 @@ class Trainer:
         self.metrics = metrics(loss, losses.counts, seconds, self.program.manifest, self.device)
         return loss
 
-    def _results(
-        self, dealt: batches.Microbatches, vote: StepVote, drawn: int | None, encoding: Encoding | None
+    def results(
+        self, dealt: batches.Microbatches, vote: StepVote, drawn: int | None, encoding: Encoding | None = None
     ) -> dict[int, StepResult]:
+        """Of a step that all have agreed on, whose gradients nobody has been given yet."""
         self.transport.begin_step()
         working = self._working()
         drawn = self._drawn(drawn)

@@ -130,16 +130,16 @@ def main(
     (directory / f"told_{rank}.json").write_text(json.dumps(told))
 
 
-def mirrored(directory: Path, mesh: str, faults: list[Fault], check: bool = False) -> None:
-    """All that a pipeline takes with it that loses a rank: weights that were read, frozen and tied ones, two groups of
-    an optimizer with momenta and a schedule of its rate, gradients of a step before, evaluation. It writes the losses,
-    norms and weights; in one process without faults.
+def mirrored(directory: Path, mesh: str, faults: list[Fault], zero: int = 0, check: bool = False) -> None:
+    """All that ranks with mirrors take with them when they lose one: weights that were read, frozen and tied ones, two
+    groups of an optimizer with momenta and a schedule of its rate, gradients of a step before, evaluation. It writes
+    the losses, norms and weights; in one process without faults.
     """
     of, rank = csc.Mesh.parse(mesh), os.environ.get("RANK", "alone")
     model = small.dropped()
     model.head.weight = model.embed.weight
     compiled = csc.compile(
-        model, mesh=mesh, example=samples(of)[0], microbatches=MICROBATCHES, schedule="1f1b", check=check,
+        model, mesh=mesh, example=samples(of)[0], microbatches=MICROBATCHES, schedule="1f1b", check=check, zero=zero,
         freeze=["*qkv.bias"], survive=csc.Survive(1, mirror=True),
     )  # fmt: skip
     compiled.load(directory.parent / "start.safetensors")

@@ -89,6 +89,8 @@ def test_a_step_that_one_rank_has_finished_is_done() -> None:
         ({"mesh": "dp=2", "survive": csc.Survive(2)}, "use 3 replicas or more"),
         ({"mesh": "pp=2", "survive": 1}, r"or survive=csc\.Survive\(1, mirror=True\)"),
         ({"mesh": "dp=2,pp=2", "survive": csc.Survive(1, mirror=True)}, "mirror=True is for one pipeline"),
+        ({"mesh": "dp=2", "survive": csc.Survive(1, mirror=True)}, "mirror=True is for one pipeline"),
+        ({"mesh": "dp=3", "zero": 3, "survive": csc.Survive(1, mirror=True)}, "use microbatches=2"),
         ({"mesh": "tp=2,pp=2", "survive": csc.Survive(1, mirror=True)}, "use mesh='pp=4'"),
         ({"mesh": "pp=1", "survive": csc.Survive(1, mirror=True)}, "of two ranks or more"),
         (
@@ -306,9 +308,9 @@ def test_a_rank_whose_optimizer_would_lack_its_state_is_not_taken_up(tmp_path: P
     assert "goes on without rank 1, and takes up nobody" in said and "no optimizer was made with compiled.opt" in said
 
 
-def pipeline_without(directory: Path, mesh: str, fault: Fault, check: bool = False) -> None:
-    """Those that are left of one pipeline have the losses, norms and weights of one process, and train on as one of a
-    rank fewer.
+def mirrored_without(directory: Path, mesh: str, fault: Fault, zero: int = 0, check: bool = False) -> None:
+    """Those that are left of one pipeline, or of ranks with shards, have the losses, norms and weights of one process,
+    and train on as a rank fewer.
     """
     folder = directory / "ranks"
     folder.mkdir()
@@ -317,16 +319,17 @@ def pipeline_without(directory: Path, mesh: str, fault: Fault, check: bool = Fal
     values = {name: value + 0.02 * torch.randn_like(value) for name, value in read.state_dict().items()}
     save_file({name: value for name, value in values.items() if name != "head.weight"}, directory / "start.safetensors")
     (directory / "alone").mkdir()
-    survival_worker.mirrored(directory / "alone", mesh, [])
+    survival_worker.mirrored(directory / "alone", mesh, [], zero)
     losses, figures, rate, weights, _ = json.loads((directory / "alone" / "told_alone.json").read_text())
     of = csc.Mesh.parse(mesh)
-    launching.ranks(survival_worker.mirrored, of.size, folder, mesh, [fault], check, dying=1)
+    launching.ranks(survival_worker.mirrored, of.size, folder, mesh, [fault], zero, check, dying=1)
     assert (folder / f"killed_{fault.rank}.txt").exists()
     for rank in set(range(of.size)) - {fault.rank}:
         own = json.loads((folder / f"told_{rank}.json").read_text())
         torch.testing.assert_close(torch.tensor(own[0]), torch.tensor(losses), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(torch.tensor(own[1]), torch.tensor(figures), rtol=1e-6, atol=1e-6)
-        assert own[2] == rate and csc.Mesh.parse(own[4]) == replace(of, pp=of.pp - 1)
+        assert own[2] == rate
+        assert csc.Mesh.parse(own[4]) == replace(of, dp=of.dp - 1 or 1, pp=of.pp - 1 or 1)
         for name, values in own[3].items():
             torch.testing.assert_close(
                 torch.tensor(values), torch.tensor(weights[name]), rtol=1e-5, atol=1e-6, msg=name
@@ -334,29 +337,37 @@ def pipeline_without(directory: Path, mesh: str, fault: Fault, check: bool = Fal
 
 
 @pytest.mark.gloo
-def test_one_pipeline_goes_on_without_a_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "zero", "place"), [("pp=2", 0, "BW 1 0"), pytest.param("dp=2", 3, "F 0 1", marks=pytest.mark.long)]
+)
+def test_ranks_with_mirrors_go_on_without_one(tmp_path: Path, mesh: str, zero: int, place: str) -> None:
     """In the second of two steps whose gradients are added: those of the first one are not lost."""
-    pipeline_without(tmp_path, "pp=2", Fault(1, 2, "BW 1 0", 2))
+    mirrored_without(tmp_path, mesh, Fault(1, 2, place, 2), zero)
 
 
 @pytest.mark.gloo
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mesh", "fault", "check"),
+    ("mesh", "fault", "zero", "check"),
     [
-        ("pp=3", Fault(0, 0, "F 0 1"), False),
-        ("pp=3", Fault(1, 2, "the gradients for the next rank's copy"), False),
-        ("pp=4", Fault(2, 2, "the gradients for the next rank's copy"), False),  # the others wait for live ones
-        ("pp=3", Fault(2, 2, "the end of a step"), False),
-        ("pp=3", Fault(1, 3, "clip_grad_norm_"), True),  # where the step is done and the optimizer has not stepped
-        ("pp=3", Fault(2, 3, "eval_step"), False),
-        ("pp=4", Fault(2, 3, "'train_step'"), False),
-        ("pp=3", Fault(0, 5, "the index of what is saved"), False),
-        ("pp=3", Fault(1, 5, "collect"), False),
+        ("pp=3", Fault(0, 0, "F 0 1"), 0, False),
+        ("pp=3", Fault(1, 2, "the gradients for the next rank's copy"), 0, False),
+        ("pp=4", Fault(2, 2, "the gradients for the next rank's copy"), 0, False),  # the others wait for live ones
+        ("pp=3", Fault(2, 2, "the end of a step"), 0, False),
+        ("pp=3", Fault(1, 3, "clip_grad_norm_"), 0, True),  # where the step is done and the optimizer has not stepped
+        ("pp=3", Fault(2, 3, "eval_step"), 0, False),
+        ("pp=4", Fault(2, 3, "'train_step'"), 0, False),
+        ("pp=3", Fault(0, 5, "the index of what is saved"), 0, False),
+        ("pp=3", Fault(1, 5, "collect"), 0, False),
+        ("dp=3", Fault(0, 2, "the gradients for the next rank's copy"), 3, False),
+        ("dp=3", Fault(2, 3, "clip_grad_norm_"), 3, True),
+        ("dp=2", Fault(0, 5, "collect"), 3, False),
     ],
 )
-def test_one_pipeline_loses_a_rank_anywhere(tmp_path: Path, mesh: str, fault: Fault, check: bool) -> None:
-    pipeline_without(tmp_path, mesh, fault, check)
+def test_ranks_with_mirrors_lose_one_anywhere(
+    tmp_path: Path, mesh: str, fault: Fault, zero: int, check: bool
+) -> None:  # fmt: skip
+    mirrored_without(tmp_path, mesh, fault, zero, check)
 
 
 @pytest.mark.gloo

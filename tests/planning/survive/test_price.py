@@ -43,17 +43,20 @@ def test_the_price_is_of_gradients_and_of_shards_that_several_have(zero: int) ->
     assert (without.copies, without.sends, without.seconds, without.after) == (0, 0, 0, 4)
 
 
-def test_the_price_of_a_neighbours_copy() -> None:
-    price, compiled = priced(csc.Survive(1, mirror=True), mesh="pp=2")
+@pytest.mark.parametrize(
+    ("mesh", "zero", "fewer"), [("pp=2", 0, "pp=1"), pytest.param("dp=2", 3, "dp=1", marks=pytest.mark.long)]
+)
+def test_the_price_of_a_neighbours_copy(mesh: str, zero: int, fewer: str) -> None:
+    price, compiled = priced(csc.Survive(1, mirror=True), mesh=mesh, zero=zero)
     held = memory_forecast(compiled.program, compiled.options)
     assert price.mirror == max(row.parameters + row.gradients + row.optimizer for row in held)
-    assert (price.sends, price.size, price.ranks) == (1, max(row.gradients for row in held), 1) and price.sums == 0
+    assert (price.sends, price.size, Mesh.parse(price.fewer)) == (
+        1, max(row.gradients for row in held), Mesh.parse(fewer),
+    )  # fmt: skip
+    assert price.sums == 0 and (price.before, price.after) == (2, 4 if zero else 2)
     goes_on, memory, copies = price.sentences(10 * price.seconds)
-    assert (
-        "a pipeline of 1" in goes_on
-        and "of a neighbour's parameters" in memory
-        and copies.endswith("10.0% of the step")
-    )
+    assert f"go on as {price.fewer}" in goes_on and "of a neighbour's parameters" in memory
+    assert copies.endswith("10.0% of the step")
 
 
 def test_the_price_in_sentences() -> None:
