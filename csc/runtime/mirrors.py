@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 class Mirror:
     """Of one process, whose rank is one of so many. pieces: of a rank. weights: all of the model, of which the mirror
-    is made.
+    is made. known: what this process keeps already, which an optimizer knows.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Mirror:
         ranks: int,
         device: torch.device,
         weights: Mapping[str, torch.Tensor],
+        known: Mapping[str, tuple[Box, nn.Parameter]],
     ) -> None:
         self._endpoint, self._rank, self._ranks = endpoint, rank, ranks
         self._before, self._keeper = (rank - 1) % ranks, self._keeper_of(rank)
@@ -49,7 +50,11 @@ class Mirror:
         self._own = {piece.spec.name: piece for piece in own}
         self.pieces = [piece for piece in before if piece not in own]
         self._sent = [piece.spec for piece in own if piece not in keeper]
-        self.values = {piece.spec.name: _parameter(weights[piece.spec.name], piece, device) for piece in self.pieces}
+        self.values: dict[str, nn.Parameter] = {}
+        for piece in self.pieces:
+            name = piece.spec.name
+            is_known = name in known and known[name][0] == piece.box
+            self.values[name] = known[name][1] if is_known else _parameter(weights[name], piece, device)
         self._came: dict[str, torch.Tensor] = {}
         self.lost: int | None = None  # the rank for which its keeper stands in
 

@@ -56,6 +56,9 @@ class Source:
         return cls(tensor, tensor._version, sample, read([sample]))
 
 
+MIRRORED = "of another rank: "  # before the names of what is kept for that
+
+
 class Kept(NamedTuple):
     """A box of this process."""
 
@@ -442,7 +445,7 @@ class OwnParameters:
         refuse_elsewhere(self.values, device)
         self.data = self._data_shards(data)
         self._compare(self.parts.sources)
-        self.mirror = self._mirrored(given)
+        self.mirror = self._mirrored(given, kept)
         self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
 
     def regroup(self, manifest: Manifest, replicas: Sequence[int]) -> None:
@@ -459,15 +462,19 @@ class OwnParameters:
         if self.data is not None:
             self.data.regroup(mesh, rank, mesh.replicas)
 
-    def _mirrored(self, given: Given) -> Mirror | None:
-        """What this process keeps of another rank's parameters, if a lost rank of a pipeline is to be survived."""
+    def _mirrored(self, given: Given, kept: Mapping[str, Kept]) -> Mirror | None:
+        """What this process keeps of another rank's parameters, if it is to survive the loss of that."""
         survival = self._transport.meeting.survival
         if survival is None or not survival.mirror or not any(spec.trainable for spec in self._manifest.parameters):
             return None
         assert isinstance(given, Mapping)
         pieces, first = partial(self.parts.pieces, self._manifest.parameters), self._first
+        known = {
+            name.removeprefix(MIRRORED): (held.box, held.parameter) for name, held in kept.items()
+            if name.startswith(MIRRORED)
+        }  # fmt: skip
         mirror = Mirror(
-            pieces, self._transport.endpoint(first), first, self._manifest.mesh.size, self._device, given
+            pieces, self._transport.endpoint(first), first, self._manifest.mesh.size, self._device, given, known
         )  # fmt: skip
         mirror.fill(self.values)
         return mirror
@@ -620,9 +627,15 @@ class OwnParameters:
 
     @property
     def shards(self) -> Mapping[str, Kept]:
-        """Those of which it keeps a part for itself, with what that is; without those that have no values."""
+        """Those of which it keeps a part for itself, with what that is; without those that have no values. Under other
+        names what it keeps for another rank.
+        """
         specs = [spec for spec in self.specs if spec.name not in self._empty]
         kept_shards = {spec.name: self.parts.kept(spec, self.values[spec.name]) for spec in specs}
+        if self.mirror is not None:
+            for piece in self.mirror.pieces:
+                value = self.mirror.values[piece.spec.name]
+                kept_shards[f"{MIRRORED}{piece.spec.name}"] = Kept(piece.box, value, Source.of(value))
         return {name: kept for name, kept in kept_shards.items() if kept is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:

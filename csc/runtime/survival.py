@@ -756,7 +756,7 @@ class Survival:
         """
         source = self.members[0]
         name = f"joined/{self._meeting.rounds}"
-        admission = joining.Admission(self._store_of(source, self._without), name, source, steps, calls)
+        admission = joining.Admission(self._store_of(source), name, source, steps, calls)
         self._leave()
         self.deaths.close()
         if self._copies is not None:
@@ -800,11 +800,14 @@ class Survival:
         self._await(store, "plan", gone, end, "not all of them have come, or the first of them has not said so")
         return Regrouping.read(store.get("plan"))
 
-    def _store_of(self, member: int, gone: Sequence[int]) -> dist.Store:
-        """Again if it, too, dies before it answers."""
+    def _store_of(self, member: int, gone: Sequence[int] | None = None) -> dist.Store:
+        """gone: who is known to have died; Again if it, too, does before it answers."""
         if member == self.me:
             return self._store
-        return connected(*self._stores[member], self._seconds, f"rank {member}", lambda: self._check(gone))
+        who, store = f"rank {member}", self._stores[member]
+        if gone is None:
+            return connected(*store, self._seconds, who)
+        return connected(*store, self._seconds, who, lambda: self._check(gone))
 
     def _await(self, store: Guarded, key: str, gone: Sequence[int], end: float, silent: str) -> None:
         while not store.check([key]):

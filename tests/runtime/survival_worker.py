@@ -151,10 +151,12 @@ def mirrored(directory: Path, mesh: str, faults: list[Fault], zero: int = 0, che
     optimizer = compiled.optimizer(torch.optim.SGD, groups, lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     losses: list[float] = []
+    torch.manual_seed(1)
+    figures = [float(compiled.train_step(samples(of)[1], microbatches=1))]  # by another trainer than the others
+    optimizer.step()
+    optimizer.zero_grad()
     if faults:
         strike(compiled, faults, losses, directory)
-    torch.manual_seed(1)
-    figures = []
     for step, batch in enumerate(samples(of)):
         figures.append(float(compiled.train_step(batch)))
         losses.append(float(compiled.train_step(samples(of)[step - 1])))
@@ -240,6 +242,6 @@ def refused(directory: Path) -> None:
 def _wait_for_lost(compiled: CompiledModel) -> None:
     survival: Any = compiled.trainer().transport.meeting.survival
     lost = [rank for rank in range(compiled.options.mesh.size) if rank not in survival.members]
-    store = survival._store_of(survival.members[0], survival._without)
+    store = survival._store_of(survival.members[0])
     while lost and not joining.all_ask(store, lost):  # they may be there again already
         time.sleep(0.05)
