@@ -486,7 +486,8 @@ class CompiledModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what trains on this process' ranks, under the model's own names. With `zero`, of several
-        processes each has its shard of each parameter, with the gradient of that.
+        processes each has its shard of each parameter, with the gradient of that. Behind them stands what this process
+        keeps for another rank (csc.Survive(1, mirror=True)): an optimizer steps that, too.
         """
         return self._steps.current.named_parameters()
 
