@@ -202,7 +202,7 @@ def test_a_rank_that_is_silent_ends_the_job_in_a_sentence(tmp_path: Path, faults
 
 
 def test_a_store_whose_process_is_stopped_is_not_waited_for() -> None:
-    asleep = threading.Event()
+    asleep, awake = threading.Event(), threading.Event()
     with pytest.raises(RuntimeError, match=r"timed out: rank 1 has not answered for 0\.05 s"):
         answered(lambda: asleep.wait(5), 0.05, "rank 1")
     asleep.set()
@@ -213,10 +213,16 @@ def test_a_store_whose_process_is_stopped_is_not_waited_for() -> None:
         store.wait(["c"], timedelta(seconds=0.02))
     with pytest.raises(ZeroDivisionError):
         answered(lambda: 1 / 0, 5.0, "rank 1")
+    with pytest.raises(Again):  # it is known that its process has died
+        answered(lambda: awake.wait(60), 600.0, "rank 1", has_died)
+    awake.set()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(Again):  # nobody listens there any more, and it is known that its process has died
-        connected("127.0.0.1", port, 5.0, "rank 1", has_died)
+    with pytest.raises(RuntimeError, match="connection refused: rank 1 has ended"):
+        connected("127.0.0.1", port, 600.0, "rank 1")
+    inner = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inner.set("a", "b")
+    assert connected("127.0.0.1", inner.port, 600.0, "rank 1").get("a") == b"b"
 
 
 def has_died() -> None:
