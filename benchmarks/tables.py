@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 FOLDER = DOCS / "measurements"
 PAGE = DOCS / "measurements.md"
 TABLES = (
-    "gradients", "tensor", "step", "products", "gpu", "attention", "plans", "meshes", "dispatch", "runs",
+    "gradients", "tensor", "step", "products", "gpu", "attention", "plans", "meshes", "dispatch", "runs", "faults",
 )  # fmt: skip
 HEAD = """# Measurements
 

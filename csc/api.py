@@ -140,7 +140,8 @@ def compile(
             docs/data.md.
         survive: The number of ranks that may be killed in training, at once or one after the other. The others finish
             the step and train on, with the same samples in each step. It needs more replicas (dp) than that.
-            csc.Survive(1, copies=1) also keeps finished work of a lost replica. None: none; see docs/survive.md.
+            csc.Survive(1, copies=1) also keeps finished work of a lost replica; with csc.Survive(1, mirror=True) one
+            pipeline, or zero=3, survives, too. None: none; see docs/survive.md.
         **misspelt: No other argument is accepted; the error names the nearest one.
 
     Returns:

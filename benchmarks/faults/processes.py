@@ -25,12 +25,14 @@ import math
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,8 @@ SETTINGS = (
     Setting("dp=2,cp=2", csc.Survive(1, copies=1)),
     Setting("dp=4", csc.Survive(1, copies=1), zero=1),
     Setting("dp=4", csc.Survive(1), zero=2),
+    Setting("pp=3", csc.Survive(1, mirror=True)),
+    Setting("dp=4", csc.Survive(1, mirror=True), zero=3),
 )
 
 
@@ -176,7 +180,7 @@ class Striker:
         self._losses, self._folder = losses, folder
         self._seen: dict[Fault, int] = {}
         self._finished: tuple[int, list[int]] = (0, [])  # of a step, which microbatches
-        self._survival: Survival | None = None
+        self.survival: Any = None
         self.places: list[str] = []
 
     def at(self, place: str) -> None:
@@ -194,7 +198,7 @@ class Striker:
 
     def finished(self, action: Action) -> None:
         """It has added the gradients of a microbatch, and says so where it is read after its death."""
-        flight = self._survival._flight if self._survival is not None else None
+        flight = self.survival._flight if self.survival is not None else None
         if flight is None:
             return
         if self._finished[0] != flight.step:
@@ -205,11 +209,10 @@ class Striker:
 
     def hook(self, compiled: Any) -> None:
         """Into whatever tells where a rank is."""
-        survival = compiled.trainer().transport.meeting.survival
+        survival = self.survival = compiled.trainer().transport.meeting.survival
         positions = type(compiled.trainer().transport.meeting.positions)
         moved, agreed, regroup = positions.moved, Survival._agreed, Survival._regroup
 
-        self._survival = survival
         computes = executor._Step.compute
 
         def at(own: Any, place: Any) -> None:
@@ -252,7 +255,7 @@ def rank(folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float
     try:
         train(compiled, of, losses, folder / "saved")
     finally:
-        survival = compiled.trainer(check=False).transport.meeting.survival
+        survival = striker.survival
         told = {
             "losses": losses, "places": striker.places, "recoveries": survival.recoveries, "dead": survival.deaths.dead
         }  # fmt: skip
@@ -265,10 +268,9 @@ def rank(folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float
 def job(setting: Setting, faults: Sequence[Fault], timeout: float = TIMEOUT) -> Job:
     """Fork the ranks of a mesh, and wait for those that are not killed."""
     count = setting.of.size
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="csc-faults-") as name:
         folder = Path(name)
-        pids = [_forked(folder, setting, faults, timeout, one, count, store.port) for one in range(count)]
+        pids, _store = _started(folder, setting, faults, timeout, count)
         frozen = [pids[one.rank] for one in faults if one.number == signal.SIGSTOP]
         codes = _ended(pids, frozen)
         told = {one: json.loads(text) for one, text in _read(folder, "told_{}.json", count)}
@@ -283,9 +285,24 @@ def _read(folder: Path, name: str, count: int) -> Iterator[tuple[int, str]]:
             yield one, (folder / name.format(one)).read_text()
 
 
+Main = Callable[[Path, Setting, Sequence[Fault], float], None]
+
+
+def _started(
+    folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float, count: int, main: Main | None = None
+) -> tuple[list[int], dist.Store]:
+    """The processes, and the store where they find each other. That has threads, and what one of them holds at a fork
+    the new process would wait for without an end: so it is made behind the forks.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pids = [_forked(folder, setting, faults, timeout, one, count, port, main) for one in range(count)]
+    return pids, dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
 def _forked(
     folder: Path, setting: Setting, faults: Sequence[Fault], timeout: float, own: int, count: int, port: int,
-    main: Callable[[Path, Setting, Sequence[Fault], float], None] | None = None,
+    main: Main | None,
 ) -> int:  # fmt: skip
     sys.stdout.flush()
     pid = os.fork()
@@ -405,6 +422,14 @@ class Tally:
         if found.setting.survive.copies:
             self.repeated = max([self.repeated, *map(len, repeated(found))])
 
+    @property
+    def text(self) -> str:
+        """So far."""
+        return (
+            f"{self.tried} faults, {self.lost_steps} steps lost, {self.wrong} losses wrong, {self.hangs} hangs, "
+            f"{self.repeated} again, seen within {p95(self.detect)} s, together within {p95(self.recover)} s (p95)"
+        )
+
 
 def repeated(found: Job) -> Iterator[set[int]]:
     """Of each recovery, what all ranks of a lost replica had finished, and others have done again."""
@@ -426,19 +451,15 @@ def p95(values: Sequence[float]) -> float | None:
 def measured(faults: int, frozen: int, settings: Sequence[Setting], tell: Any = print) -> dict[str, Any]:
     """All of it. faults: how many kills, over all settings."""
     tally, silent, stopped = Tally(), 0, 0
-    for setting in settings:
-        losses = undisturbed(setting)
-        for own in chains(setting, math.ceil(faults / len(settings))):
-            failed = len(tally.failed)
-            tally.add(job(setting, own), losses)
-            tell(
-                "\n".join(
-                    [
-                        f"{setting}: {tally.tried} faults, {tally.wrong} wrong, {tally.repeated} again",
-                        *tally.failed[failed:],
-                    ]
-                )
-            )
+    losses = [undisturbed(setting) for setting in settings]
+    jobs = [chains(setting, math.ceil(faults / len(settings))) for setting in settings]
+    for turn in zip_longest(*jobs):  # so that a run that is cut short has had all settings
+        for setting, expected, own in zip(settings, losses, turn, strict=True):
+            if own is not None:
+                failed = len(tally.failed)
+                tally.add(job(setting, own), expected)
+                named = f"{setting.mesh}, zero={setting.zero}" if setting.zero else setting.mesh
+                tell("\n".join([f"{named}: {tally.text}", *tally.failed[failed:]]))
     for i in range(frozen):
         place = ("the sum of gradients", "F 0 0", "train_step")[i % 3]
         found = job(Setting("dp=2", csc.Survive(1)), [Fault(i % 2, 2, place, 1, int(signal.SIGSTOP))], FROZEN)
@@ -468,10 +489,9 @@ def price_of_copies() -> tuple[int, float]:
     """
     of, found = csc.Mesh.parse(PRICED), []
     for copies in (0, 1):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with tempfile.TemporaryDirectory(prefix="csc-faults-") as name:
             setting, folder = Setting(PRICED, csc.Survive(1, copies)), Path(name)
-            pids = [_forked(folder, setting, [], TIMEOUT, one, of.size, store.port, timed) for one in range(of.size)]
+            pids, _store = _started(folder, setting, [], TIMEOUT, of.size, timed)
             assert set(_ended(pids, [])) == {0}
             found.append(json.loads((folder / "timed_0.json").read_text()))
     (without, _), (seconds, sent) = found

@@ -40,16 +40,18 @@ from csc.torch_private.traces import pytree
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """A step whose gradients are kept apart. loss: as `train_step` returned it."""
+    """A step whose gradients are kept apart. loss: as `train_step` returned it. given: by place among what the trainer
+    steps.
+    """
 
     step: EagerStep
     loss: torch.Tensor
+    given: Sequence[torch.Tensor | None]
 
     @torch.no_grad()
     def keep(self, trainer: Trainer) -> torch.Tensor:
         """Make it a training step of this trainer: its gradients go to `.grad` as `train_step` adds them. The loss."""
-        for name, parameter in trainer.named_parameters():
-            gradient = self.step.gradients.get(name)
+        for parameter, gradient in zip(trainer.parameters(), self.given, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return self.loss
@@ -71,8 +73,8 @@ def compared_step(
     """The same, with the loss as a tensor. drawn: None for a seed that is drawn as in training; torch's generator goes
     on as it does there.
     """
-    parameters = dict(trainer.named_parameters())
-    before = {name: parameter.grad for name, parameter in parameters.items()}
+    parameters = list(trainer.named_parameters())
+    before = [parameter.grad for _, parameter in parameters]
     try:
         trainer.zero_grad()
         inputs = [trainer.reads(microbatch) for microbatch in microbatches]
@@ -80,12 +82,13 @@ def compared_step(
             expected = _after_draw(trainer.device) if drawn is None else generators(trainer.device)
             loss = trainer.train_step(inputs, drawn=drawn)
             more = not torch.equal(expected, generators(trainer.device))
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        given = [parameter.grad for _, parameter in parameters]
+        gradients = {name: p.grad for name, p in reversed(parameters) if p.grad is not None}  # a rank's own go first
         unknown = frozenset({"modules that csc runs as they are"} if more else ())
-        return ComparedStep(EagerStep(float(loss), gradients, unknown), loss)
+        return ComparedStep(EagerStep(float(loss), gradients, unknown), loss, given)
     finally:
-        for name, parameter in parameters.items():
-            parameter.grad = before[name]
+        for (_, parameter), gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
 
 
 def _after_draw(device: torch.device) -> torch.Tensor:

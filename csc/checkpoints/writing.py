@@ -221,8 +221,9 @@ def optimizer(
     """InputError for state that is neither numbers nor tensors."""
     names = {spec.name for spec, _ in written}
     parameters = [replace(parameter, writes=parameter.name in names) for parameter in optimizer_state.owned(trainer)]
+    parameters += optimizer_state.mirrored(trainer)
     state = optimizer_state.listed(made, parameters)
-    of_name = {parameter.name: parameter for parameter in parameters}
+    of_name = {parameter.name: parameter for parameter in parameters if parameter.writes}
     pieces: list[Piece] = []
     for name, entry in state["parameters"].items():
         parameter = of_name[name]

@@ -28,7 +28,8 @@ def explain(
     from csc.analysis.explain import explain as rows_of
     from csc.analysis.unfit_parts import unfit_parts
     from csc.passes.pipeline_problem import limit, problem
-    from csc.reports.forecast import devices_of, memory_forecast
+    from csc.reports.forecast import devices_of, forecast, memory_forecast
+    from csc.reports.survival_price import price_of
 
     with opening as compiled:
         program, options = compiled.program, compiled.options
@@ -36,13 +37,16 @@ def explain(
         components, regions = rows_of(program)
         memory, most = memory_forecast(program, options), limit(program, options)
         devices = devices_of(problem(program, options)) if memory else ()
+        price = price_of(compiled, compiled.survive)
+        step = forecast(compiled, None).plan.makespan if price is not None else 0.0
         fused = _fused(compiled) if options.fuse else []
         unfit = unfit_parts(program, options.mesh) if options.cuda_graphs else []
     if json_output:
         rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
         held = {"memory": [row.as_dict() for row in memory], "memory_limit": most}
         more = {"functions": [asdict(row) for row in fused], "unrecorded": [row._asdict() for row in unfit]}
-        print_json({**rows, **held, **more, "notes": list(program.notes), "mesh": chosen})
+        survived = {"survive": price.as_dict()} if price is not None else {}
+        print_json({**rows, **held, **more, **survived, "notes": list(program.notes), "mesh": chosen})
         return
     if chosen:
         console.print(escape(chosen), highlight=False)
@@ -50,6 +54,8 @@ def explain(
         console.print(explain_table(title, rows_))
     if memory:
         console.print(memory_table(memory, most, devices))
+    for line in price.sentences(step) if price is not None else ():
+        console.print(escape(line), highlight=False)
     if options.fuse:
         console.print(fused_table(fused) if fused else NONE_YET)
     if options.cuda_graphs:

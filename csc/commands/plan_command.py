@@ -56,6 +56,10 @@ def plan(
     copies: Annotated[
         int, typer.Option("--copies", min=0, help="with --survive: microbatches after which sums of gradients are sent")
     ] = 0,
+    mirror: Annotated[
+        bool,
+        typer.Option("--mirror", help="with --survive 1, of one pipeline or zero=3: neighbours have copies"),
+    ] = False,
     limit: Annotated[
         float, typer.Option("--limit", min=0, help="seconds for the choice, or for alternatives and changes")
     ] = SECONDS,
@@ -85,17 +89,18 @@ def plan(
     from csc.driver.mesh_choice import choose
     from csc.reports.advice import advice
     from csc.reports.forecast import forecast, memory_forecast
+    from csc.reports.survival_price import price_of
 
     if ranks is not None:
         with opening as compiled:
-            asked = _asked(compiled, survive, copies)
+            asked = _asked(compiled, survive, copies, mirror)
             fixed = FixedChoices(failures=0 if asked is None else asked.failures)
             choice = choose(compiled, ranks, samples, limit, compiled.inspected.progress, fixed)
         print_json(choice.as_dict()) if json_output else show_meshes(choice, limit)
         return
     with opening as compiled:
         compiled = over(pp, compiled)
-        price = _price(compiled, _asked(compiled, survive, copies))
+        price = price_of(compiled, _asked(compiled, survive, copies, mirror))
         costs = forecast(compiled, None)
         held = memory_forecast(compiled.program, compiled.options)
         advised = advice(compiled, limit, compiled.inspected.progress)
@@ -122,26 +127,16 @@ def _tell(costs: Forecast, held: Sequence[RankMemory], price: SurvivalPrice | No
     console.print(bound_text(costs), highlight=False)
 
 
-def _asked(compiled: CompiledModel, failures: int | None, copies: int) -> Survive | None:
-    """`survive=` as the command line has it, else as the model was compiled. InputError for copies alone."""
-    if copies and failures is None:
-        raise InputError("--copies is given without --survive", "plan", "say how many ranks may be killed: --survive 1")
+def _asked(compiled: CompiledModel, failures: int | None, copies: int, mirror: bool) -> Survive | None:
+    """`survive=` as the command line has it, else as the model was compiled. InputError for its parts alone."""
+    if (copies or mirror) and failures is None:
+        raise InputError(
+            f"--{'copies' if copies else 'mirror'} is given without --survive", "plan",
+            "say how many ranks may be killed: --survive 1",
+        )  # fmt: skip
     from csc.runtime.survival import Survive
 
-    return compiled.survive if failures is None else Survive(failures, copies)
-
-
-def _price(compiled: CompiledModel, survive: Survive | None) -> SurvivalPrice | None:
-    """InputError if it cannot be had."""
-    from csc.driver.options import refuse_beside_survive
-    from csc.reports.survival_price import survival_price
-    from csc.runtime.survival import check as check_survival
-
-    if survive is None:
-        return None
-    refuse_beside_survive(compiled.options)
-    check_survival(compiled.options.mesh, survive.failures)
-    return survival_price(compiled.program, compiled.options, survive)
+    return compiled.survive if failures is None else Survive(failures, copies, mirror)
 
 
 def _refuse_both(ranks: int | None, survive: int | None) -> None:

@@ -32,7 +32,7 @@ from csc.passes.recompute import AUTO, saves_of
 from csc.planning.problem import Problem
 from csc.runtime.launch import several_processes
 from csc.runtime.loss import StepLoss
-from csc.runtime.meeting import COMPILATION, without_dead
+from csc.runtime.meeting import without_dead
 from csc.runtime.optimizer import make_optimizer
 from csc.runtime.survival import Survive
 from csc.runtime.trainer import Trainer
@@ -84,7 +84,11 @@ class Inspected:
     """Of what makes these steps."""
 
     def __init__(self, steps: Steps) -> None:
-        self._programs, self._given, self._steps, self._options = steps.programs, steps.given, steps, steps.options()
+        self._programs, self._given, self._steps = steps.programs, steps.given, steps
+
+    @property
+    def _options(self) -> Options:
+        return self._steps.options()
 
     @property
     def microbatch(self) -> dict[str, Any]:
@@ -200,18 +204,21 @@ class CompiledModel:
     """A model as per-rank programs. Holds one program for all batches of a kind; all of them share the parameters.
 
     Attributes:
-        options: What it was compiled with: mesh, frozen patterns, schedule, and so on.
         inspected: What commands and reports read of it: csc.driver.compiled.
     """
 
     def __init__(self, programs: ModelPrograms, given: GivenBatches, options: Options) -> None:
-        self.options = options
         self._all, self._given = programs, given
         self._steps = Steps(programs, given, options)
         self.inspected = Inspected(self._steps)
         self._nothing = nn.Parameter(torch.empty(0))
 
     # --- what it is made of --------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> Options:
+        """What it was compiled with; with another mesh once ranks with mirrors have gone on without one."""
+        return self._steps.options()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -438,8 +445,7 @@ class CompiledModel:
         """Make the programs of a batch's microbatches, and compare them with eager PyTorch, without a step: later steps
         of these sizes start at once. All ranks call it. Arguments and errors are those of `train_step`.
         """
-        with torch.enable_grad(), self._steps.agreed(COMPILATION, batch, microbatches, local):
-            pass
+        self._steps.compile_for(batch, microbatches, local)
 
     def eval_step(self, batch: Any, microbatches: int | None = None, local: bool = False) -> torch.Tensor:
         """The loss of a batch as the model in eval mode computes it (no dropout), without gradients.
@@ -480,7 +486,8 @@ class CompiledModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what trains on this process' ranks, under the model's own names. With `zero`, of several
-        processes each has its shard of each parameter, with the gradient of that.
+        processes each has its shard of each parameter, with the gradient of that. Behind them stands what this process
+        keeps for another rank (csc.Survive(1, mirror=True)): an optimizer steps that, too.
         """
         return self._steps.of_parameters.named_parameters()
 
@@ -591,6 +598,7 @@ class CompiledModel:
 
     def saved(self, loader: Any, optimizer: torch.optim.Optimizer | None) -> Saved:
         """What there is of it to be saved and loaded: for csc.driver.training_state and checkpoints."""
+        self._steps.settle()
         loader = self._steps.behind(loader)
         trainer, survival = self._steps.current, self._programs.survival
         mesh = self.options.mesh if survival is None else survival.mesh

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.cache.model_entries import Packed, packed_bytes, packed_from
 from csc.cache.store import store
 from csc.capture.batch import split_batch
 from csc.capture.model_guards import Changed, ModelGuards
@@ -24,6 +25,7 @@ from csc.ir.program import Options
 from csc.runtime.parameters import OwnParameters
 from csc.runtime.survival import Survival, Survive
 from csc.runtime.trainer import Trainer
+from csc.temporary import TemporaryFolder
 
 # --- Models that another library has in its hands already ------------------------------------------------------------
 
@@ -199,12 +201,26 @@ class ModelPrograms:
             self.set.look()
         return changes
 
-    def start_again(self, held: OwnParameters) -> None:
-        """What ranks share is built anew: others have come. The store of those that were left is still asked. held:
-        what this process goes on to step.
+    def start_again(self, held: OwnParameters | None, survive: Survive | None) -> None:
+        """What ranks share is built anew: others have come, or one is gone. The store of those that were left is still
+        asked. held: what this process goes on to step; None: what the model has. survive: from now on.
         """
         self._ended = None if self._set is None else self._set.survival
         self._set, self._before, self._was, self._held = None, None, None, held
+        self.settings = replace(self.settings, survive=survive)
+
+    def standby(self, microbatch: Mapping[str, Any], options: Options, later: Options) -> Packed:
+        """The program of later options, on every rank, for when it is needed. All ranks call it, with those of now.
+        InputError if there is none.
+        """
+        other = self.after(None, False)
+
+        def make() -> dict[str, bytes]:
+            with TemporaryFolder() as folder:
+                made = other.set.compiled.packed(microbatch, later, Path(folder) / "program", self.progress)
+                return packed_bytes(made[1], self.compiler.model)
+
+        return packed_from(self.set.of_first(make, options), self.compiler.model)
 
     def after(self, directory: Path | None, check: bool | int | None) -> ModelPrograms:
         """For other options of the same model: the same traces, the same parameters. check: None: as before."""

@@ -17,7 +17,7 @@ from csc.driver.compiler import Compiler
 from csc.driver.features import FeaturesAhead, KeptFeatures
 from csc.driver.mesh_choice import with_chosen_mesh
 from csc.driver.model_programs import Example, Factory, GivenBatches, ModelPrograms, Settings
-from csc.driver.options import refuse_beside_survive, shown
+from csc.driver.options import of_fewer, refuse_beside_survive, shown
 from csc.driver.programs import MadeFeatures
 from csc.errors import InputError
 from csc.ir.program import Options
@@ -46,11 +46,13 @@ def compiled_model(
     programs = ModelPrograms(model, settings, directory, compiler)
     batches = GivenBatches(example, dividing, programs, Widths.of(widths))
     if settings.survive is not None:
-        refuse_beside_survive(options, features is not None)
+        refuse_beside_survive(options, features is not None, settings.survive.mirror)
     if options.mesh.is_open:
         options = with_chosen_mesh(programs, batches, options)
     if settings.survive is not None:
-        check_mesh(options.mesh, settings.survive.failures)
+        check_mesh(options.mesh, settings.survive, options.zero)
+        if settings.survive.mirror:
+            of_fewer(options)
     return CompiledModel(programs, batches, options)
 
 

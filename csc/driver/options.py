@@ -182,20 +182,54 @@ def _each(option: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
     return tuple(read(option, item) for item in value)
 
 
-def refuse_beside_survive(options: Options, features: bool = False) -> None:
-    """InputError for options with which a rank cannot be lost. features: some come before a step."""
-    shards = "all replicas meet in each stage, and none finishes alone; a lost rank's shards are nowhere else"
-    refused = {
-        f"zero={options.zero}": (options.zero >= 3, shards),
-        "fuse=True": (options.fuse, "ranks meet while functions are compiled"),
-        "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start"),
-        "encode_ahead or cache_features": (features, "a rank has features that others lack"),
-    }
-    for option, (is_on, why) in refused.items():
-        if is_on:
-            instead = "use zero=2, whose shards several replicas have" if options.zero >= 3 else f"leave {option} out"
+def of_fewer(options: Options) -> Options:
+    """Those of the program with which ranks with mirrors go on that have lost one: a pipeline of a rank fewer, whose
+    stages csc plans, or a replica fewer, where the others do its microbatches. InputError: they cannot.
+    """
+    mesh, count = options.mesh, options.microbatches
+    if mesh.pp > 1:
+        mesh = replace(mesh, pp=mesh.pp - 1)
+    else:
+        total, mesh = mesh.dp * count, replace(mesh, dp=mesh.dp - 1)
+        if total % mesh.dp:
             raise InputError(
-                f"with {option} a rank cannot be lost: {why}", "compile", f"{instead}; or leave survive= out"
+                f"{total} microbatches of a step cannot be shared out evenly among the {mesh.dp} ranks that are left "
+                "when one is lost", "compile", f"use microbatches={-(-count // mesh.dp) * mesh.dp}",
+            )  # fmt: skip
+        count = total // mesh.dp
+    return replace(
+        options, mesh=mesh, microbatches=count, cuts=None, stages=None, placement=None, chunks=None, schedule="auto"
+    )  # fmt: skip
+
+
+def refuse_beside_survive(options: Options, features: bool = False, mirror: bool = False) -> None:
+    """InputError for options with which a rank cannot be lost. features: some come before a step. mirror: ranks
+    go on as fewer.
+    """
+    shards = "all replicas meet in each stage, and none finishes alone; a lost rank's shards are nowhere else"
+    of_each = any(isinstance(given, tuple) for given in (options.hardware, options.memory))
+    fewer = "the others go on as a mesh of a rank fewer"
+    refused = {
+        f"zero={options.zero}": (
+            options.zero >= 3 and not mirror, shards,
+            "use zero=2, whose shards several replicas have; or csc.Survive(1, mirror=True)",
+        ),
+        "fuse=True": (options.fuse, "ranks meet while functions are compiled", ""),
+        "cuda_graphs=True": (options.cuda_graphs, "what was recorded is for the ranks of the start", ""),
+        "encode_ahead or cache_features": (features, "a rank has features that others lack", ""),
+        "hardware= or memory= for each rank": (
+            mirror and of_each, f"{fewer}, and which one is lost is not known before", "give one for all ranks",
+        ),
+        "passes=": (mirror and options.passes is not None, f"they say how the model is cut, and {fewer}", ""),
+        f"mesh=csc.Mesh({options.mesh})": (
+            mirror and options.mesh.is_open, "mirror=True is for one pipeline", f"use mesh='pp={options.mesh.size}'",
+        ),
+    }  # fmt: skip
+    for option, (is_on, why, instead) in refused.items():
+        if is_on:
+            raise InputError(
+                f"with {option} a rank cannot be lost: {why}", "compile",
+                f"{instead or f'leave {option} out'}; or leave survive= out",
             )  # fmt: skip
 
 

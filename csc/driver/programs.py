@@ -837,8 +837,8 @@ class ProgramSet:
             several = dist.is_initialized() and dist.get_world_size() > 1
             survive = self._survive if several else None
             if survive is not None:  # of options that have changed since csc.compile
-                refuse_beside_survive(options, self.features is not None)
-                check_survival(options.mesh, survive.failures)
+                refuse_beside_survive(options, self.features is not None, survive.mirror)
+                check_survival(options.mesh, survive, options.zero)
             self._meeting = Meeting.of_all(self._timeout) if several else Meeting()
             if survive is not None:
                 self._meeting.survival = Survival(survive, options.mesh, self._meeting, self._timeout)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from csc.cache.model_entries import Packed
 from csc.capture.batch import split_batch
 from csc.capture.guards import Match
 from csc.capture.model_guards import ModelGuards, autocasts
@@ -25,18 +26,31 @@ from csc.driver.checking import meeting_in
 from csc.driver.features import FeaturesAhead
 from csc.driver.model_programs import GivenBatches, ModelPrograms
 from csc.driver.notices import NewSizes, TriedWidths, notice, unlogged, what_trains
-from csc.driver.options import changed
+from csc.driver.options import changed, of_fewer
 from csc.driver.programs import ProgramSet, evaluated, options_for, own_rank
 from csc.driver.training_state import Prefetched
 from csc.errors import DifferenceError, InputError, StepFailed
 from csc.ir.program import Options
 from csc.runtime.batches import Fetched, Microbatches, ahead
 from csc.runtime.executor import Encoding
-from csc.runtime.joining import OptimizerState, ask, give_state, give_weights, is_under_way
+from csc.runtime.joining import OptimizerState, ask, bring, give_state, give_weights, is_under_way
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import EVALUATION, FIRST_STEP, NOTHING, STEP, STEPS, Interrupted, Joining, StepVote, Vote
-from csc.runtime.optimizer import SteppedParameter, listed, owned
-from csc.runtime.specs import Manifest
+from csc.runtime.meeting import (
+    COMPILATION,
+    EVALUATION,
+    FIRST_STEP,
+    NOTHING,
+    STEP,
+    STEPS,
+    FewerRanks,
+    Interrupted,
+    Joining,
+    StepVote,
+    Vote,
+    answering,
+)
+from csc.runtime.optimizer import SteppedParameter, hook, listed, mirrored, owned
+from csc.runtime.specs import Manifest, cut
 from csc.runtime.timelines import gathered, timeline
 from csc.runtime.trainer import Trainer
 from csc.simulation.page import bytes_text
@@ -191,6 +205,7 @@ class Steps:
         self._trained = 0
         self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # that were made
         self._state: OptimizerState | None = None  # of the others' optimizer, for one that is to be made
+        self._standby: Packed | None = None  # the program of one rank fewer
 
     def options(self, microbatches: int | None = None) -> Options:
         """Those of a step. InputError if there cannot be so many."""
@@ -257,14 +272,79 @@ class Steps:
             following = self._handed[1].following() if self._handed[1].batch is batch else None
         while True:
             try:
+                self.settle()
+                self._stand_by()
+                if self._standby is not None:
+                    self._one_optimizer()
                 with torch.enable_grad():  # as a forward that is trained runs, also where the caller is in no_grad
                     loss = self._step(STEP, batch, microbatches, local, following)
             except Joining:
                 with suppress(Interrupted):  # a rank has died meanwhile: those that were lost are not all there
                     self._take_up()
+            except FewerRanks:
+                continue
             else:
                 self._trained += 1
                 return loss
+
+    # --- ranks with mirrors that have lost one ---------------------------------------------------------------------
+
+    def _stand_by(self) -> None:
+        """Before the first step: the program that ranks with mirrors go on with, if one is lost. All ranks call it.
+        InputError if there is none.
+        """
+        survive = self.programs.settings.survive
+        if survive is None or not survive.mirror or self._standby is not None:
+            return
+        _ = self.current  # with the group of all ranks
+        if own_rank() is not None:
+            self._standby = self.programs.standby(
+                self.given.microbatch(self._options), self._options, of_fewer(self._options)
+            )  # fmt: skip
+
+    def settle(self) -> None:
+        """If a rank is lost that is mirrored, all that are left go on as a mesh of a rank fewer. All ranks call it,
+        each having made the same steps.
+        """
+        survival = self.programs.set.survival if self.programs.settings.survive is not None else None
+        if survival is None or not survival.lacks:
+            return
+        trainer, model, began = self.current, self.programs.compiler.model, time.perf_counter()
+        own, kept = owned(trainer), mirrored(trainer)
+        each = [own + [replace(one, writes=False) for one in kept], kept + [replace(one, writes=False) for one in own]]
+        given = trainer.transport.meeting.hold("optimizer", lambda: (NOTHING, list(map(self._given_away, each))))
+        with answering("a rank", "those that are left were given what a lost one had"):
+            gradients = bring(trainer.own, survival.members, weights_of(model))
+        options, self._options = self._options, of_fewer(self._options)
+        self.programs.start_again(None, None)
+        self._evaluating = None
+        if self._standby is not None:
+            self.programs.set.compiled.take(self._standby, self.given.microbatch(self._options), self._options)
+        trainer = self.trainer(check=False)
+        for parameter in model.parameters():
+            parameter.grad = None
+        boxes = {spec.name: trainer.own.box(spec) for spec in trainer.own.trained}
+        for name, parameter in trainer.named_parameters():
+            if name in gradients:
+                box = boxes[name]
+                gradient = gradients[name] if box is None else cut(gradients[name], box)
+                parameter.grad = gradient.to(parameter.device)
+        own_state, kept_state = (
+            give_state(listed_state, listed_of, owned(trainer))
+            for (_, listed_state), listed_of in zip(given, each, strict=True)
+        )
+        assert own_state is not None and kept_state is not None
+        optimizer, _ = given[0]
+        if trainer.own.data is not None:
+            hook(optimizer, trainer.own.data)
+        own_state.with_more(kept_state).put_in_place(optimizer, owned(trainer))
+        survival.end()
+        if survival.members[0] == survival.me:
+            log.warning(
+                "%s goes on as %s: parameters, gradients and the optimizer's state of the lost rank came from its "
+                "neighbour, and from no checkpoint, in %.2f s", options.mesh, self._options.mesh,
+                time.perf_counter() - began,
+            )  # fmt: skip
 
     # --- ranks that were lost and come back ------------------------------------------------------------------------
 
@@ -289,7 +369,7 @@ class Steps:
         admission.enter(rank, self._options.mesh.size, settings.timeout)
         give_weights(admission, self.programs.compiler.model)
         self._trained, self._count = admission.steps, admission.calls
-        self._state = give_state(admission, None, owned(self.trainer(check=False)))
+        self._state = give_state(None, (), owned(self.trainer(check=False)))
         return admission.steps
 
     def _take_up(self) -> None:
@@ -298,7 +378,7 @@ class Steps:
         assert survival is not None
         own = owned(trainer)
         try:
-            given = trainer.transport.meeting.hold("rejoin", lambda: (NOTHING, self._given_away(own)))
+            given = trainer.transport.meeting.hold("rejoin", lambda: (NOTHING, self._given_away(own)[1]))
             trainer.collect(weights_of(model))
         except (InputError, StepFailed) as error:
             if isinstance(error, Interrupted):
@@ -308,25 +388,30 @@ class Steps:
         admission = survival.admit(self._trained, self._count)
         give_weights(admission, model)
         trainer.own.rejoined(self._options.mesh, survival.me)
-        self.programs.start_again(trainer.own)
+        self.programs.start_again(trainer.own, self.programs.settings.survive)
         self._evaluating = None
         self.trainer(check=False)
-        give_state(admission, given, own)
+        give_state(given, own, ())
         if admission.source == survival.me:
             log.warning("all ranks train again, from step %d on", admission.steps)
 
-    def _given_away(self, own: Sequence[SteppedParameter]) -> dict[str, Any]:
-        """What those that come back are to have of this rank's optimizer. InputError if they cannot have it."""
+    def _given_away(self, own: Sequence[SteppedParameter]) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        """The optimizer, and what others are to have of its state. InputError if they cannot have it."""
+        optimizer = self._one_optimizer()
+        return optimizer, listed(optimizer, own)
+
+    def _one_optimizer(self) -> torch.optim.Optimizer:
+        """InputError if it is not the only one that was made."""
         if len(self._optimizers) > 1:
             gc.collect()  # one that was replaced may still be there
         optimizers = list(self._optimizers)
         if len(optimizers) != 1:
             fault = "several optimizers were" if optimizers else "no optimizer was"
             raise InputError(
-                f"{fault} made with compiled.optimizer(...), and a rank that comes back gets the state of one",
-                "rejoin", "make one, with groups of parameters where these have different options",
+                f"{fault} made with compiled.optimizer(...), and where ranks come or go others get the state of one",
+                "optimizer", "make one, with groups of parameters where these have different options",
             )  # fmt: skip
-        return listed(optimizers[0], own)
+        return optimizers[0]
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         """It steps what trains: after `rejoin` it gets the state of the others'."""
@@ -352,9 +437,11 @@ class Steps:
         """The loss of a batch in eval mode, by programs for the training programs of now."""
         count = self._options.microbatches if microbatches is None else microbatches
         self._refuse_local(local or isinstance(batch, ReplicaShare))
-        evaluating = self.evaluating
-        with evaluated(self.programs.compiler.model), torch.no_grad():
-            return evaluating._step(EVALUATION, batch, count, local)
+        while True:
+            self.settle()
+            evaluating = self.evaluating
+            with suppress(FewerRanks), evaluated(self.programs.compiler.model), torch.no_grad():
+                return evaluating._step(EVALUATION, batch, count, local)
 
     @property
     def evaluating(self) -> Steps:
@@ -364,6 +451,14 @@ class Steps:
             programs = self.programs.evaluating()
             self._evaluating = Steps(programs, self.given.of(programs), options_for(self._options))
         return self._evaluating
+
+    def compile_for(self, batch: Any, microbatches: int | None, local: bool) -> None:
+        """The programs of a batch, without a step."""
+        while True:
+            self.settle()
+            self._stand_by()
+            with suppress(FewerRanks), torch.enable_grad(), self.agreed(COMPILATION, batch, microbatches, local):
+                return
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients; their norm before."""
@@ -555,6 +650,7 @@ class Steps:
 
     def gather(self) -> None:
         """Bring what any rank has trained or loaded into the model, in every process."""
+        self.settle()
         trained = self.programs.set.trained
         if trained is not None:
             trained.collect(weights_of(self.programs.compiler.model))

@@ -321,7 +321,7 @@ def take_up(state: State, index: StepIndex) -> Restored:
             )  # fmt: skip
         if WEIGHTS in state.has:
             restoring.check_model(index, expected(state))
-        owned = optimizer.owned(saved.trainer)
+        owned = [*optimizer.owned(saved.trainer), *optimizer.mirrored(saved.trainer)]
         if OPTIMIZER in state.has:
             assert saved.optimizer is not None
             restored = restoring.optimizer(index, saved.optimizer, owned)

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from csc.analysis.costs import stored_dtypes, variant_cost
+from csc.driver.compiled import CompiledModel
+from csc.driver.options import of_fewer, refuse_beside_survive
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import profiles
-from csc.runtime.survival import Survive
+from csc.runtime.survival import Survive, check
 from csc.simulation.page import bytes_text, seconds_text
 from csc.simulation.pipeline import Link
 
@@ -23,7 +25,8 @@ class SurvivalPrice:
     """sums: of gradients, at the end of a step, beside those of the own replica. optimizer: of the shards that a rank
     steps so that other replicas have them too (ZeRO). copies: of gradients, on their way and held for another rank.
     sends: how many of them in a step, each of so many bytes, and seconds for all. before, after: microbatches of the
-    busiest replica, of a whole job and after all failures.
+    busiest replica, of a whole job and after all failures. mirror: a neighbour's parameters, gradients and
+    optimizer's state; fewer: the mesh that goes on without one rank, "" where replicas are lost.
     """
 
     failures: int
@@ -35,6 +38,8 @@ class SurvivalPrice:
     seconds: float
     before: int
     after: int
+    mirror: int = 0
+    fewer: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,6 +47,16 @@ class SurvivalPrice:
     def sentences(self, makespan: float) -> list[str]:
         """makespan: of the step as it was planned."""
         several = "s" * (self.failures > 1)
+        share = f"{self.seconds / makespan if makespan else math.inf:.1%} of the step"
+        if self.fewer:
+            return [
+                f"survive={self.failures}, mirrored: when a rank is killed the others go on as {self.fewer}, with "
+                f"{self.after} microbatches each in place of {self.before}; the step that was under way begins again",
+                f"its memory, which the plan does not have: {bytes_text(self.mirror)} of a neighbour's parameters, "
+                "gradients and optimizer's state, which the optimizer steps, too",
+                f"copies: {bytes_text(self.size)} of gradients are sent at the end of a step: "
+                f"{seconds_text(self.seconds)} at the speed of the links, {share}",
+            ]
         lines = [
             f"survive={self.failures}: {self.failures} killed rank{several} may take as many replicas out; those that "
             f"are left do {self.after} microbatches each in place of {self.before}",
@@ -50,12 +65,20 @@ class SurvivalPrice:
             + (f", {bytes_text(self.copies)} of copies" if self.copies else ""),
         ]
         if self.sends:
-            share = self.seconds / makespan if makespan else math.inf
             lines.append(
                 f"copies: {bytes_text(self.size)} are sent {self.sends} times a step, beside the work: "
-                f"{seconds_text(self.seconds)} at the speed of the links, {share:.1%} of the step"
+                f"{seconds_text(self.seconds)} at the speed of the links, {share}"
             )
         return lines
+
+
+def price_of(compiled: CompiledModel, survive: Survive | None) -> SurvivalPrice | None:
+    """Of a model's program; None where nothing is to be survived. InputError for ranks that cannot be lost."""
+    if survive is None:
+        return None
+    refuse_beside_survive(compiled.options, mirror=survive.mirror)
+    check(compiled.options.mesh, survive, compiled.options.zero)
+    return survival_price(compiled.program, compiled.options, survive)
 
 
 def survival_price(program: Program, options: Options, survive: Survive) -> SurvivalPrice:
@@ -65,13 +88,20 @@ def survival_price(program: Program, options: Options, survive: Survive) -> Surv
     costs = {name: variant_cost(variant, False, stored[name]) for name, variant in program.variants.items()}
     variant = {region.name: region.variant for region in program.regions}
     ranks, shards = math.prod(mesh.sizes(Group.DATA)), mesh.dp // (survive.failures + 1) * mesh.cp
-    sums, states, size = 0, 0, 0
+    sums, states, size, piece, leaving = 0, 0, 0, 0, 0
     for position in range(mesh.pp):
         own = [costs[variant[name]] for stage in program.stages if stage.rank == position for name in stage.regions]
         _, gradients, state = (sum(kind) for kind in zip(*(cost.held(0, 1) for cost in own)))
-        _, planned, planned_state = (sum(kind) for kind in zip(*(cost.held(zero, ranks) for cost in own)))
+        parameters, planned, planned_state = (sum(kind) for kind in zip(*(cost.held(zero, ranks) for cost in own)))
+        piece, leaving = max(piece, parameters + planned + planned_state), max(leaving, planned)
         size, sums = max(size, gradients), max(sums, 2 * gradients - planned)
         states = max(states, -(-state // shards) - planned_state if zero else 0)
+    if survive.mirror:
+        fewer = of_fewer(options)
+        return SurvivalPrice(
+            survive.failures, 0, 0, 0, 1, leaving, _seconds(program, options, leaving), options.microbatches,
+            fewer.microbatches, piece, str(fewer.mesh),
+        )  # fmt: skip
     sends = -(-options.microbatches // survive.copies) if survive.copies else 0
     left, total = mesh.dp - survive.failures, mesh.dp * options.microbatches
     return SurvivalPrice(

@@ -83,6 +83,12 @@ class ProcessGroups:
         self.messages, self.sums, self.layer = {}, {}, None
         destroy(groups)
 
+    @property
+    def exchanges(self) -> dist.ProcessGroup:
+        """Over which ranks exchange what is no message: those of a layer, or, where that is one rank, all of them."""
+        everyone = self._manifest.mesh.group(Group.WORLD, self._rank)
+        return self.layer if self.layer is not None else self.sums[everyone]
+
     def close_sums(self) -> None:
         """As `close`, but messages of this rank's pipeline still pass."""
         sums, self.sums = self._own_sums(), {}
@@ -323,7 +329,7 @@ class Distributed:
         leaving = {peer: [tensor.contiguous().to(self._wire) for tensor in tensors] for peer, tensors in sends.items()}
         arriving = [(peer, tensor) for peer, tensors in coming.items() for tensor in tensors]
         departing = [(peer, tensor) for peer, tensors in leaving.items() for tensor in tensors]
-        group, exchange = self._groups.layer, _Exchanging(coming, leaving, why)
+        group, exchange = self._groups.exchanges, _Exchanging(coming, leaving, why)
         if self._pollable and arriving + departing:
             batch = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in arriving]
             batch += [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in departing]

@@ -29,9 +29,11 @@ import torch.distributed as dist
 from torch import nn
 
 from csc.errors import InputError, RankLost
+from csc.runtime import optimizer as optimizers
 from csc.runtime.meeting import answering, gathered_texts, store_of_processes
-from csc.runtime.optimizer import SteppedParameter, check_whole, fits, joined, put, restored
-from csc.runtime.specs import Box, overlap
+from csc.runtime.optimizer import SteppedParameter, check_whole, fits, joined, restored
+from csc.runtime.parameters import OwnParameters
+from csc.runtime.specs import Box, overlap, put, sizes
 from csc.runtime.stores import ANSWER, Guarded, connected
 
 JOB, ADMITTED, ASKS = "job", "admitted", "joins"
@@ -178,10 +180,27 @@ class OptimizerState:
     table: Mapping[str, Any]
     parts: dict[tuple[str, str], list[Part]] = field(default_factory=dict)
 
+    def with_more(self, other: OptimizerState) -> OptimizerState:
+        """This, and what other ranks had of another one."""
+        parts = {key: [*self.parts.get(key, ()), *other.parts.get(key, ())] for key in {**self.parts, **other.parts}}
+        return OptimizerState(joined([self.table, other.table]), parts)
+
+    def put_in_place(self, optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) -> None:
+        """As `put`, to an optimizer of other parameters, which steps these from now on: each in its group."""
+        of_name = {stepped.name: stepped.parameter for stepped in own}
+        optimizer.state.clear()
+        for group, then in zip(optimizer.param_groups, self.table["groups"], strict=True):
+            names = [name for name in then["names"] if name in of_name]
+            nothing = [parameter for parameter in group["params"] if not parameter.numel()]
+            group["params"] = [of_name[name] for name in names] or nothing
+            if "param_names" in group:
+                group["param_names"] = names
+        self.put(optimizer, own)
+
     def put(self, optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) -> None:
         """Give it to this rank's optimizer. InputError if it is of another kind or has other groups."""
         fits(self.table, optimizer, _unfit)
-        put(optimizer, restored(self.table, optimizer, own, self._assembled, _unfit))
+        optimizers.put(optimizer, restored(self.table, optimizer, own, self._assembled, _unfit))
 
     def _assembled(self, parameter: SteppedParameter, key: str, _: Any) -> torch.Tensor:
         device, parts = parameter.parameter.device, self.parts.get((parameter.name, key), [])
@@ -203,14 +222,38 @@ def _unfit(fault: str) -> InputError:
     return InputError(fault, "rejoin", "make the optimizer as the other ranks have made theirs")
 
 
+@torch.no_grad()
+def bring(own: OwnParameters, members: Sequence[int], into: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy what was trained (after `load`: all that was read) into these tensors, from these ranks, which are left of
+    those that have mirrors; what there is of gradients, by name. All of them call it.
+    """
+    me, gradients = members[dist.get_rank()], dict[str, torch.Tensor]()
+    for spec in own.written:
+        whole = into[spec.name]
+        for box, giver, held in own.given(spec):
+            if 0 in sizes(box):
+                continue
+            source, value = members.index(giver), whole.new_empty(sizes(box))
+            gradient = None
+            if giver == me:
+                assert held is not None
+                gradient = held.grad
+                value.copy_(held)
+            put(whole, box, _from_rank(value, source).to(whole.device))
+            if bool(_from_rank(torch.tensor([gradient is not None]), source)):
+                part = _from_rank(value if gradient is None else gradient, source).to(whole.device)
+                put(gradients.setdefault(spec.name, torch.zeros_like(whole)), box, part)
+    return gradients
+
+
 def give_state(
-    admission: Admission, listed: Mapping[str, Any] | None, own: Sequence[SteppedParameter]
+    listed: Mapping[str, Any] | None, own: Sequence[SteppedParameter], wanted: Sequence[SteppedParameter]
 ) -> OptimizerState | None:
-    """Give those that join the state of what they step; None: the others have no optimizer. listed: what this rank
-    gives, as `optimizer.listed`; None: nothing. All ranks call it.
+    """Give each rank the state of what it has begun to step; None: nobody has an optimizer. listed: what this rank
+    gives, as `optimizer.listed` says it of `own`; None: nothing. wanted: what it begins to step. All ranks call it.
     """
     rank, given = dist.get_rank(), listed if listed is not None else {"parameters": {}}
-    of_name = {parameter.name: parameter for parameter in own}
+    of_name = {parameter.name: parameter for parameter in own if parameter.writes}
     tensors = [
         (name, key, value, of_name[name].box if value.shape == of_name[name].parameter.shape else None)
         for name, entry in given["parameters"].items() for key, value in entry["tensors"].items() if value.numel()
@@ -221,7 +264,7 @@ def give_state(
             for name, entry in listed["parameters"].items()
         }},
         "tensors": [[name, key, *_form(value), box] for name, key, value, box in tensors],
-        "steps": [[parameter.name, parameter.box] for parameter in own] if admission.joins else [],
+        "steps": [[parameter.name, parameter.box] for parameter in wanted],
     }  # fmt: skip
     with answering("a rank", "ranks were taken up again"):
         said = [json.loads(text) for text in gathered_texts(json.dumps(told))]
@@ -229,7 +272,7 @@ def give_state(
     if not tables:
         return None
     state = OptimizerState(joined(tables))
-    stepped: dict[str, list[Box]] = {}
+    stepped, boxes = dict[str, list[Box]](), {parameter.name: parameter.box for parameter in wanted}
     for name, box in chain.from_iterable(one["steps"] for one in said):
         stepped.setdefault(name, []).append(_box(box))
     for source, one in enumerate(said):
@@ -239,9 +282,9 @@ def give_state(
                 continue
             value = tensors[number][2] if source == rank else torch.empty(shape, dtype=getattr(torch, dtype))
             value = _from_rank(value, source)
-            if admission.joins and name in of_name and (part is None or any(overlap(of_name[name].box, part))):
+            if name in boxes and (part is None or any(overlap(boxes[name], part))):
                 state.parts.setdefault((name, key), []).append(Part(part, value))
-    return state if admission.joins else None
+    return state
 
 
 def _form(tensor: torch.Tensor) -> tuple[str, list[int]]:

@@ -452,7 +452,8 @@ EVALUATION, COMPILATION = "eval_step", "compile_for"
 STEPS = (STEP, EVALUATION)  # what counts as a step
 AGREED = (*STEPS, FIRST_STEP, OWN_SAMPLES)  # what is followed by messages
 CLIP = "clip_grad_norm_"
-REPEATED = (*STEPS, FIRST_STEP, COMPILATION, CLIP)  # what ranks that are left agree on anew, without those that died
+PREPARED = (*STEPS, FIRST_STEP, COMPILATION)  # what takes a program
+REPEATED = (*PREPARED, CLIP)  # what ranks that are left agree on anew, without those that died
 Result = TypeVar("Result")
 
 
@@ -498,9 +499,13 @@ def let_go(error: BaseException) -> None:
 
 
 class Survives(Protocol):
-    """What a meeting asks of csc.runtime.survival.Survival. failures: how many ranks may die."""
+    """What a meeting asks of csc.runtime.survival.Survival. failures: how many ranks may die. mirror: whether a
+    neighbour has what a lost rank had; lacks: whether that is so, and a mesh of fewer is to be made.
+    """
 
     failures: int
+    mirror: bool
+    lacks: bool
 
     def lost(self, seconds: float = 0.0) -> bool:
         """Whether a member has died."""
@@ -517,6 +522,10 @@ class Survives(Protocol):
 
 class Joining(Exception):
     """All ranks that were lost have been started again, and ask to be taken up."""
+
+
+class FewerRanks(Exception):
+    """A rank is lost that is mirrored, and all that are left make a mesh of fewer."""
 
 
 class _Anew(Exception):
@@ -648,6 +657,8 @@ class Meeting:
                 try:
                     return self._once(operation, make)
                 except _Anew:
+                    if self.survival is not None and self.survival.lacks and operation in PREPARED:
+                        raise FewerRanks from None
                     if operation not in REPEATED:
                         raise self._interrupted(operation) from None
 

@@ -21,6 +21,7 @@ from csc.errors import InputError
 from csc.runtime import weights
 from csc.runtime.loaded_program import read_json, within
 from csc.runtime.meeting import NOTHING, Vote
+from csc.runtime.parameters import DataShards
 from csc.runtime.specs import Box, ParameterSpec, overlap, part_in_box, whole_box
 from csc.runtime.trainer import Trainer
 from csc.runtime.weights import digest, published
@@ -134,12 +135,16 @@ def make_optimizer(trainer: Trainer, make: Make, parameters: Iterable[Any], **op
         check(_named(make, options), _different(of_groups) or [{}], trainer.device)
     optimizer = make(groups, **options)
     if trainer.own.data is not None:
-        data = trainer.own.data
         _check_own(optimizer, trainer)
-        optimizer.register_step_pre_hook(lambda *_: data.check_current())
-        optimizer.register_step_post_hook(lambda *_: data.stepped())
+        hook(optimizer, trainer.own.data)
         optimizer.register_load_state_dict_pre_hook(_check_state)
     return optimizer
+
+
+def hook(optimizer: torch.optim.Optimizer, data: DataShards) -> None:
+    """It is proven to work entry by entry: its steps on these shards are right."""
+    optimizer.register_step_pre_hook(lambda *_: data.check_current())
+    optimizer.register_step_post_hook(lambda *_: data.stepped())
 
 
 def _named(make: Make, options: Mapping[str, Any]) -> Make:
@@ -237,6 +242,17 @@ def owned(trainer: Trainer) -> list[SteppedParameter]:
     return stepped
 
 
+def mirrored(trainer: Trainer) -> list[SteppedParameter]:
+    """What it steps as another rank does, which may be lost: its optimizer has this too, and nobody else saves it."""
+    mirror = trainer.own.mirror
+    if mirror is None:
+        return []
+    return [
+        SteppedParameter(piece.spec.name, piece.spec, parameter, piece.box, mirror.stands_in(piece))
+        for piece, parameter in mirror.trained
+    ]
+
+
 def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Trainer) -> None:
     """Write the state beside the weights that `directory` has. If one process cannot, all raise, and the state that was
     there is what is read there. InputError for state that is neither numbers nor tensors of a parameter's entries.
@@ -247,9 +263,9 @@ def save(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
     file = f"optimizer-{rank + 1:05d}-of-{count:05d}-{int(drawn):08x}.safetensors"
 
     def write() -> tuple[Vote, str]:
-        parameters = owned(trainer)
+        parameters = [*owned(trainer), *mirrored(trainer)]
         tensors, index = _placed(
-            listed(optimizer, parameters), {parameter.name: parameter for parameter in parameters}, file, rank
+            listed(optimizer, parameters), {one.name: one for one in parameters if one.writes}, file, rank
         )
         if tensors:
             digests = json.dumps({name: digest(tensor) for name, tensor in tensors.items()})
@@ -325,7 +341,8 @@ def listed(optimizer: torch.optim.Optimizer, own: Sequence[SteppedParameter]) ->
                 "save",
                 "make it with compiled.optimizer(...), or over compiled.parameters()",
             )
-        groups.append({"names": [parameter.name for parameter in members], "options": _options(group)})
+        names = dict.fromkeys(parameter.name for parameter in members)  # of some another rank's shard is kept, too
+        groups.append({"names": list(names), "options": _options(group)})
         for parameter in members:
             if parameter.writes and parameter.parameter in optimizer.state:
                 numbers, tensors = _state_of(parameter, optimizer.state[parameter.parameter])
@@ -414,7 +431,7 @@ def load(directory: str | Path, optimizer: torch.optim.Optimizer, trainer: Train
 
     def read() -> tuple[Vote, dict[str, Any]]:
         try:
-            return NOTHING, _read(Path(directory), optimizer, owned(trainer))
+            return NOTHING, _read(Path(directory), optimizer, [*owned(trainer), *mirrored(trainer)])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InputError(
                 f"it is damaged: {type(error).__name__}: {error}", str(Path(directory) / INDEX),

@@ -24,6 +24,7 @@ from csc.runtime.consistency import Sample, Shared, checksum, read
 from csc.runtime.gradients import GradientSums, Shard, filled, seen, shard_of
 from csc.runtime.loaded_program import LoadedProgram
 from csc.runtime.meeting import CLIP, NOTHING, Vote
+from csc.runtime.mirrors import Mirror, Piece
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Box, Manifest, ParameterSpec, cut, part_in_box, put, sizes, whole_box
 from csc.runtime.transport import Endpoint, InProcess, Membership, Met, Transport
@@ -53,6 +54,9 @@ class Source:
         """As it is now."""
         sample = Sample(tensor)
         return cls(tensor, tensor._version, sample, read([sample]))
+
+
+MIRRORED = "of another rank: "  # before the names of what is kept for that
 
 
 class Kept(NamedTuple):
@@ -122,6 +126,17 @@ class Shards:
             return [box]
         ranks = self._ranks(spec)
         return [part_in_box(box, *shard_of(spec.local.shape, ranks, place)) for place in range(ranks)]
+
+    def pieces(self, specs: Sequence[ParameterSpec], rank: int) -> list[Piece]:
+        """What a rank holds, where others have shards of it or, in a pipeline, none of it (csc.runtime.mirrors)."""
+        position = self._mesh.coordinates(rank).pp
+        held = [self.all_pieces(spec) for spec in specs if position in spec.ranks]
+        return [pieces[rank] if len(pieces) > 1 else pieces[0] for pieces in held]
+
+    def all_pieces(self, spec: ParameterSpec) -> list[Piece]:
+        """Of all ranks: each has a shard, or those that have it have all of it."""
+        boxes = self._boxes(spec, whole_box(spec.shape))
+        return [Piece(spec, box, place if len(boxes) > 1 else spec.owner) for place, box in enumerate(boxes)]
 
     def divides(self, boxes: Sequence[Box]) -> bool:
         """Whether ranks of this process hold different parts of a parameter that it keeps whole."""
@@ -430,6 +445,7 @@ class OwnParameters:
         refuse_elsewhere(self.values, device)
         self.data = self._data_shards(data)
         self._compare(self.parts.sources)
+        self.mirror = self._mirrored(given, kept)
         self._filled = False  # then frozen parameters, too, are known to the ranks that hold them alone
 
     def regroup(self, manifest: Manifest, replicas: Sequence[int]) -> None:
@@ -445,6 +461,28 @@ class OwnParameters:
         """
         if self.data is not None:
             self.data.regroup(mesh, rank, mesh.replicas)
+
+    def _mirrored(self, given: Given, kept: Mapping[str, Kept]) -> Mirror | None:
+        """What this process keeps of another rank's parameters, if it is to survive the loss of that."""
+        survival = self._transport.meeting.survival
+        if survival is None or not survival.mirror or not any(spec.trainable for spec in self._manifest.parameters):
+            return None
+        assert isinstance(given, Mapping)
+        pieces, first = partial(self.parts.pieces, self._manifest.parameters), self._first
+        known = {
+            name.removeprefix(MIRRORED): (held.box, held.parameter) for name, held in kept.items()
+            if name.startswith(MIRRORED)
+        }  # fmt: skip
+        mirror = Mirror(
+            pieces, self._transport.endpoint(first), first, self._manifest.mesh.size, self._device, given, known
+        )  # fmt: skip
+        mirror.fill(self.values)
+        return mirror
+
+    def stand_in(self, lost: int) -> None:
+        """This rank is lost: what it had counts where it is mirrored."""
+        if self.mirror is not None:
+            self.mirror.lost = lost
 
     @property
     def _first(self) -> int:
@@ -523,7 +561,14 @@ class OwnParameters:
         return self.values[name] if shard is None else shard
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this process steps, under the model's names, each once, in the program's order."""
+        """What this process steps, under the model's names, each once, in the program's order; behind it what it keeps
+        for another rank.
+        """
+        yield from self._named_own()
+        if self.mirror is not None:
+            yield from ((piece.spec.name, parameter) for piece, parameter in self.mirror.trained)
+
+    def _named_own(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((spec.name, self.stepped(spec.name)) for spec in self.trained)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -555,16 +600,20 @@ class OwnParameters:
     def _square(self) -> float:
         """The square of the norm of the gradients that count here."""
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
-        for spec in self.specs:
-            gradient = self.stepped(spec.name).grad
-            if gradient is not None and spec.trainable and self.counts(spec):
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                square += torch.linalg.vector_norm(gradient, dtype=wide).double() ** 2
+        counted = [self.stepped(spec.name) for spec in self.trained if self.counts(spec)]
+        if self.mirror is not None:
+            counted += [parameter for piece, parameter in self.mirror.trained if self.mirror.stands_in(piece)]
+        for parameter in counted:
+            if parameter.grad is not None:
+                wide = torch.promote_types(parameter.grad.dtype, torch.float32)
+                square += torch.linalg.vector_norm(parameter.grad, dtype=wide).double() ** 2
         return float(square)
 
     def counts(self, spec: ParameterSpec) -> bool:
         """Whether this process' gradient of a parameter has entries that no process before it counts."""
         first, mesh = self._first, self._manifest.mesh
+        if self.mirror is not None:
+            return self.mirror.counts(spec)
         if self.data is not None and self.data.of(spec.name) is not None:
             position, part = mesh.coordinates(first).pp, mesh.shard(first)
             shard = mesh.shard(mesh.group(spec.equal, first)[0])  # of those that hold the same
@@ -578,16 +627,22 @@ class OwnParameters:
 
     @property
     def shards(self) -> Mapping[str, Kept]:
-        """Those of which it keeps a part for itself, with what that is; without those that have no values."""
+        """Those of which it keeps a part for itself, with what that is; without those that have no values. Under other
+        names what it keeps for another rank.
+        """
         specs = [spec for spec in self.specs if spec.name not in self._empty]
         kept_shards = {spec.name: self.parts.kept(spec, self.values[spec.name]) for spec in specs}
+        if self.mirror is not None:
+            for piece in self.mirror.pieces:
+                value = self.mirror.values[piece.spec.name]
+                kept_shards[f"{MIRRORED}{piece.spec.name}"] = Kept(piece.box, value, Source.of(value))
         return {name: kept for name, kept in kept_shards.items() if kept is not None}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This process' parameters, frozen ones too, detached, under the model's names; of those that data-parallel
         ranks step in shards its own shard.
         """
-        return self._held_now | {name: parameter.detach() for name, parameter in self.named()}
+        return self._held_now | {name: parameter.detach() for name, parameter in self._named_own()}
 
     @property
     def _held_now(self) -> dict[str, torch.Tensor]:
@@ -685,6 +740,22 @@ class OwnParameters:
         self._empty = set()
         if self.data is not None and self.data.apart:
             self.data.known()
+        if self.mirror is not None:
+            self._transport.meeting.surviving(partial(self.mirror.fill, self.values), "load")
+
+    @property
+    def written(self) -> list[ParameterSpec]:
+        """Of all ranks, what has other values than the model had at first: what trains, or after `load` all."""
+        return [spec for spec in self._manifest.parameters if spec.trainable or self._filled]
+
+    def given(self, spec: ParameterSpec) -> Iterator[tuple[Box, int, nn.Parameter | None]]:
+        """The pieces of a parameter, each with the rank that gives it to others, and what that is on this one."""
+        assert self.mirror is not None
+        for piece in self.parts.all_pieces(spec):
+            giver, held = self.mirror.giver(piece), None
+            if giver == self._first:
+                held = self.stepped(spec.name) if self.mirror.is_own(piece) else self.mirror.values[spec.name]
+            yield piece.box, giver, held
 
     @torch.no_grad()
     def collect(self, into: Mapping[str, torch.Tensor]) -> None:
@@ -692,8 +763,7 @@ class OwnParameters:
 
         All ranks call it; `into` has every parameter of the program by name, on any device.
         """
-        manifest = self._manifest
-        wanted = [spec for spec in manifest.parameters if spec.trainable or self._filled]
+        wanted = self.written
 
         def check() -> tuple[Vote, None]:
             self._check_values("collect")

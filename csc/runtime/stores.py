@@ -5,10 +5,12 @@ torch's TCPStore waits without an end for the answer of a process that is stoppe
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,11 +18,19 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 LOOK = 0.005  # seconds between two looks into a store
+TRIED = 10.0  # seconds in which a process that is there takes a connection
+ASKED = 0.05  # seconds between two questions whether there is still something to wait for
 ANSWER = 5.0  # seconds in which a process that is there answers, where nothing is lost if it does not
 
 
-def answered(call: Callable[[], Result], seconds: float, who: str) -> Result:
-    """What a call returns that another process answers. RuntimeError if it does not in time."""
+def _never() -> None:
+    """What is asked while nobody can die."""
+
+
+def answered(call: Callable[[], Result], seconds: float, who: str, stop: Callable[[], None] = _never) -> Result:
+    """What a call returns that another process answers. RuntimeError if it does not in time. stop: asked meanwhile,
+    raises once there is nothing to wait for.
+    """
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -32,7 +42,10 @@ def answered(call: Callable[[], Result], seconds: float, who: str) -> Result:
 
     thread = threading.Thread(target=run, name="csc-store", daemon=True)
     thread.start()
-    thread.join(seconds)
+    end = time.monotonic() + seconds
+    while thread.is_alive() and (left := end - time.monotonic()) > 0:
+        thread.join(min(left, ASKED) if stop is not _never else left)
+        stop()
     if errors:
         raise errors[0]
     if not results:
@@ -40,14 +53,31 @@ def answered(call: Callable[[], Result], seconds: float, who: str) -> Result:
     return results[0]
 
 
-def connected(host: str, port: int, seconds: float, who: str) -> dist.Store:
-    """The store of a process. RuntimeError: nobody is there, or it is stopped."""
-    wait = timedelta(seconds=seconds)
-    return answered(lambda: dist.TCPStore(host, port, wait_for_workers=False, timeout=wait), seconds, who)
+def connected(host: str, port: int, seconds: float, who: str, stop: Callable[[], None] = _never) -> dist.Store:
+    """The store of a process. RuntimeError: it has ended, or is stopped. stop: asked meanwhile, raises.
 
-
-def _never() -> None:
-    """What is asked while nobody can die."""
+    torch would try for all of the time to reach a process that has ended, and a thread that still tries when this
+    process ends aborts it. So it is asked first whether anybody listens, and torch tries for a short time only.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        stop()
+        try:
+            socket.create_connection((host, port), timeout=seconds).close()
+        except ConnectionRefusedError as error:
+            raise RuntimeError(f"connection refused: {who} has ended") from error
+        except OSError as error:
+            raise RuntimeError(f"timed out: {who} cannot be reached ({error})") from error
+        wait, left = timedelta(seconds=min(seconds, TRIED)), max(LOOK, end - time.monotonic())
+        call = partial(dist.TCPStore, host, port, wait_for_workers=False, timeout=wait)
+        try:
+            store = answered(call, left, who, stop)
+        except RuntimeError:
+            if time.monotonic() > end:
+                raise
+            continue
+        store.set_timeout(timedelta(seconds=seconds))
+        return store
 
 
 class Guarded(dist.Store):

@@ -49,7 +49,7 @@ from csc.runtime.deaths import Deaths, own_host
 from csc.runtime.executor import Alone, Computed, StepResult, Timed, computed
 from csc.runtime.gradients import GradientSums, of_any, reduce, wait_sum
 from csc.runtime.loaded_program import LoadedProgram
-from csc.runtime.meeting import LATE, NEWS, Meeting, StepVote, is_silence, let_go
+from csc.runtime.meeting import LATE, NEWS, FewerRanks, Meeting, StepVote, is_silence, let_go
 from csc.runtime.rank import Rank
 from csc.runtime.specs import StepCounts
 from csc.runtime.stores import ANSWER, LOOK, Guarded, connected
@@ -71,21 +71,34 @@ class Survive:
         copies: After this number of microbatches each rank sends its sums of gradients to a rank of another replica.
             Then only that number of a lost replica's microbatches is computed again. It takes two more gradient buffers
             on each rank. 0: nothing is sent.
+        mirror: For a mesh of one pipeline, and for zero=3: each rank also keeps the parameters of the one before it,
+            and steps them alike. One rank may be lost then; the others go on as a mesh of one rank fewer. It takes
+            parameters, gradients and the optimizer's state of a second rank on each, and sends a rank's gradients once
+            a step.
 
     Raises:
-        InputError: A number is not whole, or below 0.
+        InputError: A number is not whole, or below 0; or more than one rank is to be lost with mirror=True.
     """
 
     failures: int = 1
     copies: int = 0
+    mirror: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in (("failures", self.failures), ("copies", self.copies)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise InputError(
                     f"survive: {name} is {value!r}", "compile",
                     "pass how many ranks may die at once, such as survive=1, or csc.Survive(1, copies=1); None: none",
                 )  # fmt: skip
+        if not isinstance(self.mirror, bool):
+            raise InputError(f"survive: mirror is {self.mirror!r}", "compile", "pass True or False")
+        if self.mirror and (self.failures > 1 or self.copies):
+            raise InputError(
+                "survive: with mirror=True a rank's parameters are in the memory of one other alone, and the step is "
+                f"begun again: failures={self.failures} and copies={self.copies} are not for that", "compile",
+                "pass csc.Survive(1, mirror=True), or use several replicas",
+            )  # fmt: skip
 
 
 class Again(Exception):
@@ -95,16 +108,26 @@ class Again(Exception):
 # --- before training ---------------------------------------------------------------------------------------------
 
 
-def check(mesh: Mesh, failures: int) -> None:
+def check(mesh: Mesh, survive: Survive, zero: int = 0) -> None:
     """InputError unless so many ranks may die at once, whichever they are."""
-    where = "compile"
-    if mesh.dp <= failures:
+    where, failures = "compile", survive.failures
+    if survive.mirror:
+        divides = zero >= 3 and mesh.size == mesh.dp
+        if mesh.size < 2 or not (divides or mesh.size == mesh.pp):
+            raise InputError(
+                f"mirror=True is for one pipeline of two ranks or more, or zero=3 without other axes than dp, and the "
+                f"mesh is {mesh} with zero={zero}", where,
+                f"use mesh='pp={max(2, mesh.size)}'; or leave mirror out: replicas have copies of each other's weights"
+            )  # fmt: skip
+    elif mesh.dp <= failures:
         needed = f"dp={failures + 1}" if mesh.components else replace(mesh, dp=failures + 1)
         raise InputError(
             f"the mesh {mesh} has {mesh.dp} replica{'s' * (mesh.dp > 1)}, and {failures} lost "
             f"rank{'s' * (failures > 1)} may take as many away: no copy of some weights would be left", where,
-            f"use {failures + 1} replicas or more (mesh='{needed}'), or survive={mesh.dp - 1}"
-            + (", and checkpoints" if mesh.dp == 1 else ""),
+            f"use {failures + 1} replicas or more (mesh='{needed}'), or "
+            + (f"survive={mesh.dp - 1}" if mesh.dp > 1 else "checkpoints")
+            + ("; or survive=csc.Survive(1, mirror=True), with which a neighbour has a copy" if mesh.size == mesh.pp > 1
+               else ""),
         )  # fmt: skip
     if mesh.components or mesh.order != Mesh.AXES:
         raise InputError(
@@ -474,7 +497,8 @@ class Survival:
                 "survive= is for gloo, and the processes meet over NCCL", "compile",
                 "train without it and with checkpoints, or dist.init_process_group('gloo') before",
             )  # fmt: skip
-        self.given, self.failures, self._meeting, self._seconds = given, given.failures, meeting, seconds
+        self.given, self._meeting, self._seconds = given, meeting, seconds
+        self.failures, self.mirror = given.failures, given.mirror
         self.me = dist.get_rank()
         self.members = list(range(dist.get_world_size()))
         self._before, self.mesh = mesh, mesh  # as it was compiled, and as it is
@@ -501,6 +525,7 @@ class Survival:
         self._jobs = joining.job_store()  # asked for now: a host that is gone would be waited for
         self._announce()
         self.recoveries: list[dict[str, Any]] = []  # when each was begun and done, and what was done again
+        self.lacks = False  # whether a rank is lost that is mirrored, so that there is to be a mesh of fewer
 
     @property
     def has_lost(self) -> bool:
@@ -525,6 +550,8 @@ class Survival:
 
     def results(self, trainer: Trainer, dealt: Microbatches, vote: StepVote, drawn: int) -> dict[int, StepResult]:
         """Of this rank's step. vote: what any rank has said of it. RankLost if it cannot be finished."""
+        if self.mirror:
+            return self._mirrored(trainer, dealt, vote, drawn)
         flight = self._flight = self._begun(trainer)
         flight.stale = vote.stale
         while True:
@@ -541,6 +568,40 @@ class Survival:
             else:
                 self._ended, self._flight = (flight.step, flight.row), None
                 return results
+
+    def _mirrored(
+        self, trainer: Trainer, dealt: Microbatches, vote: StepVote, drawn: int
+    ) -> dict[int, StepResult]:  # fmt: skip
+        """A step of ranks with mirrors, as of any; then gradients go to these. FewerRanks: it is to begin again."""
+        if self.lacks:  # since all agreed on the step
+            raise FewerRanks
+        count, (rank,) = trainer.program.manifest.microbatches, trainer.ranks
+        flight = self._flight = Flight(self._meeting.step, count, list(range(count)))
+        results: dict[int, StepResult] = {}
+        try:
+            results = trainer.results(dealt, vote, drawn)
+            if trainer.own.mirror is not None:
+                gradients, endpoint = results[rank.rank].gradients, rank.endpoint
+                endpoint.at("the gradients for the next rank's copy")
+                trainer.own.mirror.exchange({**gradients.buffers, **gradients.shards})
+            flight.reduced = results[rank.rank].gradients
+            rank.endpoint.at("the end of a step")
+            done = torch.zeros(1, device=rank.device)
+            finished(wait_sum(rank.endpoint, done, rank.group(Group.WORLD), "the end of a step"))
+            flight.row = []
+        except RankLost as error:
+            let_go(error)
+            if not self.lost(LATE if is_silence(error.what) else NEWS):
+                if is_silence(error.what):  # a meeting, too, would wait for the one that is silent
+                    self._meeting.give_up(error.what)
+                raise
+            _transport(trainer).leave()
+            self.recover(error)
+            if flight.row is None:
+                self._flight = None
+                raise FewerRanks from None
+        self._ended, self._flight = (flight.step, flight.row), None
+        return results
 
     def _begun(self, trainer: Trainer) -> Flight:
         step, manifest = self._meeting.step, trainer.program.manifest
@@ -640,6 +701,10 @@ class Survival:
         left = sorted(self.deaths.left)
         if left:
             raise self._cannot(gone, f"rank {left[0]} has ended by itself") from error
+        if self.mirror:
+            if len(gone) > 1:
+                raise self._cannot(gone, "the parameters of each are in the memory of one other rank alone") from error
+            return [[rank for rank in range(self._before.size) if rank not in gone]]
         replicas = dict.fromkeys(self._before.group(Group.REPLICA, rank) for rank in range(self._before.size))
         complete = [list(replica) for replica in replicas if not set(replica).intersection(gone)]
         if not complete:
@@ -676,6 +741,14 @@ class Survival:
         self._announce()
         if self.members[0] == self.me:
             log.warning("ranks that come back are not taken up: %s", why)
+
+    def end(self) -> None:
+        """No other rank may be lost from now on. All members call it, and use this object no more; the store of its
+        process is still asked.
+        """
+        self.recoveries[-1]["done"] = time.time()
+        self.refuse("they go on as a mesh of a rank fewer")
+        self.deaths.close()
 
     def admit(self, steps: int, calls: int) -> joining.Admission:
         """Leave the groups of now for those with all that come back. All members call it, and use this object no more.
@@ -715,7 +788,7 @@ class Survival:
     def _agreed(self, gone: Sequence[int], replicas: Sequence[Sequence[int]], end: float) -> Regrouping:
         """What the lowest rank that is alive decides, once all have said how far they are."""
         alive = [rank for rank in range(self._before.size) if rank not in gone]
-        common = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0]))
+        common = dist.PrefixStore("-".join(map(str, gone)), self._store_of(alive[0], gone))
         store = Guarded(common, self._seconds, f"rank {alive[0]}")
         store.set(f"report/{self.me}", json.dumps(asdict(self._report(gone))))
         if self.me == alive[0]:
@@ -727,8 +800,14 @@ class Survival:
         self._await(store, "plan", gone, end, "not all of them have come, or the first of them has not said so")
         return Regrouping.read(store.get("plan"))
 
-    def _store_of(self, member: int) -> dist.Store:
-        return self._store if member == self.me else connected(*self._stores[member], self._seconds, f"rank {member}")
+    def _store_of(self, member: int, gone: Sequence[int] | None = None) -> dist.Store:
+        """gone: who is known to have died; Again if it, too, does before it answers."""
+        if member == self.me:
+            return self._store
+        who, store = f"rank {member}", self._stores[member]
+        if gone is None:
+            return connected(*store, self._seconds, who)
+        return connected(*store, self._seconds, who, lambda: self._check(gone))
 
     def _await(self, store: Guarded, key: str, gone: Sequence[int], end: float, silent: str) -> None:
         while not store.check([key]):
@@ -753,16 +832,20 @@ class Survival:
         trainers = [one for ref in self._trainers if (one := ref()) is not None]
         place, wait = plan.members.index(self.me), timedelta(seconds=self._seconds)
         name = f"groups/{'-'.join(map(str, gone))}"
-        common = dist.PrefixStore(name, self._store_of(plan.members[0]))
+        common = dist.PrefixStore(name, self._store_of(plan.members[0], gone))
         self._common = Guarded(common, self._seconds, f"rank {plan.members[0]}", lambda: self._stop(gone))
         dist.init_process_group("gloo", store=self._common, rank=place, world_size=len(plan.members), timeout=wait)
-        mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
         self._meeting.rejoin(self._seconds, common)
-        lost = {replica for member in gone for replica in self._before.replicas_of(member)}
-        for trainer in trainers:
-            trainer.regroup(mesh, place, [replica for replica in self._before.replicas if replica not in lost])
-        self.members, self.mesh = plan.members, mesh
-        self._known = (plan.rounds, plan.rows)
+        self.members, self._known = plan.members, (plan.rounds, plan.rows)
+        if self.mirror:
+            self.lacks = True
+            for trainer in trainers:
+                trainer.own.stand_in(*gone)
+        else:
+            lost = {replica for member in gone for replica in self._before.replicas_of(member)}
+            self.mesh = replace(self._before, dp=len(plan.members) * self._before.dp // self._before.size)
+            for trainer in trainers:
+                trainer.regroup(self.mesh, place, [replica for replica in self._before.replicas if replica not in lost])
         flight = self._flight
         if flight is None:
             self._coming = plan if plan.step and plan.row is None else None
@@ -770,12 +853,18 @@ class Survival:
             if flight.reduced is None:
                 raise self._cannot(gone, f"the losses of step {plan.step} are known, its gradients are not")
             flight.row = plan.row
-        else:
+        elif not self.lacks:
             self._take(flight, plan)
-            flight.stale = plan.stale[place % (mesh.size // mesh.dp)]
+            flight.stale = plan.stale[place % (self.mesh.size // self.mesh.dp)]
 
     def _tell(self, gone: Sequence[int], plan: Regrouping, seconds: float) -> None:
-        if plan.members[0] == self.me:
+        if plan.members[0] == self.me and self.lacks:
+            log.warning(
+                "rank %s died: the %d others go on without it, %.2f s after that was seen%s",
+                ", ".join(map(str, gone)), len(plan.members), seconds,
+                f"; step {plan.step} begins again" if plan.step and plan.row is None else "",
+            )  # fmt: skip
+        elif plan.members[0] == self.me:
             again = sum(map(len, plan.todo))
             log.warning(
                 "rank%s %s died: %d of %d replicas train on, %.2f s after that was seen%s", "s" * (len(gone) > 1),
@@ -802,7 +891,7 @@ class Survival:
         while not self.deaths.left & members:
             if self.deaths.wait(members, 1.0) and self.deaths.dead.keys() & members:
                 return
-            if self._are_back(gone, plan.members[0]):
+            if not self.deaths.left & members and self._are_back(gone, plan.members[0]):  # nobody asks those that left
                 log.warning(
                     "rank %d ends with code %d: rank%s %s asked to be taken up again, and it is to be, too", self.me,
                     joining.AGAIN, "s" * (len(gone) > 1), ", ".join(map(str, gone)),
@@ -814,5 +903,6 @@ class Survival:
     def _are_back(self, gone: Sequence[int], first: int) -> bool:
         """Whether all that had died ask the first member to be taken up."""
         with contextlib.suppress(RuntimeError):  # it has just died, or ended
-            return joining.all_ask(Guarded(self._store_of(first), ANSWER, f"rank {first}"), gone)
+            store = connected(*self._stores[first], ANSWER, f"rank {first}")
+            return joining.all_ask(Guarded(store, ANSWER, f"rank {first}"), gone)
         return False

@@ -28,7 +28,7 @@ from csc.runtime.executor import Ahead, Encoding, StepResult, Timed, Within, ste
 from csc.runtime.graphed_stage import GraphedPrograms
 from csc.runtime.loaded_program import LoadedProgram, check_member, functions, is_part, visibility
 from csc.runtime.loss import Losses, StepLoss
-from csc.runtime.meeting import NOTHING, Meeting, StepVote, Vote
+from csc.runtime.meeting import NOTHING, FewerRanks, Meeting, StepVote, Vote
 from csc.runtime.parameters import DataShards, Kept, OwnParameters, met_of, receive, taken
 from csc.runtime.rank import Rank
 from csc.runtime.specs import Manifest, StepCounts
@@ -347,13 +347,15 @@ class Trainer:
             if self._survival is None:
                 if vote.stale:
                     self.own.gather()
-                results = self._results(dealt, vote, drawn, None if vote.nothing_ahead else encoding)
+                results = self.results(dealt, vote, drawn, None if vote.nothing_ahead else encoding)
             else:
                 self.transport.begin_step()
                 results = self._survival.results(self, dealt, vote, self._drawn(drawn))
         except BaseException as error:
             if state is not None:  # the step after it draws what it would have drawn
                 torch.set_rng_state(state)
+            if isinstance(error, FewerRanks):
+                raise
             failure = self.transport.failed(error)
             if failure is error:
                 raise
@@ -367,6 +369,8 @@ class Trainer:
         loss = losses.total(self.program.manifest.microbatches)
         try:
             receive(gradients, sums, parameters.specs, parameters.values, parameters.parts, parameters.data)
+            if parameters.mirror is not None:
+                parameters.mirror.take()
         except BaseException as error:
             self.transport.meeting.give_up(f"gradients were set in part ({type(error).__name__})")
             raise
@@ -374,9 +378,10 @@ class Trainer:
         self.metrics = metrics(loss, losses.counts, seconds, self.program.manifest, self.device)
         return loss
 
-    def _results(
-        self, dealt: batches.Microbatches, vote: StepVote, drawn: int | None, encoding: Encoding | None
+    def results(
+        self, dealt: batches.Microbatches, vote: StepVote, drawn: int | None, encoding: Encoding | None = None
     ) -> dict[int, StepResult]:
+        """Of a step that all have agreed on, whose gradients nobody has been given yet."""
         self.transport.begin_step()
         working = self._working()
         drawn = self._drawn(drawn)

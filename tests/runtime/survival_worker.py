@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -120,10 +121,53 @@ def main(
         assert not end.code
         (directory / f"spare_{rank}.txt").touch()
         return
-    survival: Any = compiled.trainer().transport.meeting.survival
+    survival: Any = compiled.trainer().transport.meeting.survival  # none where a pipeline has gone on without a rank
     compiled.trainer().own.refresh()
     weights = {name: p.detach().tolist() for name, p in compiled.trainer().own.values.items()}
-    told = {"losses": losses, "weights": weights, "recoveries": survival.recoveries, "dead": survival.deaths.dead}
+    told = {"losses": losses, "weights": weights}
+    if survival is not None:
+        told |= {"recoveries": survival.recoveries, "dead": survival.deaths.dead}
+    (directory / f"told_{rank}.json").write_text(json.dumps(told))
+
+
+def mirrored(directory: Path, mesh: str, faults: list[Fault], zero: int = 0, check: bool = False) -> None:
+    """All that ranks with mirrors take with them when they lose one: weights that were read, frozen and tied ones, two
+    groups of an optimizer with momenta and a schedule of its rate, gradients of a step before, evaluation. It writes
+    the losses, norms and weights; in one process without faults.
+    """
+    of, rank = csc.Mesh.parse(mesh), os.environ.get("RANK", "alone")
+    model = small.dropped()
+    model.head.weight = model.embed.weight
+    compiled = csc.compile(
+        model, mesh=mesh, example=samples(of)[0], microbatches=MICROBATCHES, schedule="1f1b", check=check, zero=zero,
+        freeze=["*qkv.bias"], survive=csc.Survive(1, mirror=True),
+    )  # fmt: skip
+    compiled.load(directory.parent / "start.safetensors")
+    if faults:
+        with pytest.raises(InputError, match=r"no optimizer was made with compiled\.optimizer"):
+            compiled.train_step(samples(of)[0])
+    named = list(compiled.named_parameters())
+    groups = [{"params": [pair for pair in named if ("mlp" in pair[0]) == is_mlp]} for is_mlp in (True, False)]
+    optimizer = compiled.optimizer(torch.optim.SGD, groups, lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    losses: list[float] = []
+    torch.manual_seed(1)
+    figures = [float(compiled.train_step(samples(of)[1], microbatches=1))]  # by another trainer than the others
+    optimizer.step()
+    optimizer.zero_grad()
+    if faults:
+        strike(compiled, faults, losses, directory)
+    for step, batch in enumerate(samples(of)):
+        figures.append(float(compiled.train_step(batch)))
+        losses.append(float(compiled.train_step(samples(of)[step - 1])))
+        figures.append(float(compiled.clip_grad_norm_(0.5)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=bool(step % 2))
+        figures.append(float(compiled.eval_step(batch)))
+    compiled.save(directory / "saved", optimizer=optimizer)
+    weights = {name: value.tolist() for name, value in compiled.gather().state_dict().items()}
+    told = [losses, figures, optimizer.param_groups[0]["lr"], weights, str(compiled.options.mesh)]
     (directory / f"told_{rank}.json").write_text(json.dumps(told))
 
 

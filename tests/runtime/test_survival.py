@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import threading
 from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 import csc
 from csc.checkpoints import files, restoring
 from csc.errors import InputError
-from csc.runtime.stores import Guarded, answered
-from csc.runtime.survival import Held, Regrouping, Report, Taking, dealt_to, planned, shares
+from csc.runtime.stores import Guarded, answered, connected
+from csc.runtime.survival import Again, Held, Regrouping, Report, Survival, Taking, dealt_to, planned, shares
 from tests import launching
 from tests.compiler import small
 from tests.runtime import survival_worker
@@ -84,11 +87,31 @@ def test_a_step_that_one_rank_has_finished_is_done() -> None:
         ({"mesh": "dp=2", "survive": True}, "pass how many ranks may die"),
         ({"mesh": "dp=2", "zero": 3, "survive": 1}, "with zero=3 a rank cannot be lost"),
         ({"mesh": "dp=2", "survive": csc.Survive(2)}, "use 3 replicas or more"),
+        ({"mesh": "pp=2", "survive": 1}, r"or survive=csc\.Survive\(1, mirror=True\)"),
+        ({"mesh": "dp=2,pp=2", "survive": csc.Survive(1, mirror=True)}, "mirror=True is for one pipeline"),
+        ({"mesh": "dp=2", "survive": csc.Survive(1, mirror=True)}, "mirror=True is for one pipeline"),
+        ({"mesh": "dp=3", "zero": 3, "survive": csc.Survive(1, mirror=True)}, "use microbatches=2"),
+        ({"mesh": "tp=2,pp=2", "survive": csc.Survive(1, mirror=True)}, "use mesh='pp=4'"),
+        ({"mesh": "pp=1", "survive": csc.Survive(1, mirror=True)}, "of two ranks or more"),
+        (
+            {"mesh": "pp=2", "survive": csc.Survive(1, mirror=True), "memory": "1GB,2GB"},
+            "which one is lost is not known",
+        ),
     ],
 )
 def test_what_cannot_be_survived_is_refused_before_training(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         csc.compile(lambda: small.text(2), example=small.text_batch(4), **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"failures": 2, "mirror": True}, "one other alone"), ({"copies": 1, "mirror": True}, "one other alone"),
+     ({"mirror": 1}, "pass True or False"), ({"copies": -1}, "copies is -1")],
+)  # fmt: skip
+def test_what_survive_does_not_take(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        csc.Survive(**given)
 
 
 def told(directory: Path, ranks: list[int]) -> list[dict[str, Any]]:
@@ -179,7 +202,7 @@ def test_a_rank_that_is_silent_ends_the_job_in_a_sentence(tmp_path: Path, faults
 
 
 def test_a_store_whose_process_is_stopped_is_not_waited_for() -> None:
-    asleep = threading.Event()
+    asleep, awake = threading.Event(), threading.Event()
     with pytest.raises(RuntimeError, match=r"timed out: rank 1 has not answered for 0\.05 s"):
         answered(lambda: asleep.wait(5), 0.05, "rank 1")
     asleep.set()
@@ -190,6 +213,42 @@ def test_a_store_whose_process_is_stopped_is_not_waited_for() -> None:
         store.wait(["c"], timedelta(seconds=0.02))
     with pytest.raises(ZeroDivisionError):
         answered(lambda: 1 / 0, 5.0, "rank 1")
+    with pytest.raises(Again):  # it is known that its process has died
+        answered(lambda: awake.wait(60), 600.0, "rank 1", has_died)
+    awake.set()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RuntimeError, match="connection refused: rank 1 has ended"):
+        connected("127.0.0.1", port, 600.0, "rank 1")
+    inner = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inner.set("a", "b")
+    assert connected("127.0.0.1", inner.port, 600.0, "rank 1").get("a") == b"b"
+
+
+def has_died() -> None:
+    raise Again
+
+
+def test_a_spare_rank_asks_nobody_who_has_left() -> None:
+    """The store of a process that has ended would be tried until the timeout."""
+
+    class Leaving:
+        left, dead = set[int](), dict[int, float]()
+
+        def wait(self, among: set[int], seconds: float) -> bool:
+            self.left |= among
+            return True
+
+    def asked(*arguments: object) -> bool:
+        pytest.fail("a rank was asked that has left")
+
+    spare = SimpleNamespace(
+        _trainers=[], _meeting=SimpleNamespace(give_up=lambda why: None), me=3, is_spare=True, deaths=Leaving(),
+        _are_back=asked, _flight=None, _without=[],
+    )  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        Survival._wait_as_spare(spare, [2], Regrouping([0, 1], 0, []))
+    assert end.value.code == 0
 
 
 def check_checkpoint(directory: Path, reports: list[dict[str, Any]]) -> None:
@@ -253,3 +312,73 @@ def test_a_rank_whose_optimizer_would_lack_its_state_is_not_taken_up(tmp_path: P
     assert (tmp_path / "done.txt").exists(), "the other one trains on"
     said = (tmp_path / "refused.txt").read_text()
     assert "goes on without rank 1, and takes up nobody" in said and "no optimizer was made with compiled.opt" in said
+
+
+def mirrored_without(directory: Path, mesh: str, fault: Fault, zero: int = 0, check: bool = False) -> None:
+    """Those that are left of one pipeline, or of ranks with shards, have the losses, norms and weights of one process,
+    and train on as a rank fewer.
+    """
+    folder = directory / "ranks"
+    folder.mkdir()
+    torch.manual_seed(5)
+    read = small.dropped()
+    values = {name: value + 0.02 * torch.randn_like(value) for name, value in read.state_dict().items()}
+    save_file({name: value for name, value in values.items() if name != "head.weight"}, directory / "start.safetensors")
+    (directory / "alone").mkdir()
+    survival_worker.mirrored(directory / "alone", mesh, [], zero)
+    losses, figures, rate, weights, _ = json.loads((directory / "alone" / "told_alone.json").read_text())
+    of = csc.Mesh.parse(mesh)
+    launching.ranks(survival_worker.mirrored, of.size, folder, mesh, [fault], zero, check, dying=1)
+    assert (folder / f"killed_{fault.rank}.txt").exists()
+    for rank in set(range(of.size)) - {fault.rank}:
+        own = json.loads((folder / f"told_{rank}.json").read_text())
+        torch.testing.assert_close(torch.tensor(own[0]), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(own[1]), torch.tensor(figures), rtol=1e-6, atol=1e-6)
+        assert own[2] == rate
+        assert csc.Mesh.parse(own[4]) == replace(of, dp=of.dp - 1 or 1, pp=of.pp - 1 or 1)
+        for name, values in own[3].items():
+            torch.testing.assert_close(
+                torch.tensor(values), torch.tensor(weights[name]), rtol=1e-5, atol=1e-6, msg=name
+            )
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("mesh", "zero", "place"), [("pp=2", 0, "BW 1 0"), pytest.param("dp=2", 3, "F 0 1", marks=pytest.mark.long)]
+)
+def test_ranks_with_mirrors_go_on_without_one(tmp_path: Path, mesh: str, zero: int, place: str) -> None:
+    """In the second of two steps whose gradients are added: those of the first one are not lost."""
+    mirrored_without(tmp_path, mesh, Fault(1, 2, place, 2), zero)
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mesh", "fault", "zero", "check"),
+    [
+        ("pp=3", Fault(0, 0, "F 0 1"), 0, False),
+        ("pp=3", Fault(1, 2, "the gradients for the next rank's copy"), 0, False),
+        ("pp=4", Fault(2, 2, "the gradients for the next rank's copy"), 0, False),  # the others wait for live ones
+        ("pp=3", Fault(2, 2, "the end of a step"), 0, False),
+        ("pp=3", Fault(1, 3, "clip_grad_norm_"), 0, True),  # where the step is done and the optimizer has not stepped
+        ("pp=3", Fault(2, 3, "eval_step"), 0, False),
+        ("pp=4", Fault(2, 3, "'train_step'"), 0, False),
+        ("pp=3", Fault(0, 5, "the index of what is saved"), 0, False),
+        ("pp=3", Fault(1, 5, "collect"), 0, False),
+        ("dp=3", Fault(0, 2, "the gradients for the next rank's copy"), 3, False),
+        ("dp=3", Fault(2, 3, "clip_grad_norm_"), 3, True),
+        ("dp=2", Fault(0, 5, "collect"), 3, False),
+    ],
+)
+def test_ranks_with_mirrors_lose_one_anywhere(
+    tmp_path: Path, mesh: str, fault: Fault, zero: int, check: bool
+) -> None:  # fmt: skip
+    mirrored_without(tmp_path, mesh, fault, zero, check)
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+def test_what_two_lost_ranks_of_a_pipeline_had_is_gone(tmp_path: Path) -> None:
+    faults = [Fault(rank, 1, "the gradients for the next rank's copy") for rank in (1, 2)]
+    with pytest.raises(AssertionError, match=r"ranks 1, 2 died.* in the memory of one other rank alone"):
+        launching.ranks(survival_worker.main, 3, tmp_path, "pp=3", faults, csc.Survive(1, mirror=True), dying=2)

@@ -419,11 +419,6 @@ class SurvivalPlan:
     templates: Mapping[int, PipelineTemplate]
     arrangements: Mapping[int, ReplicaArrangement]
 
-    @property
-    def depths_used(self) -> tuple[int, ...]:
-        """Of the templates that some arrangement has: those whose programs are to be compiled."""
-        return tuple(sorted({r.depth for arrangement in self.arrangements.values() for r in arrangement.replicas}))
-
 
 def survival(
     problem: Problem,

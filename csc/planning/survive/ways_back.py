@@ -41,15 +41,6 @@ class Placed:
 Layout = tuple[Placed, ...]
 
 
-class GradientSum(NamedTuple):
-    """Units whose gradients are added over these ranks, one of each replica. Every rank takes part in its sums in the
-    order in which they are listed.
-    """
-
-    units: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-
 class StateMove(NamedTuple):
     """A unit's parameters and optimizer state go from one rank to another."""
 
@@ -97,20 +88,6 @@ def holders(layout: Layout) -> dict[int, tuple[int, ...]]:
     return {unit: tuple(ranks) for unit, ranks in sorted(holders_of.items())}
 
 
-def gradient_sums(layout: Layout, lost: Collection[int] = ()) -> tuple[GradientSum, ...]:
-    """Replicas of unequal depth cut the model at different places: units that the same ranks hold are added together.
-
-    By the first unit of each, the last one first, as backward makes gradients: a rank meets its sums in one order, and
-    no two ranks meet two common sums in different orders, so nothing waits in a circle. lost: ranks that are gone,
-    whose microbatches peers have done.
-    """
-    units_of: dict[tuple[int, ...], list[int]] = {}
-    for unit, ranks in holders(layout).items():
-        units_of.setdefault(tuple(rank for rank in ranks if rank not in lost), []).append(unit)
-    sums = [GradientSum(tuple(units), ranks) for ranks, units in units_of.items()]
-    return tuple(sorted(sums, key=lambda total: -total.units[0]))
-
-
 def moves(before: Layout, after: Layout, lost: Collection[int], sizes: Sequence[float]) -> tuple[StateMove, ...]:
     """What ranks of `after` lack, each from the holder that has given the fewest bytes so far.
 
@@ -129,7 +106,7 @@ def moves(before: Layout, after: Layout, lost: Collection[int], sizes: Sequence[
         raise InputError(
             f"no rank that is left holds {len(gone)} of {len(left)} regions, the first is number {gone[0]}",
             "survive",
-            "Go on from the last checkpoint; more replicas, or a copy on a neighbour, survive such a failure",
+            "Go on from the last checkpoint; more replicas survive such a failure",
         )
     sent: dict[int, float] = {}
     found_moves = []
@@ -311,29 +288,3 @@ def _rerouted(templates: Mapping[int, PipelineTemplate], before: Layout, lost: s
         runs[depth] = run
         seconds = max(seconds, run.seconds)
     return WayBack("rerouted", before, seconds, rerouted=runs)
-
-
-def neighbour_copies(layout: Layout, sizes: Sequence[float], link: Link) -> tuple[dict[int, int], float, float]:
-    """Copies of state on the next rank of a replica: what lets one replica alone survive the failure of one rank.
-
-    Args:
-        layout: Of the job.
-        sizes: Bytes of each unit's parameters and optimizer state.
-        link: Between neighbours.
-
-    Returns:
-        For each rank the one that keeps its copy; seconds that sending all of it takes each step, beside compute; and
-        the bytes that the fullest rank keeps for its neighbour.
-    """
-    keeper: dict[int, int] = {}
-    most = 0.0
-    for replica in layout:
-        if len(replica.ranks) < 2:
-            raise InputError(
-                "a replica of one rank has no neighbour that could keep a copy of its state", "survive",
-                "Give it two ranks or more, or the job two replicas",
-            )  # fmt: skip
-        for s, rank in enumerate(replica.ranks):
-            keeper[rank] = replica.ranks[(s + 1) % len(replica.ranks)]
-            most = max(most, sum(sizes[unit] for unit in replica.stages[s]))
-    return keeper, link.seconds(most), most

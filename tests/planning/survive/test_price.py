@@ -43,6 +43,22 @@ def test_the_price_is_of_gradients_and_of_shards_that_several_have(zero: int) ->
     assert (without.copies, without.sends, without.seconds, without.after) == (0, 0, 0, 4)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "zero", "fewer"), [("pp=2", 0, "pp=1"), pytest.param("dp=2", 3, "dp=1", marks=pytest.mark.long)]
+)
+def test_the_price_of_a_neighbours_copy(mesh: str, zero: int, fewer: str) -> None:
+    price, compiled = priced(csc.Survive(1, mirror=True), mesh=mesh, zero=zero)
+    held = memory_forecast(compiled.program, compiled.options)
+    assert price.mirror == max(row.parameters + row.gradients + row.optimizer for row in held)
+    assert (price.sends, price.size, Mesh.parse(price.fewer)) == (
+        1, max(row.gradients for row in held), Mesh.parse(fewer),
+    )  # fmt: skip
+    assert price.sums == 0 and (price.before, price.after) == (2, 4 if zero else 2)
+    goes_on, memory, copies = price.sentences(10 * price.seconds)
+    assert f"go on as {price.fewer}" in goes_on and "of a neighbour's parameters" in memory
+    assert copies.endswith("10.0% of the step")
+
+
 def test_the_price_in_sentences() -> None:
     price = SurvivalPrice(1, 4_000_000, 0, 8_000_000, 2, 4_000_000, 0.01, 2, 4)
     first, memory, copies = price.sentences(0.1)
@@ -64,6 +80,11 @@ def test_layouts_that_can_lose_ranks() -> None:
 def test_meshes_that_cannot_be_chosen() -> None:
     with pytest.raises(InputError, match=r"divided among 2 devices .* 2 replicas that survive=1 needs"):
         csc.compile(lambda: small.text(2), example=small.text_batch(1), mesh=csc.Mesh(ranks=2), survive=1)
+    with pytest.raises(InputError, match=r"Mesh\(ranks=2\) a rank cannot be lost.*use mesh='pp=2'"):
+        csc.compile(
+            lambda: small.text(2), example=small.text_batch(4), mesh=csc.Mesh(ranks=2),
+            survive=csc.Survive(1, mirror=True),
+        )  # fmt: skip
     with pytest.raises(InputError, match=r"with zero=3 a rank cannot be lost.*use zero=2"):
         csc.compile(lambda: small.text(2), example=small.text_batch(4), mesh=csc.Mesh(ranks=2), zero=3, survive=1)
 
@@ -88,6 +109,16 @@ def asked(directory: Path) -> list[str]:
     return ["plan", f"{file}:model", "--example", "example", "--hardware", "a100", "--limit", "0"]
 
 
+def test_explain_says_what_it_takes(tmp_path: Path) -> None:
+    file = tmp_path / "compiled.py"
+    file.write_text(
+        "import csc\nfrom tests.compiler import small\ncompiled = csc.compile(small.text(2), mesh='pp=2', "
+        "example=small.text_batch(4), hardware='a100', survive=csc.Survive(1, mirror=True))\n"
+    )
+    said = CliRunner().invoke(app, ["explain", f"{file}:compiled"])
+    assert said.exit_code == 0 and "survive=1, mirrored: when a rank is killed" in said.output
+
+
 @pytest.mark.long
 def test_the_command_says_what_it_takes(tmp_path: Path) -> None:
     options = ["--survive", "1", "--mesh", "dp=2,pp=2", "--copies", "1"]
@@ -100,6 +131,7 @@ def test_the_command_says_what_it_takes(tmp_path: Path) -> None:
     [
         (["--survive", "1", "--lengths", "model.py"], "--lengths and --survive are given"),
         (["--copies", "1"], "--copies is given without --survive"),
+        (["--mirror"], "--mirror is given without --survive"),
         (["--survive", "1", "--mesh", "pp=2"], "no copy of some weights would be left"),
     ],
 )

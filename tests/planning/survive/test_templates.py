@@ -137,7 +137,8 @@ def test_a_job_is_planned_down_to_what_failures_leave() -> None:
         (8, 9, 10), True
     )
     assert all(each.microbatches == 16 for each in plan.arrangements.values())
-    assert set(plan.depths_used) <= set(plan.templates) == set(range(3, 5))
+    used = {replica.depth for each in plan.arrangements.values() for replica in each.replicas}
+    assert used <= set(plan.templates) == set(range(3, 5))
 
 
 def test_too_few_ranks_are_refused_with_what_would_do() -> None:

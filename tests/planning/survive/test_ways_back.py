@@ -1,4 +1,4 @@
-"""Ways back: rerouted orders are whole and keep the memory; moves, sums of gradients, the choice by simulated time."""
+"""Ways back: rerouted orders are whole and keep the memory; moves, the choice by simulated time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from hypothesis import strategies as st
 from csc.errors import InputError
 from csc.planning.problem import Problem
 from csc.planning.survive.reroute import rerouted
-from csc.planning.survive.templates import arranged, arrangements, templates
+from csc.planning.survive.templates import arranged, templates
 from csc.planning.survive.ways_back import (
     Layout,
     Placed,
-    gradient_sums,
-    holders,
     layout_of,
     moves,
-    neighbour_copies,
     ways_back,
 )
-from csc.simulation.pipeline import Link, peak_memory
+from csc.simulation.pipeline import peak_memory
 from csc.simulation.simulate import makespan
 from tests.planning.graphs import problems
 from tests.planning.survive.test_templates import chain
@@ -71,30 +68,6 @@ def test_a_stage_that_nobody_holds_is_not_rerouted() -> None:
     made = templates(chain(8), [4], 4)[4]
     assert rerouted(made, [4, 4], [(0, 1), (1, 1)]) is None
     assert rerouted(made, [4], [(0, 1)]) is None
-
-
-@settings(max_examples=40, deadline=None)
-@given(problem=problems(most=6), ranks=st.integers(2, 8), replicas=st.integers(1, 3))
-def test_each_gradient_is_added_once_over_one_rank_of_each_replica(problem: Problem, ranks: int, replicas: int) -> None:
-    if ranks < replicas:
-        return
-    made = templates(problem, range(1, len(problem.units) + 1), 6)
-    layout = layout_of(arrangements(made, [ranks], 6, replicas)[ranks], made)
-    sums = gradient_sums(layout)
-    assert sorted(unit for each in sums for unit in each.units) == list(range(len(problem.units)))
-    for each in sums:
-        assert len(each.ranks) == len(layout)
-        for rank, replica in zip(each.ranks, layout):
-            held = replica.stages[replica.ranks.index(rank)]
-            assert set(each.units) <= set(held)
-
-
-def test_unequal_replicas_add_gradients_over_their_own_cuts() -> None:
-    layout: Layout = (Placed((0, 1), ((0, 1, 2), (3, 4, 5)), 4), Placed((2, 3, 4), ((0, 1), (2, 3), (4, 5)), 6))
-    assert [(each.units, each.ranks) for each in gradient_sums(layout)] == [
-        ((4, 5), (1, 4)), ((3,), (1, 3)), ((2,), (0, 3)), ((0, 1), (0, 2)),
-    ]  # fmt: skip
-    assert holders(layout)[2] == (0, 3)
 
 
 def test_moves_come_from_holders_that_are_left() -> None:
@@ -154,11 +127,3 @@ def test_what_cannot_go_on_says_so() -> None:
     assert start is not None
     with pytest.raises(InputError, match="no rank that is left holds 4 of 8 regions"):
         ways_back(problem, made, layout_of(start, made), [1])
-
-
-def test_neighbours_keep_copies() -> None:
-    layout: Layout = (Placed((0, 1, 2), ((0, 1), (2,), (3,)), 4),)
-    keeper, seconds, most = neighbour_copies(layout, [4.0] * 4, Link(1.0, 2.0))
-    assert keeper == {0: 1, 1: 2, 2: 0} and seconds == 5.0 and most == 8.0
-    with pytest.raises(InputError, match="has no neighbour"):
-        neighbour_copies((Placed((0,), ((0, 1),), 4),), [1.0] * 2, Link())
