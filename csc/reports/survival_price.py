@@ -49,9 +49,10 @@ class SurvivalPrice:
         several = "s" * (self.failures > 1)
         share = f"{self.seconds / makespan if makespan else math.inf:.1%} of the step"
         if self.fewer:
+            more = f", with {self.after} microbatches each in place of {self.before}" * (self.after != self.before)
             return [
-                f"survive={self.failures}, mirrored: when a rank is killed the others go on as {self.fewer}, with "
-                f"{self.after} microbatches each in place of {self.before}; the step that was under way begins again",
+                f"survive={self.failures}, mirrored: when a rank is killed the others go on as {self.fewer}{more}; "
+                "the step that was under way begins again",
                 f"its memory, which the plan does not have: {bytes_text(self.mirror)} of a neighbour's parameters, "
                 "gradients and optimizer's state, which the optimizer steps, too",
                 f"copies: {bytes_text(self.size)} of gradients are sent at the end of a step: "
