@@ -40,6 +40,15 @@ RanksOption = Annotated[
     int | None,
     typer.Option("--ranks", "--devices", min=1, help="choose the mesh of so many: tp, cp, pp, dp, ZeRO, microbatches"),
 ]
+SurviveOption = Annotated[
+    int | None, typer.Option("--survive", min=1, help="ranks that may be killed: which mesh can, and what it takes")
+]
+CopiesOption = Annotated[
+    int, typer.Option("--copies", min=0, help="with --survive: microbatches after which sums of gradients are sent")
+]
+MirrorOption = Annotated[
+    bool, typer.Option("--mirror", help="with --survive 1, of one pipeline or zero=3: neighbours have copies")
+]
 
 
 @on_target
@@ -50,16 +59,9 @@ def plan(
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="with --ranks: samples of a step; else the example's")
     ] = None,
-    survive: Annotated[
-        int | None, typer.Option("--survive", min=1, help="ranks that may be killed: which mesh can, and what it takes")
-    ] = None,
-    copies: Annotated[
-        int, typer.Option("--copies", min=0, help="with --survive: microbatches after which sums of gradients are sent")
-    ] = 0,
-    mirror: Annotated[
-        bool,
-        typer.Option("--mirror", help="with --survive 1, of one pipeline or zero=3: neighbours have copies"),
-    ] = False,
+    survive: SurviveOption = None,
+    copies: CopiesOption = 0,
+    mirror: MirrorOption = False,
     limit: Annotated[
         float, typer.Option("--limit", min=0, help="seconds for the choice, or for alternatives and changes")
     ] = SECONDS,
