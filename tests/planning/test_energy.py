@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from csc.analysis.clocks import ClockCurve, ClockProfile, Setting, curve_of, measured, relative
@@ -107,6 +107,7 @@ rank 1: GATHER 1 | RECV F 0>1 0 | F 1 0 | B 1 0 | SEND B 1>0 0 | RECV F 0>1 1 | 
     assert waits(pipeline, schedule, least).step(flat) == makespan(pipeline, schedule)
 
 
+@example([1.25, 1.0, 1.0, 1.5], 5, "1f1b", 5)  # bounds of two points are the same but for rounding
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.floats(0.5, 1.5), min_size=2, max_size=4),
@@ -119,7 +120,7 @@ def test_frontiers_fall_and_keep_their_promise(seconds, microbatches, name, cloc
     found = frontier(numbers, (0.0, 0.03, 0.1, 0.2))
     spent = [each.joules for each in found.points]
     assert spent == sorted(spent, reverse=True)
-    assert [each.bound for each in found.points] == sorted((e.bound for e in found.points), reverse=True)
+    assert all(later.bound <= earlier.bound * (1 + 1e-12) for earlier, later in itertools.pairwise(found.points))
     for each in found.points:
         assert each.bound <= each.joules * (1 + 1e-9)
         assert each.seconds <= each.promised * (1 + 1e-9)
