@@ -485,6 +485,9 @@ class Reached:
         asked: dict[str, Read] = {}
         if isinstance(value, OF_TRAINING):  # a step or load_state_dict may replace the whole attribute
             asked = {name: functools.partial(attributes, value, (name,)) for name in vars(value)}
+        elif isinstance(value, logging.Logger):  # whose cache changes with each question
+            asked = {name: functools.partial(attributes, value, (name,)) for name in ("level", "disabled")}
+            asked["getEffectiveLevel"] = asked["isEnabledFor"] = lambda: [value.getEffectiveLevel(), value.disabled]
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):  # each step makes a new list
             asked["get_last_lr"] = lambda: [sys.intern(repr(value.get_last_lr()))]
         elif isinstance(value, LOCK):

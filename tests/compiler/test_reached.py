@@ -350,6 +350,11 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
     "scheduler": (scheduled, lambda one: one.get_last_lr()[0], lambda one: one.step()),
     "lock": (threading.Lock, lambda one: 2.0 if one.locked() else 1.0, lambda one: one.acquire()),
     "distribution": (normal, lambda one: one.loc, lambda one: one.loc.fill_(2.0)),
+    "logger's level": (lambda: logging.Logger("gain", 10), lambda one: one.level / 10, lambda one: one.setLevel(20)),
+    "whether a logger would say something": (
+        lambda: logging.Logger("gain", 10), lambda one: 2.0 if one.isEnabledFor(10) else 1.0,
+        lambda one: one.setLevel(20),
+    ),
 }  # fmt: skip
 
 
