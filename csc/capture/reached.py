@@ -487,7 +487,8 @@ class Reached:
             asked = {name: functools.partial(attributes, value, (name,)) for name in vars(value)}
         elif isinstance(value, logging.Logger):  # whose cache changes with each question
             asked = {name: functools.partial(attributes, value, (name,)) for name in ("level", "disabled")}
-            asked["getEffectiveLevel"] = asked["isEnabledFor"] = lambda: [value.getEffectiveLevel(), value.disabled]
+            asked["getEffectiveLevel"] = lambda: [value.getEffectiveLevel()]
+            asked["isEnabledFor"] = lambda: [value.getEffectiveLevel(), value.disabled, value.manager.disable]
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):  # each step makes a new list
             asked["get_last_lr"] = lambda: [sys.intern(repr(value.get_last_lr()))]
         elif isinstance(value, LOCK):

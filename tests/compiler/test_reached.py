@@ -355,6 +355,10 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
         lambda: logging.Logger("gain", 10), lambda one: 2.0 if one.isEnabledFor(10) else 1.0,
         lambda one: one.setLevel(20),
     ),
+    "whether any logger would": (
+        lambda: logging.Manager(logging.RootLogger(10)).getLogger("gain"),
+        lambda one: 2.0 if one.isEnabledFor(10) else 1.0, lambda one: setattr(one.manager, "disable", 50),
+    ),
 }  # fmt: skip
 
 
