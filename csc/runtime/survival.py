@@ -558,16 +558,22 @@ class Survival:
             try:
                 results = flight.results(trainer, dealt, vote, drawn, self._copying)
             except RankLost as error:
-                let_go(error)
-                if not self.lost(LATE if is_silence(error.what) else NEWS):
-                    if is_silence(error.what):  # a meeting, too, would wait for the one that is silent
-                        self._meeting.give_up(error.what)
-                    raise
-                _transport(trainer).leave(messages=not flight.adds)
-                self.recover(error)
+                self._go_on(error, trainer, messages=not flight.adds)
             else:
                 self._ended, self._flight = (flight.step, flight.row), None
                 return results
+
+    def _go_on(self, error: RankLost, trainer: Trainer, messages: bool = True) -> None:
+        """After an error in a step, with those that are left. messages: see `leave` of the transport. The error itself
+        where no rank is known to have died.
+        """
+        let_go(error)
+        if not self.lost(LATE if is_silence(error.what) else NEWS):
+            if is_silence(error.what):  # a meeting, too, would wait for the one that is silent
+                self._meeting.give_up(error.what)
+            raise error
+        _transport(trainer).leave(messages=messages)
+        self.recover(error)
 
     def _mirrored(
         self, trainer: Trainer, dealt: Microbatches, vote: StepVote, drawn: int
@@ -590,13 +596,7 @@ class Survival:
             finished(wait_sum(rank.endpoint, done, rank.group(Group.WORLD), "the end of a step"))
             flight.row = []
         except RankLost as error:
-            let_go(error)
-            if not self.lost(LATE if is_silence(error.what) else NEWS):
-                if is_silence(error.what):  # a meeting, too, would wait for the one that is silent
-                    self._meeting.give_up(error.what)
-                raise
-            _transport(trainer).leave()
-            self.recover(error)
+            self._go_on(error, trainer)
             if flight.row is None:
                 self._flight = None
                 raise FewerRanks from None
