@@ -271,7 +271,8 @@ class Checked:
     """gradients: how many were compared; largest: the largest relative difference; loss: that of the loss; seconds:
     what the check took, own_step: of these, for the program's step. skipped: why nothing was compared, or "". what:
     what was, if not all of the model. allowed: what rounding in 16 bits may make of the largest difference; 0: nothing
-    is computed in 16 bits. kept: the program's step was kept as the training step that it is.
+    is computed in 16 bits. kept: the program's step was kept as the training step that it is. in_float32: what the same
+    program makes without 16 bits, where that was compared, too.
     """
 
     gradients: int = 0
@@ -283,6 +284,7 @@ class Checked:
     what: str = ""
     kept: bool = False
     allowed: float = 0.0
+    in_float32: Checked | None = None
 
     def __str__(self) -> str:
         if self.skipped:
@@ -292,6 +294,8 @@ class Checked:
             summary = f"loss only, to {self.loss:.1e}"
         elif self.allowed:
             summary += f" (rounding in 16 bits may make {self.allowed:.1e})"
+        if self.in_float32 is not None and not self.in_float32.skipped:
+            summary += f", the same program in float32 to {self.in_float32.largest:.1e}"
         subject = f" {self.what}" if self.what else ""
         took = f"{self.seconds:.2f} s"
         if self.kept:

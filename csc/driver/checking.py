@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -72,7 +73,8 @@ class NewProgram:
 class Comparison:
     """A comparison. trainer: this process'; names: of the programs of these microbatches; pairs: of what meets in them,
     those that have not been compared; ready: as the user gives them, made of this batch; again: also if it was done;
-    progress: told when it begins; complete: a microbatch as programs take it of which all ranks run here.
+    progress: told when it begins; complete: a microbatch as programs take it of which all ranks run here; write:
+    programs for microbatches with other options, in directories below one.
     """
 
     trainer: Trainer
@@ -84,6 +86,7 @@ class Comparison:
     again: bool
     progress: Progress
     complete: Callable[[Mapping[str, Any]], dict[str, Any]]
+    write: Callable[[Sequence[Mapping[str, Any]], Options, Path], list[Path]]
 
     @property
     def trainable(self) -> frozenset[str]:
@@ -346,12 +349,16 @@ class Checking:
             files = {name: text for program in programs.values() for name, text in program.packed.files.items()}
             result = check_by_layer(self._compiler, asked.ready, asked.options, files)
         else:
-            draws = asked.trainer.program.manifest.random
+            draws, apart = asked.trainer.program.manifest.random, self._apart(asked)
             result = check(
                 self._compiler, own_step, asked.trainable, asked.batch, asked.ready, asked.options, self._steady,
-                masks, draws, self._apart(asked),
+                masks, draws, apart,
             )  # fmt: skip
             self._steady = self._steady or not result.skipped
+            if not result.skipped and asked.options.precision != "model" and (self._new(asked) or asked.pairs):
+                began = time.perf_counter()
+                result = replace(result, in_float32=self._in_float32(asked, draws, apart))
+                result = replace(result, seconds=result.seconds + time.perf_counter() - began)
         result = replace(result, kept=keeps and not result.skipped)
         if result.skipped and masks is not None:
             log.info("compared with nothing left to chance: %s", result.skipped)
@@ -361,24 +368,58 @@ class Checking:
         self._compared = "" if result.skipped else how
         return result
 
+    def _in_float32(self, asked: Comparison, draws: bool, apart: str) -> Checked | None:
+        """The same of programs that compute in float32: in 16 bits a few percent of a gradient, and more where the loss
+        all but cancels, are what rounding makes, and may as well be what a program makes wrongly.
+        """
+        options = replace(
+            asked.options, precision="model", keep_fp32=(), fuse=False, cuda_graphs=False, memory=None, features=False
+        )
+        if asked.options.features:  # what the user says of stages, he says of a program without its encoders
+            options = replace(options, cuts=None, stages=None, placement=None, chunks=None, schedule="auto")
+        one_of_each = list(dict(zip(asked.names, asked.ready)).values())
+        with TemporaryFolder() as folder:
+            try:
+                directories = asked.write(one_of_each, options, Path(folder))
+            except InputError as error:
+                log.info("not compared in float32, for want of a program: %s", error)
+                return None
+            try:
+                return check(
+                    self._compiler, lambda: self._step_of_all(directories, self._compiler.complete, asked.ready),
+                    asked.trainable, asked.batch, asked.ready, options, True, None, draws, apart,
+                )  # fmt: skip
+            except torch.OutOfMemoryError as error:
+                log.info("not compared in float32: %s", error)
+                return None
+
     def _own_step(self, comparison: Comparison, drawn: int) -> EagerStep:
         """Of all ranks in this process, with the model's weights, in the programs that decide as those asked for."""
-        weights = weights_of(self._compiler.model)
         with TemporaryFolder() as folder:
-            programs = []
+            directories = []
             made = self._made[comparison.options.microbatches]
             variants = made[comparison.names[0]].variants
             for number, new in enumerate(new for new in made.values() if new.variants == variants):
-                directory = Path(folder) / str(number)
-                install(new.packed.files, directory, new.match.batch)
-                programs.append(load(directory))
-            trainer = Trainer(programs[0], weights, InProcess(programs[0]))
-            for program in programs[1:]:
-                trainer.add(program)
-            with undisturbed(self._compiler.model):
-                step = step_of(trainer, list(map(comparison.complete, comparison.ready)), drawn)
-            self._idle = trainer.idle
-            return step
+                directories.append(Path(folder) / str(number))
+                install(new.packed.files, directories[-1], new.match.batch)
+            return self._step_of_all(directories, comparison.complete, comparison.ready, drawn)
+
+    def _step_of_all(
+        self,
+        directories: Sequence[Path],
+        complete: Callable[[Mapping[str, Any]], dict[str, Any]],
+        ready: Sequence[Mapping[str, Any]],
+        drawn: int = executor.NO_CHANCE,
+    ) -> EagerStep:
+        """A step of the programs in these directories, all of whose ranks run in this process."""
+        programs = list(map(load, directories))
+        trainer = Trainer(programs[0], weights_of(self._compiler.model), InProcess(programs[0]))
+        for program in programs[1:]:
+            trainer.add(program)
+        with undisturbed(self._compiler.model):
+            step = step_of(trainer, list(map(complete, ready)), drawn)
+        self._idle = trainer.idle
+        return step
 
     def _known(self, program: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""

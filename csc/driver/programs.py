@@ -30,7 +30,7 @@ from csc.check.one_of_each import check_by_layer
 from csc.codegen.write import MANIFEST, contents, install, of_ranks
 from csc.driver.batches import SAME, Trials, filling, fullest_first, pad, tried
 from csc.driver.checking import CHECK, Checking, Comparison, NewProgram, Pair, meeting_in
-from csc.driver.compiler import Compiler, FusingAhead, Progress, uncollected
+from csc.driver.compiler import Compiler, FusingAhead, Progress, quiet, uncollected
 from csc.driver.features import FeaturesAhead, FeatureSource, FrozenEncoders
 from csc.driver.options import refuse_beside_survive
 from csc.errors import InputError
@@ -573,8 +573,19 @@ class ProgramSet:
             trainer.check_batch([trainer.reads(trainer_place) for trainer_place in self.checked_places(matches)])
             keys, batches = [match.key for match in matches], [match.given for match in matches]
             pairs = self.checking.unmet(meeting_in(matches))
-            comparison = Comparison(trainer, keys, pairs, batches, batch, options, again, progress, self._complete_here)
+            comparison = Comparison(
+                trainer, keys, pairs, batches, batch, options, again, progress, self._complete_here, self._write
+            )
             self.checking.compare(comparison, self.meeting(options), self._broadcast.group)
+
+    def _write(self, microbatches: Sequence[Microbatch], options: Options, directory: Path) -> list[Path]:
+        """Programs that nobody trains, one for each of these, in directories below this one."""
+        compiled = CompiledPrograms(self._compiler, lambda: None, lambda options: None, compared=False)
+        ranks = range(options.mesh.size)  # named, so that the cache does not keep them
+        return [
+            compiled.write(microbatch, options, directory / str(number), quiet, ranks=ranks)
+            for number, microbatch in enumerate(fullest_first(microbatches))
+        ]
 
     def check_by_layer(self, ready: Sequence[Microbatch], options: Options, progress: Progress) -> Checked:
         """Compare the program of the first of these with eager PyTorch though the model has no weights: one layer of

@@ -22,7 +22,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def compiled(model: nn.Module, example: Any, **options: Any) -> csc.CompiledModel:
-    return csc.compile(model, example=example, microbatches=2, **{"cache": False, **options})
+    return csc.compile(model, example=example, **{"microbatches": 2, "cache": False, **options})
 
 
 def comparisons(caplog: pytest.LogCaptureFixture) -> int:
@@ -80,6 +80,34 @@ def test_programs_that_are_right_alone_and_wrong_together_are_an_error(
     for _ in range(2):
         with pytest.raises(DifferenceError, match=f"right in steps of their own, and meet first.* {told}"):
             model.train_step(batch(*steps[2]))
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "pp=2,dp=2"])
+def test_in_bfloat16_programs_that_are_wrong_together_by_less_than_rounding_are_an_error(mesh: str) -> None:
+    model = compiled(mixed_steps.SlightlyOfLongest(), lengths_batch(3, 2, 3, 2), precision="bf16", mesh=mesh)
+    replicas = 2 if "dp" in mesh else 1
+    for lengths in ((3, 2), (5, 2)):
+        model.train_step(lengths_batch(*lengths * 2 * replicas))
+    with pytest.raises(DifferenceError, match=r"right in steps of their own, and meet first.* reads of 'lengths'"):
+        model.train_step(lengths_batch(*(5, 2, 3, 2) * replicas))
+
+
+@pytest.mark.parametrize("options", [{}, {"mesh": "dp=2", "microbatches": 1}])
+def test_in_bfloat16_a_few_percent_that_samples_share_are_an_error(options: dict[str, Any]) -> None:
+    batch = lengths_batch(3, 2, 3, 2)
+    given = {"precision": "bf16", "loss_weight": "mean", **options}
+    with pytest.raises(DifferenceError, match="'mean' does not make of the microbatches"):
+        compiled(mixed_steps.SlightlyOfAll(), batch, **given).train_step(batch)
+    right = {**given, "microbatches": 1, "mesh": "pp=1"}
+    assert compiled(mixed_steps.SlightlyOfAll(), batch, **right).train_step(batch).isfinite()
+
+
+def test_in_bfloat16_what_is_right_in_float32_trains(caplog: pytest.LogCaptureFixture) -> None:
+    model = compiled(mixed_steps.EitherWay(), lengths_batch(3, 2, 3, 2), precision="bf16", mesh="pp=2")
+    with caplog.at_level(logging.INFO, "csc"):
+        for lengths in ((3, 2, 3, 2), (5, 2, 5, 2), (5, 2, 3, 2), (3, 2, 5, 2)):
+            model.train_step(lengths_batch(*lengths))
+    assert comparisons(caplog) == 3
 
 
 def test_a_step_in_which_a_microbatch_has_no_labels_compares_nothing_of_it() -> None:
