@@ -219,20 +219,19 @@ def _run(
         entries["random", "seed"] = NUMBERS
         entries[LOSS_WEIGHTS] = torch.ones(len(program.combination.divisors), dtype=torch.float64, device=device)
         entries[BATCH_LOSS] = numbered(STANDING_IN)
-        tables = dict(zip(program.shared.output_node().meta["names"], _results(program.shared, entries)))
+        inputs = [entries[node.meta["role"]] for node in g.placeholders(program.shared)]
+        tables = dict(zip(program.shared.output_node().meta["names"], _results(program.shared, inputs)))
     activations: dict[str, torch.Tensor] = {}
     for region in program.regions:
-        template = program.templates[region.template]
-        values = {("activation", str(i)): activations[value] for i, value in enumerate(region.activations)}
-        values |= {("shared", local): tables[table] for local, table in zip(template.shared, region.shared)}
-        values |= {("parameter", local): weights[name] for local, name in zip(template.parameters, region.parameters)}
-        outputs = list(_results(template.graph, values))
+        inputs = [activations[value] for value in region.activations]
+        inputs += [tables[table] for table in region.shared]
+        inputs += [weights[name] for name in region.parameters]
+        outputs = list(_results(program.templates[region.template].graph, inputs))
         activations.update(zip(region.outputs, outputs))
         yield region, outputs
 
 
-def _results(graph: fx.Graph, values: Mapping[Any, torch.Tensor]) -> Any:
-    inputs = [values[node.meta["role"]] for node in g.placeholders(graph)]
+def _results(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> Any:
     return fx.Interpreter(nn.Module(), graph=graph).run(*inputs)
 
 
@@ -313,7 +312,8 @@ def check(
     steady: bool = False,
     masks: SameMasks | None = None,
     draws: bool = True,
-    apart: str = "",
+    differ: str = "",
+    alone: bool = False,
 ) -> Checked:
     """Compare loss and every gradient of one step on a batch.
 
@@ -321,9 +321,9 @@ def check(
     trainable: the parameters that train. batch: as the user gives it; ready: its microbatches. steady: it is known that
     the model's forward does the same each time. masks: of the dropout in own_step; None: nothing is left to chance
     there. Where eager PyTorch cannot take them, or may have had them in other places, nothing is compared. draws:
-    whether the program draws anything. apart: how microbatches differ that were right in steps of their own; "": not
-    all were. DifferenceError that names the region where both part, InputError if the model is another function in each
-    step; the model and its gradients are as before in any case.
+    whether the program draws anything. differ: in what the microbatches do, in a phrase, if csc has several kinds of
+    them; alone: each kind was right in steps of its own. DifferenceError that names the region where both part,
+    InputError if the model is another function in each step; the model and its gradients are as before in any case.
     """
     start = time.perf_counter()
     model = compiler.model
@@ -368,9 +368,10 @@ def check(
         return Checked(len(result.grad_rel), result.largest, result.loss_rel, seconds, own_seconds, allowed=allowed)
     if rule != "auto" and at_once and len(ready) > 1:
         _refuse_weight(compiler, ready, trainable, rule, right, step, precision)
-    if apart:
-        raise DifferenceError(f"{WRONG}: {_told(result)}; {apart}", type(model).__name__, TOGETHER)
-    raise _difference(compiler, ready[0], options, result, precision.tolerance)
+    if alone:
+        met = f"its microbatches were right in steps of their own, and meet first in this one; they differ in {differ}"
+        raise DifferenceError(f"{WRONG}: {_told(result)}; {met}", type(model).__name__, TOGETHER)
+    raise _difference(compiler, ready[0], options, result, precision.tolerance, differ)
 
 
 def _reference(
@@ -457,7 +458,12 @@ def _refuse_weight(
 
 
 def _difference(
-    compiler: Compiles, microbatch: Mapping[str, Any], options: Options, result: Judgement, tolerance: float
+    compiler: Compiles,
+    microbatch: Mapping[str, Any],
+    options: Options,
+    result: Judgement,
+    tolerance: float,
+    differ: str,
 ) -> DifferenceError:
     try:
         place = locate(compiler, microbatch, options, tolerance)
@@ -477,11 +483,13 @@ def _difference(
         )
     if whole and options.microbatches * mesh.dp > 1:
         fault += f", and the {options.microbatches * mesh.dp} microbatches together are not"
+        fault += f"; they differ in {differ}" if differ else ""
         remedy = (
             "Do the loss or a layer mix samples (a norm, a mean, a product over them), or is the loss no mean or sum "
             "over samples? Then use microbatches=1 and dp=1, or say with loss_weight= how losses of microbatches "
-            f"combine. Else it {BUG}"
+            "combine"
         )
+        remedy = f"{TOGETHER if differ else remedy}. Else it {BUG}"
     elif whole:
         fault += f", and on this mesh ({mesh}) it is not"
     difference = "; ".join(filter(None, (_told(result), fault)))

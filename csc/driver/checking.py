@@ -320,13 +320,15 @@ class Checking:
             return ""
         return BY_LAYER
 
-    def _apart(self, comparison: Comparison) -> str:
-        """How microbatches differ that were right in steps of their own, and meet now; "" if there are none."""
-        if not comparison.pairs or self._new(comparison):
-            return ""
+    def _kinds(self, comparison: Comparison) -> tuple[str, bool]:
+        """In what microbatches differ of which there are several kinds, and whether each was right in steps of its own;
+        else "" and False.
+        """
         programs = self._made[comparison.options.microbatches]
-        differ = _difference([programs[name].match for name in comparison.names])
-        return f"its microbatches were right in steps of their own, and meet first in this one; they differ in {differ}"
+        matches = [programs[name].match for name in comparison.names]
+        if len(meeting_in(matches)) < 2:
+            return "", False
+        return _difference(matches), bool(comparison.pairs) and not self._new(comparison)
 
     def _new(self, comparison: Comparison) -> list[Name]:
         due = self.due(comparison.options.microbatches)
@@ -349,15 +351,15 @@ class Checking:
             files = {name: text for program in programs.values() for name, text in program.packed.files.items()}
             result = check_by_layer(self._compiler, asked.ready, asked.options, files)
         else:
-            draws, apart = asked.trainer.program.manifest.random, self._apart(asked)
+            draws, kinds = asked.trainer.program.manifest.random, self._kinds(asked)
             result = check(
                 self._compiler, own_step, asked.trainable, asked.batch, asked.ready, asked.options, self._steady,
-                masks, draws, apart,
+                masks, draws, *kinds,
             )  # fmt: skip
             self._steady = self._steady or not result.skipped
             if not result.skipped and asked.options.precision != "model" and (self._new(asked) or asked.pairs):
                 began = time.perf_counter()
-                result = replace(result, in_float32=self._in_float32(asked, draws, apart))
+                result = replace(result, in_float32=self._in_float32(asked, draws, kinds))
                 result = replace(result, seconds=result.seconds + time.perf_counter() - began)
         result = replace(result, kept=keeps and not result.skipped)
         if result.skipped and masks is not None:
@@ -368,7 +370,7 @@ class Checking:
         self._compared = "" if result.skipped else how
         return result
 
-    def _in_float32(self, asked: Comparison, draws: bool, apart: str) -> Checked | None:
+    def _in_float32(self, asked: Comparison, draws: bool, kinds: tuple[str, bool]) -> Checked | None:
         """The same of programs that compute in float32: in 16 bits a few percent of a gradient, and more where the loss
         all but cancels, are what rounding makes, and may as well be what a program makes wrongly.
         """
@@ -387,7 +389,7 @@ class Checking:
             try:
                 return check(
                     self._compiler, lambda: self._step_of_all(directories, self._compiler.complete, asked.ready),
-                    asked.trainable, asked.batch, asked.ready, options, True, None, draws, apart,
+                    asked.trainable, asked.batch, asked.ready, options, True, None, draws, *kinds,
                 )  # fmt: skip
             except torch.OutOfMemoryError as error:
                 log.info("not compared in float32: %s", error)

@@ -82,6 +82,13 @@ def test_programs_that_are_right_alone_and_wrong_together_are_an_error(
             model.train_step(batch(*steps[2]))
 
 
+def test_a_first_step_of_two_kinds_says_in_what_they_differ() -> None:
+    """The loss's table is called as a function of Python is, which graphs name otherwise."""
+    batch = lengths_batch(5, 2, 3, 2)
+    with pytest.raises(DifferenceError, match=r"microbatches together are not; they differ in what .* of 'lengths'"):
+        compiled(mixed_steps.SumOfLongest(), batch).train_step(batch)
+
+
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2,dp=2"])
 def test_in_bfloat16_programs_that_are_wrong_together_by_less_than_rounding_are_an_error(mesh: str) -> None:
     model = compiled(mixed_steps.SlightlyOfLongest(), lengths_batch(3, 2, 3, 2), precision="bf16", mesh=mesh)
