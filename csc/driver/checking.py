@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -18,9 +19,9 @@ import torch.distributed as dist
 from csc import devices
 from csc.cache.model_entries import Packed
 from csc.capture.guards import Match
-from csc.capture.quantised_weights import weights_of
+from csc.capture.quantised_weights import is_quantised, weights_of
 from csc.capture.trace.export import caching
-from csc.check.eager import EagerStep, SameMasks, undisturbed
+from csc.check.eager import IN_HALF, EagerStep, SameMasks, undisturbed
 from csc.check.first import Checked, ComparedStep, check, compared_step, step_of, too_much
 from csc.check.one_of_each import check_by_layer
 from csc.codegen.write import install
@@ -35,6 +36,7 @@ from csc.runtime.meeting import NOTHING, Meeting, Vote, first_makes
 from csc.runtime.trainer import Trainer
 from csc.runtime.transport import InProcess
 from csc.temporary import TemporaryFolder
+from csc.torch_private.traces import pytree
 
 # --- Which programs of a model are due to be compared with eager PyTorch, and how the ranks go about it --------------
 #
@@ -74,7 +76,7 @@ class Comparison:
     """A comparison. trainer: this process'; names: of the programs of these microbatches; pairs: of what meets in them,
     those that have not been compared; ready: as the user gives them, made of this batch; again: also if it was done;
     progress: told when it begins; complete: a microbatch as programs take it of which all ranks run here; write:
-    programs for microbatches with other options, in directories below one.
+    programs of a compiler's model for microbatches, in directories below one.
     """
 
     trainer: Trainer
@@ -86,7 +88,7 @@ class Comparison:
     again: bool
     progress: Progress
     complete: Callable[[Mapping[str, Any]], dict[str, Any]]
-    write: Callable[[Sequence[Mapping[str, Any]], Options, Path], list[Path]]
+    write: Callable[[Compiler, Sequence[Mapping[str, Any]], Options, Path], list[Path]]
 
     @property
     def trainable(self) -> frozenset[str]:
@@ -357,7 +359,7 @@ class Checking:
                 masks, draws, *kinds,
             )  # fmt: skip
             self._steady = self._steady or not result.skipped
-            if not result.skipped and asked.options.precision != "model" and (self._new(asked) or asked.pairs):
+            if not result.skipped and (self._new(asked) or asked.pairs):
                 began = time.perf_counter()
                 result = replace(result, in_float32=self._in_float32(asked, draws, kinds))
                 result = replace(result, seconds=result.seconds + time.perf_counter() - began)
@@ -372,28 +374,52 @@ class Checking:
 
     def _in_float32(self, asked: Comparison, draws: bool, kinds: tuple[str, bool]) -> Checked | None:
         """The same of programs that compute in float32: in 16 bits a few percent of a gradient, and more where the loss
-        all but cancels, are what rounding makes, and may as well be what a program makes wrongly.
+        all but cancels, are what rounding makes, and may as well be what a program makes wrongly. None: they do anyway,
+        or there are none.
         """
+        if any(parameter.dtype in IN_HALF for parameter in self._compiler.model.parameters()):
+            combines = len(asked.ready) > 1 and asked.options.loss_weight != "auto"
+            compiler = self._widened() if combines or kinds[0] else None  # a capture: elsewhere proofs do
+        else:
+            compiler = self._compiler if asked.options.precision != "model" else None
+        if compiler is None:
+            return None
         options = replace(
             asked.options, precision="model", keep_fp32=(), fuse=False, cuda_graphs=False, memory=None, features=False
         )
         if asked.options.features:  # what the user says of stages, he says of a program without its encoders
             options = replace(options, cuts=None, stages=None, placement=None, chunks=None, schedule="auto")
-        one_of_each = list(dict(zip(asked.names, asked.ready)).values())
+        ready, batch = (asked.ready, asked.batch) if compiler is self._compiler else _as_float32([asked.ready, asked.batch])
+        one_of_each = list(dict(zip(asked.names, ready)).values())
         with TemporaryFolder() as folder:
             try:
-                directories = asked.write(one_of_each, options, Path(folder))
+                directories = asked.write(compiler, one_of_each, options, Path(folder))
             except InputError as error:
                 log.info("not compared in float32, for want of a program: %s", error)
                 return None
             try:
                 return check(
-                    self._compiler, lambda: self._step_of_all(directories, self._compiler.complete, asked.ready),
-                    asked.trainable, asked.batch, asked.ready, options, True, None, draws, *kinds,
+                    compiler, lambda: self._step_of_all(directories, compiler, compiler.complete, ready),
+                    asked.trainable, batch, ready, options, True, None, draws, *kinds,
                 )  # fmt: skip
             except torch.OutOfMemoryError as error:
                 log.info("not compared in float32: %s", error)
                 return None
+
+    def _widened(self) -> Compiler | None:
+        """Of the model with all its numbers in float32; None where that cannot be made or is too much."""
+        model = self._compiler.model
+        if any(map(is_quantised, model.parameters())):
+            return None
+        try:
+            copied = copy.deepcopy(model)
+        except Exception as error:  # what a user's model holds
+            log.info("not compared in float32: the model cannot be copied: %s", error)
+            return None
+        for parameter in copied.parameters():
+            parameter.grad = None
+        wide = copied.float()
+        return None if too_much(wide) else self._compiler.of(wide)
 
     def _own_step(self, comparison: Comparison, drawn: int) -> EagerStep:
         """Of all ranks in this process, with the model's weights, in the programs that decide as those asked for."""
@@ -404,21 +430,22 @@ class Checking:
             for number, new in enumerate(new for new in made.values() if new.variants == variants):
                 directories.append(Path(folder) / str(number))
                 install(new.packed.files, directories[-1], new.match.batch)
-            return self._step_of_all(directories, comparison.complete, comparison.ready, drawn)
+            return self._step_of_all(directories, self._compiler, comparison.complete, comparison.ready, drawn)
 
     def _step_of_all(
         self,
         directories: Sequence[Path],
+        compiler: Compiler,
         complete: Callable[[Mapping[str, Any]], dict[str, Any]],
         ready: Sequence[Mapping[str, Any]],
         drawn: int = executor.NO_CHANCE,
     ) -> EagerStep:
-        """A step of the programs in these directories, all of whose ranks run in this process."""
+        """A step of a compiler's programs, in these directories, all of whose ranks run in this process."""
         programs = list(map(load, directories))
-        trainer = Trainer(programs[0], weights_of(self._compiler.model), InProcess(programs[0]))
+        trainer = Trainer(programs[0], weights_of(compiler.model), InProcess(programs[0]))
         for program in programs[1:]:
             trainer.add(program)
-        with undisturbed(self._compiler.model):
+        with undisturbed(compiler.model):
             step = step_of(trainer, list(map(complete, ready)), drawn)
         self._idle = trainer.idle
         return step
@@ -426,6 +453,11 @@ class Checking:
     def _known(self, program: NewProgram) -> bool:
         """Whether the cache knows that the program was compared."""
         return bool(self._compiler.kept.checked(program.match, program.options))
+
+
+def _as_float32(given: Any) -> Any:
+    """Batches with what is in 16 bits in float32."""
+    return pytree.tree_map_only(torch.Tensor, lambda entry: entry.float() if entry.dtype in IN_HALF else entry, given)
 
 
 def meeting_in(matches: Sequence[Match]) -> frozenset[str]:

@@ -578,9 +578,10 @@ class ProgramSet:
             )
             self.checking.compare(comparison, self.meeting(options), self._broadcast.group)
 
-    def _write(self, microbatches: Sequence[Microbatch], options: Options, directory: Path) -> list[Path]:
+    @staticmethod
+    def _write(compiler: Compiler, microbatches: Sequence[Microbatch], options: Options, directory: Path) -> list[Path]:
         """Programs that nobody trains, one for each of these, in directories below this one."""
-        compiled = CompiledPrograms(self._compiler, lambda: None, lambda options: None, compared=False)
+        compiled = CompiledPrograms(compiler, lambda: None, lambda options: None, compared=False)
         ranks = range(options.mesh.size)  # named, so that the cache does not keep them
         return [
             compiled.write(microbatch, options, directory / str(number), quiet, ranks=ranks)

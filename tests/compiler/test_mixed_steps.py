@@ -89,9 +89,14 @@ def test_a_first_step_of_two_kinds_says_in_what_they_differ() -> None:
         compiled(mixed_steps.SumOfLongest(), batch).train_step(batch)
 
 
-@pytest.mark.parametrize("mesh", ["pp=1", "pp=2,dp=2"])
-def test_in_bfloat16_programs_that_are_wrong_together_by_less_than_rounding_are_an_error(mesh: str) -> None:
-    model = compiled(mixed_steps.SlightlyOfLongest(), lengths_batch(3, 2, 3, 2), precision="bf16", mesh=mesh)
+@pytest.mark.parametrize(("mesh", "precision"), [("pp=1", "bf16"), ("pp=2,dp=2", "bf16"), ("pp=1", "model")])
+def test_in_bfloat16_programs_that_are_wrong_together_by_less_than_rounding_are_an_error(
+    mesh: str, precision: str
+) -> None:
+    """Computed with by csc alone, or the model's own."""
+    module = mixed_steps.SlightlyOfLongest()
+    module = module.bfloat16() if precision == "model" else module
+    model = compiled(module, lengths_batch(3, 2, 3, 2), precision=precision, mesh=mesh)
     replicas = 2 if "dp" in mesh else 1
     for lengths in ((3, 2), (5, 2)):
         model.train_step(lengths_batch(*lengths * 2 * replicas))
@@ -99,14 +104,17 @@ def test_in_bfloat16_programs_that_are_wrong_together_by_less_than_rounding_are_
         model.train_step(lengths_batch(*(5, 2, 3, 2) * replicas))
 
 
-@pytest.mark.parametrize("options", [{}, {"mesh": "dp=2", "microbatches": 1}])
+@pytest.mark.parametrize("options", [{}, {"mesh": "dp=2", "microbatches": 1}, {"precision": "model"}])
 def test_in_bfloat16_a_few_percent_that_samples_share_are_an_error(options: dict[str, Any]) -> None:
     batch = lengths_batch(3, 2, 3, 2)
     given = {"precision": "bf16", "loss_weight": "mean", **options}
+    module = mixed_steps.SlightlyOfAll()
+    module = module.bfloat16() if given["precision"] == "model" else module
     with pytest.raises(DifferenceError, match="'mean' does not make of the microbatches"):
-        compiled(mixed_steps.SlightlyOfAll(), batch, **given).train_step(batch)
+        compiled(module, batch, **given).train_step(batch)
     right = {**given, "microbatches": 1, "mesh": "pp=1"}
-    assert compiled(mixed_steps.SlightlyOfAll(), batch, **right).train_step(batch).isfinite()
+    assert compiled(module, batch, **right).train_step(batch).isfinite()
+    assert {parameter.dtype for parameter in module.parameters()} == {next(module.parameters()).dtype}
 
 
 def test_in_bfloat16_what_is_right_in_float32_trains(caplog: pytest.LogCaptureFixture) -> None:
