@@ -389,7 +389,8 @@ class Checking:
         )
         if asked.options.features:  # what the user says of stages, he says of a program without its encoders
             options = replace(options, cuts=None, stages=None, placement=None, chunks=None, schedule="auto")
-        ready, batch = (asked.ready, asked.batch) if compiler is self._compiler else _as_float32([asked.ready, asked.batch])
+        is_own = compiler is self._compiler
+        ready, batch = (asked.ready, asked.batch) if is_own else _as_float32((asked.ready, asked.batch))
         one_of_each = list(dict(zip(asked.names, ready)).values())
         with TemporaryFolder() as folder:
             try:
