@@ -151,8 +151,7 @@ def compile(
     Raises:
         InputError: An argument is wrong, or the model cannot be compiled. The error names the place and the remedy.
     """
-    if several_processes():
-        speak_in_short()
+    speak_in_short()
     options = changed(
         Options(), mesh=Mesh() if mesh is None else mesh, freeze=freeze, cuts=cuts, stages=stages, placement=placement,
         schedule=schedule, chunks=chunks, hardware=hardware, memory=memory, microbatches=microbatches,

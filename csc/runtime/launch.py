@@ -111,8 +111,9 @@ def _own_frames(frames: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames of csc, torch and Python's own files."""
     kept = []
     while frames is not None:
-        file = frames.tb_frame.f_code.co_filename
-        if not is_of_libraries(file) and not file.startswith("<frozen"):
+        file, module = frames.tb_frame.f_code.co_filename, str(frames.tb_frame.f_globals.get("__name__"))
+        is_made = file.startswith("<frozen") or (file == "<string>" and module != "__main__")  # by a library, of text
+        if not is_of_libraries(file) and not is_made:
             kept.append(frames)
         frames = frames.tb_next
     own: TracebackType | None = None

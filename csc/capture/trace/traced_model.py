@@ -369,7 +369,7 @@ def loss_of(result: Any, model: nn.Module | None = None, given: Collection[str] 
     if loss.dim() != 0 or not loss.dtype.is_floating_point:
         raise InputError(
             f"{name} returned {_described(result)}, and a loss is one floating-point number", "model output",
-            f"of the losses of samples or tokens return loss.mean(); of logits {remedy}",
+            f"if these are losses of samples or tokens return loss.mean(); if they are logits {remedy}",
         )  # fmt: skip
     return loss
 
