@@ -78,6 +78,7 @@ SETTINGS = (
     Setting("dp=4", csc.Survive(1, copies=1), zero=1),
     Setting("dp=4", csc.Survive(1), zero=2),
     Setting("pp=3", csc.Survive(1, mirror=True)),
+    Setting("dp=2,pp=2", csc.Survive(1, mirror=True)),
     Setting("dp=4", csc.Survive(1, mirror=True), zero=3),
 )
 

@@ -47,7 +47,7 @@ CopiesOption = Annotated[
     int, typer.Option("--copies", min=0, help="with --survive: microbatches after which sums of gradients are sent")
 ]
 MirrorOption = Annotated[
-    bool, typer.Option("--mirror", help="with --survive 1, of one pipeline or zero=3: neighbours have copies")
+    bool, typer.Option("--mirror", help="with --survive 1: all ranks that are left go on as a mesh of one fewer")
 ]
 
 

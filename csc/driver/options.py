@@ -183,20 +183,24 @@ def _each(option: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
 
 
 def of_fewer(options: Options) -> Options:
-    """Those of the program with which ranks with mirrors go on that have lost one: a pipeline of a rank fewer, whose
-    stages csc plans, or a replica fewer, where the others do its microbatches. InputError: they cannot.
+    """Those of the program with which ranks with mirrors go on that have lost one: a pipeline of a rank fewer, or
+    several, as short as they can be and no shorter than before, since each holds the model; with zero=3 a replica
+    fewer. csc plans the stages, and the microbatches of a step are shared out anew. InputError: they cannot be.
     """
     mesh, count = options.mesh, options.microbatches
-    if mesh.pp > 1:
-        mesh = replace(mesh, pp=mesh.pp - 1)
-    else:
-        total, mesh = mesh.dp * count, replace(mesh, dp=mesh.dp - 1)
-        if total % mesh.dp:
+    total, ranks = mesh.dp * count, mesh.size - 1
+    if mesh.pp == 1:
+        mesh = replace(mesh, dp=ranks)
+        if total % ranks:
             raise InputError(
-                f"{total} microbatches of a step cannot be shared out evenly among the {mesh.dp} ranks that are left "
-                "when one is lost", "compile", f"use microbatches={-(-count // mesh.dp) * mesh.dp}",
+                f"{total} microbatches of a step cannot be shared out evenly among the {ranks} ranks that are left "
+                "when one is lost", "compile", f"use microbatches={-(-count // ranks) * ranks}",
             )  # fmt: skip
-        count = total // mesh.dp
+    else:
+        depths = (pp for pp in range(min(mesh.pp, ranks), ranks + 1) if not (ranks % pp or total % (ranks // pp)))
+        pp = next(depths)  # one pipeline of all, if nothing else
+        mesh = replace(mesh, dp=ranks // pp, pp=pp)
+    count = total // mesh.dp
     return replace(
         options, mesh=mesh, microbatches=count, cuts=None, stages=None, placement=None, chunks=None, schedule="auto"
     )  # fmt: skip
@@ -222,7 +226,7 @@ def refuse_beside_survive(options: Options, features: bool = False, mirror: bool
         ),
         "passes=": (mirror and options.passes is not None, f"they say how the model is cut, and {fewer}", ""),
         f"mesh=csc.Mesh({options.mesh})": (
-            mirror and options.mesh.is_open, "mirror=True is for one pipeline", f"use mesh='pp={options.mesh.size}'",
+            mirror and options.mesh.is_open, "mirror=True is for pipelines", f"use mesh='pp={options.mesh.size}'",
         ),
     }  # fmt: skip
     for option, (is_on, why, instead) in refused.items():

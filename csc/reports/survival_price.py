@@ -6,12 +6,15 @@ Sizes are bytes of one rank, as the plan accounts for them (csc.analysis.costs);
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from csc.analysis.costs import stored_dtypes, variant_cost
 from csc.driver.compiled import CompiledModel
 from csc.driver.options import of_fewer, refuse_beside_survive
+from csc.errors import InputError
 from csc.ir.groups import Group
 from csc.ir.program import Options, Program
 from csc.passes.pipeline_problem import profiles
@@ -26,7 +29,8 @@ class SurvivalPrice:
     steps so that other replicas have them too (ZeRO). copies: of gradients, on their way and held for another rank.
     sends: how many of them in a step, each of so many bytes, and seconds for all. before, after: microbatches of the
     busiest replica, of a whole job and after all failures. mirror: a neighbour's parameters, gradients and
-    optimizer's state; fewer: the mesh that goes on without one rank, "" where replicas are lost.
+    optimizer's state; fewer: the mesh that goes on without one rank, "" where replicas are lost. steps: what the step
+    is planned to take then, in seconds: of a replica fewer, and of all ranks that are left.
     """
 
     failures: int
@@ -40,6 +44,7 @@ class SurvivalPrice:
     after: int
     mirror: int = 0
     fewer: str = ""
+    steps: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,13 +55,19 @@ class SurvivalPrice:
         share = f"{self.seconds / makespan if makespan else math.inf:.1%} of the step"
         if self.fewer:
             more = f", with {self.after} microbatches each in place of {self.before}" * (self.after != self.before)
-            return [
+            goes_on = (
                 f"survive={self.failures}, mirrored: when a rank is killed the others go on as {self.fewer}{more}; "
-                "the step that was under way begins again",
+                "the step that was under way begins again"
+            )
+            if not self.sends:
+                return [goes_on, "its memory: none, as replicas are each other's mirrors", *self._after()]
+            return [
+                goes_on,
                 f"its memory, which the plan does not have: {bytes_text(self.mirror)} of a neighbour's parameters, "
                 "gradients and optimizer's state, which the optimizer steps, too",
                 f"copies: {bytes_text(self.size)} of gradients are sent at the end of a step: "
                 f"{seconds_text(self.seconds)} at the speed of the links, {share}",
+                *self._after(),
             ]
         lines = [
             f"survive={self.failures}: {self.failures} killed rank{several} may take as many replicas out; those that "
@@ -70,7 +81,12 @@ class SurvivalPrice:
                 f"copies: {bytes_text(self.size)} are sent {self.sends} times a step, beside the work: "
                 f"{seconds_text(self.seconds)} at the speed of the links, {share}"
             )
-        return lines
+        return [*lines, *self._after()]
+
+    def _after(self) -> list[str]:
+        """The planned steps of the ways to go on."""
+        planned = ", ".join(f"{seconds_text(seconds)} as {way}" for way, seconds in self.steps.items())
+        return [f"a step afterwards is planned to take {planned}"] if planned else []
 
 
 def price_of(compiled: CompiledModel, survive: Survive | None) -> SurvivalPrice | None:
@@ -79,7 +95,31 @@ def price_of(compiled: CompiledModel, survive: Survive | None) -> SurvivalPrice 
         return None
     refuse_beside_survive(compiled.options, mirror=survive.mirror)
     check(compiled.options.mesh, survive, compiled.options.zero)
-    return survival_price(compiled.program, compiled.options, survive)
+    price = survival_price(compiled.program, compiled.options, survive)
+    return replace(price, steps=dict(_steps_after(compiled, survive)))
+
+
+def _steps_after(compiled: CompiledModel, survive: Survive) -> Iterator[tuple[str, float]]:
+    """What goes on, and the seconds of its planned step; without what cannot be planned."""
+    options = compiled.options
+    ways = {}
+    if options.mesh.dp > survive.failures and options.zero < 3:
+        left = replace(options.mesh, dp=options.mesh.dp - survive.failures)
+        ways[f"{left}"] = replace(
+            options, mesh=left, microbatches=-(-options.mesh.dp * options.microbatches // left.dp)
+        )
+    with suppress(InputError):  # what has no mirrors has that way alone
+        check(options.mesh, Survive(1, mirror=True), options.zero)
+        fewer = of_fewer(options)
+        ways[f"{fewer.mesh} (mirror=True)"] = fewer
+    for way, later in ways.items():
+        with suppress(InputError):  # it does not fit, or has no parts for so many stages
+            other = compiled.with_options(
+                check=False, mesh=later.mesh, microbatches=later.microbatches, cuts=None, stages=None, placement=None,
+                chunks=None, schedule="auto",
+            )  # fmt: skip
+            if (plan := other.program.plan) is not None:
+                yield way, plan.makespan
 
 
 def survival_price(program: Program, options: Options, survive: Survive) -> SurvivalPrice:
@@ -99,9 +139,12 @@ def survival_price(program: Program, options: Options, survive: Survive) -> Surv
         states = max(states, -(-state // shards) - planned_state if zero else 0)
     if survive.mirror:
         fewer = of_fewer(options)
+        if mesh.dp > 1 and zero < 3:
+            piece, leaving = 0, 0
+        seconds = _seconds(program, options, leaving) if leaving else 0.0
         return SurvivalPrice(
-            survive.failures, 0, 0, 0, 1, leaving, _seconds(program, options, leaving), options.microbatches,
-            fewer.microbatches, piece, str(fewer.mesh),
+            survive.failures, 0, 0, 0, 1 if leaving else 0, leaving, seconds, options.microbatches, fewer.microbatches,
+            piece, str(fewer.mesh),
         )  # fmt: skip
     sends = -(-options.microbatches // survive.copies) if survive.copies else 0
     left, total = mesh.dp - survive.failures, mesh.dp * options.microbatches

@@ -2,7 +2,8 @@
 
 Terms
   piece    what a rank holds of a parameter: all of it (a pipeline), or its shard (zero=3)
-  keeper   of a rank: the next one; of the last rank the first
+  keeper   of a rank: that of the same place in the next replica, which holds the same but with zero=3; of one pipeline
+           the next rank, of the last the first
   mirror   the pieces of a rank at its keeper, but for those that this one holds itself. Gradients come to it within the
            step, before any rank can know that the step is done, and the keeper's optimizer steps it as it steps its
            own. So neither parameters nor the optimizer's state are ever sent while all is well
@@ -30,8 +31,8 @@ class Piece(NamedTuple):
 
 
 class Mirror:
-    """Of one process, whose rank is one of so many. pieces: of a rank. weights: all of the model, of which the mirror
-    is made. known: what this process keeps already, which an optimizer knows.
+    """Of one process, whose rank is one of so many, in so many replicas. pieces: of a rank. weights: all of the model,
+    of which the mirror is made. known: what this process keeps already, which an optimizer knows.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Mirror:
         endpoint: Endpoint,
         rank: int,
         ranks: int,
+        replicas: int,
         device: torch.device,
         weights: Mapping[str, torch.Tensor],
         known: Mapping[str, tuple[Box, nn.Parameter]],
     ) -> None:
         self._endpoint, self._rank, self._ranks = endpoint, rank, ranks
-        self._before, self._keeper = (rank - 1) % ranks, self._keeper_of(rank)
+        self._apart = ranks // replicas if replicas > 1 else 1  # how far a keeper is
+        self._before, self._keeper = (rank - self._apart) % ranks, self._keeper_of(rank)
         own, before, keeper = (pieces(one) for one in (rank, self._before, self._keeper))
         self._own = {piece.spec.name: piece for piece in own}
         self.pieces = [piece for piece in before if piece not in own]
@@ -59,7 +62,7 @@ class Mirror:
         self.lost: int | None = None  # the rank for which its keeper stands in
 
     def _keeper_of(self, rank: int) -> int:
-        return (rank + 1) % self._ranks
+        return (rank + self._apart) % self._ranks
 
     def giver(self, piece: Piece) -> int:
         """The rank that counts a piece, saves it and gives it to others: its first holder, or who stands in."""

@@ -473,8 +473,9 @@ class OwnParameters:
             name.removeprefix(MIRRORED): (held.box, held.parameter) for name, held in kept.items()
             if name.startswith(MIRRORED)
         }  # fmt: skip
+        mesh = self._manifest.mesh
         mirror = Mirror(
-            pieces, self._transport.endpoint(first), first, self._manifest.mesh.size, self._device, given, known
+            pieces, self._transport.endpoint(first), first, mesh.size, mesh.dp, self._device, given, known
         )  # fmt: skip
         mirror.fill(self.values)
         return mirror

@@ -71,10 +71,10 @@ class Survive:
         copies: After this number of microbatches each rank sends its sums of gradients to a rank of another replica.
             Then only that number of a lost replica's microbatches is computed again. It takes two more gradient buffers
             on each rank. 0: nothing is sent.
-        mirror: For a mesh of one pipeline, and for zero=3: each rank also keeps the parameters of the one before it,
-            and steps them alike. One rank may be lost then; the others go on as a mesh of one rank fewer. It takes
-            parameters, gradients and the optimizer's state of a second rank on each, and sends a rank's gradients once
-            a step.
+        mirror: One rank may be lost, and all others go on as a mesh of one rank fewer, the step that is under way from
+            its beginning. Of several pipelines each is the mirror of another; in one pipeline, and with zero=3, each
+            rank also keeps the parameters of the one before it, and steps them alike: that takes parameters, gradients
+            and the optimizer's state of a second rank on each, and sends a rank's gradients once a step.
 
     Raises:
         InputError: A number is not whole, or below 0; or more than one rank is to be lost with mirror=True.
@@ -113,10 +113,11 @@ def check(mesh: Mesh, survive: Survive, zero: int = 0) -> None:
     where, failures = "compile", survive.failures
     if survive.mirror:
         divides = zero >= 3 and mesh.size == mesh.dp
-        if mesh.size < 2 or not (divides or mesh.size == mesh.pp):
+        pipelines = mesh.size == mesh.dp * mesh.pp and mesh.pp > 1 and not zero
+        if mesh.size < 2 or not (divides or pipelines or mesh.size == mesh.pp):
             raise InputError(
-                f"mirror=True is for one pipeline of two ranks or more, or zero=3 without other axes than dp, and the "
-                f"mesh is {mesh} with zero={zero}", where,
+                f"mirror=True is for pipelines of two ranks or more without other axes than dp and pp, or zero=3 "
+                f"without other axes than dp, and the mesh is {mesh} with zero={zero}", where,
                 f"use mesh='pp={max(2, mesh.size)}'; or leave mirror out: replicas have copies of each other's weights"
             )  # fmt: skip
     elif mesh.dp <= failures:

@@ -17,7 +17,7 @@ from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.planning.meshes import MeshForm, MeshLayout
 from csc.reports.forecast import memory_forecast
-from csc.reports.survival_price import SurvivalPrice, survival_price
+from csc.reports.survival_price import SurvivalPrice, price_of, survival_price
 from tests.compiler import small
 
 
@@ -57,6 +57,21 @@ def test_the_price_of_a_neighbours_copy(mesh: str, zero: int, fewer: str) -> Non
     goes_on, memory, copies = price.sentences(10 * price.seconds)
     assert f"go on as {price.fewer}" in goes_on and "of a neighbour's parameters" in memory
     assert copies.endswith("10.0% of the step")
+
+
+def test_pipelines_that_mirror_each_other_cost_nothing_and_the_ways_to_go_on_are_planned() -> None:
+    compiled = csc.compile(
+        lambda: small.text(4), example=small.text_batch(8), mesh="dp=2,pp=2", microbatches=2, hardware="a100",
+        survive=csc.Survive(1, mirror=True),
+    )  # fmt: skip
+    price = price_of(compiled, compiled.survive)
+    assert price is not None and (price.mirror, price.sends, price.size, price.seconds) == (0, 0, 0, 0)
+    assert Mesh.parse(price.fewer) == Mesh(pp=3) and price.after == 4
+    for mesh, seconds in zip((Mesh(pp=2), Mesh(pp=3)), price.steps.values(), strict=True):
+        planned = compiled.with_options(mesh=mesh, microbatches=4).program.plan
+        assert planned is not None and seconds == planned.makespan
+    *_, ways = price.sentences(1.0)
+    assert re.fullmatch(r"a step afterwards is planned to take .* as .*pp=2.*, .* as pp=3 \(mirror=True\)", ways)
 
 
 def test_the_price_in_sentences() -> None:
