@@ -376,13 +376,13 @@ class Reached:
             if len(now) != len(before):
                 changes.append(_contents_of(path))
             for place, (old, new) in enumerate(zip(before, now)):
-                if not _alike(old, new):
+                if not alike(old, new):
                     changes.append(joined(path, names[place]) if place < len(names) else _contents_of(path))
         for (path, function), was in zip(self._functions, self._before[0]):
-            if not all(map(_alike, was, PARTS(function))):
+            if not all(map(alike, was, PARTS(function))):
                 changes.append(_code_of(path))
         for (path, cell), was in zip(self._cells, self._before[1]):
-            if not _alike(was, _of_cell((path, cell))):
+            if not alike(was, _of_cell((path, cell))):
                 changes.append(path)
         changes += self._values.changed()
         changes += [_contents_of(path) for path, owner, attributes in self._attributes if vars(owner) is not attributes]
@@ -403,7 +403,7 @@ class Reached:
             called = self.named | MADE_BY if path in self._made else self.named
             names = dict.fromkeys(name for name in names if name in called)
         pairs = [(name, before.get(name, ABSENT), now.get(name, ABSENT)) for name in names]
-        changes = [name for name, old, new in pairs if not _alike(old, new) and not excused(members, name, old, new)]
+        changes = [name for name, old, new in pairs if not alike(old, new) and not excused(members, name, old, new)]
         if path.startswith("a hook"):
             return [path] if changes else []
         ordered = not of_class and id(members) not in map(id, self._dicts)
@@ -702,19 +702,28 @@ def _of_cell(named: tuple[str, CellType]) -> Any:
         return ABSENT
 
 
-def _alike(left: Any, other: Any) -> bool:
+def alike(left: Any, other: Any) -> bool:
     """Whether two values are one, or plain ones that are equal, or containers of such."""
     if left is other or type(left) is not type(other):
         return left is other
     try:
-        if isinstance(left, (list, tuple)):
-            return len(left) == len(other) and all(map(_alike, left, other))
+        if type(left) is torch.Tensor:
+            return _is_equal(left, other)
+        if isinstance(left, (list, tuple, deque)):
+            return len(left) == len(other) and all(map(alike, left, other))
         if isinstance(left, dict):
             mine, its = items(left), items(other)
-            return len(mine) == len(its) and all(map(_alike, chain(*mine), chain(*its)))
+            return len(mine) == len(its) and all(map(alike, chain(*mine), chain(*its)))
         return isinstance(left, (*PLAIN, set, frozenset)) and bool(left == other)
     except Exception:  # comparing is the user's code; and what holds itself has no end
         return False
+
+
+def _is_equal(left: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are alike in all that a trace sees of one."""
+    how = ("dtype", "device", "layout", "shape", "requires_grad")
+    same = all(getattr(left, name) == getattr(other, name) for name in how) and vars(left) == vars(other)
+    return same and left.stride() == other.stride() and torch.equal(left, other)
 
 
 def _bytes(memory: Any) -> bytes:

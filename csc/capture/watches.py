@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -151,6 +152,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 ABSENT = object()
+CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 Read = Callable[[], list[Any]]
 Names = tuple[str, ...]
 Watch = tuple[str, Names, Read, list[Any]]
@@ -211,6 +213,19 @@ def put_members_back(
         for key in [key for key, value in items(holder) if is_wrong(value)]:
             was = before.get(str(key), ABSENT)
             holder.pop(key) if was is ABSENT else holder.update({key: was})
+
+
+def copied(value: Any) -> Any:
+    """A container of its own with what a container holds now; else the value itself."""
+    return copy(value) if type(value) in CONTAINERS else value
+
+
+def put_back(value: Any, content: Any) -> Any:
+    """The value; a container holding what it held when it was copied."""
+    if value is not content:
+        value.clear()
+        value.extend(content) if isinstance(value, (list, deque)) else value.update(content)
+    return value
 
 
 def _at(read: Read, places: list[int]) -> list[Any]:

@@ -553,12 +553,17 @@ class ProgramSet:
         if self.guards.model is None:
             self.look()
 
-    def look(self) -> None:
-        """Keep how the model is now: its programs are for that."""
+    def look(self, ignored: Set[str] = frozenset()) -> None:
+        """Keep how the model is now: its programs are for that. ignored: more of what changes by itself."""
         known, also = self.guards.model, self._compiler.guards
         written, read = self.guards.written | also.written, self.guards.opaque_reads | also.opaque_reads
-        if known is None or (known.ignored, known.opaque_reads) != (written, read) or not known.holds():
-            self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches, read)
+        ignored = ignored | (known.ignored if known is not None else frozenset())
+        if (
+            known is None
+            or (known.written, known.opaque_reads, known.ignored) != (written, read, ignored)
+            or not known.holds()
+        ):
+            self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches, read, ignored)
 
     def check(
         self, matches: Sequence[Match], options: Options, batch: Any, progress: Progress, again: bool = True
