@@ -20,6 +20,7 @@ from csc import devices
 from csc.capture.quantised_weights import QuantisedValues
 from csc.capture.reached import Reached, alike
 from csc.capture.watches import ABSENT, copied, namespaces, put_back
+from csc.errors import InputError
 from csc.torch_private.hooks import any_gradient_hooks, gradient_hooks
 
 TRAINS, KEPT_AS = attrgetter("requires_grad"), attrgetter("dtype", "device", "shape")
@@ -84,6 +85,13 @@ class ModelGuards:
         held = {slot: holder.get(slot[1], ABSENT) for slot, holder in _holders(model, slots)}
         self._values = {slot: (value, copied(value)) for slot, value in held.items()}
         self._reached = Reached(model, ignored=self.ignored, spaces=namespaces(model, opaque_reads))
+        for function, what, line in self._reached.unnamed:
+            raise InputError(
+                f"{function.__qualname__} asks `{what}` for what csc cannot know without running it, and so would not "
+                "notice that it changes between steps", f"{function.__code__.co_filename}:{line}",
+                "name what it reads: a global, an attribute, or a text that is written out (`globals()['SCALE']`); or "
+                "pass it as an entry of the batch",
+            )  # fmt: skip
 
     def holds(self) -> bool:
         """Whether nothing was replaced or written to since. May be False where a value was replaced by an equal one."""

@@ -40,7 +40,7 @@ from enum import EnumMeta
 from itertools import chain, repeat
 from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -58,7 +58,18 @@ import torch
 from torch import nn
 
 from csc.capture import batch
-from csc.capture.code_names import CALLED_BY_PYTHON, asks_by_name, globals_read, modules_imported, names_read, texts
+from csc.capture.code_names import (
+    CALLED_BY_PYTHON,
+    OWN_MODULE,
+    Asked,
+    asked_of_namespaces,
+    asks_by_name,
+    full_name,
+    globals_read,
+    modules_imported,
+    names_read,
+    texts,
+)
 from csc.capture.dedup.equality import PLAIN
 from csc.capture.sources import distribution, home_of, is_own, is_users, module_of
 from csc.capture.watches import (
@@ -106,6 +117,8 @@ OWN_SLOTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "modu
 NOT_FOR_TRAINING = frozenset({"generation_config", batch.INSTALLED, "_is_hf_initialized"})  # of transformers
 OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 APART = (logging.Logger, threading.local, *OF_TRAINING)  # whose attributes change by themselves, or are asked for
+NOTHING_ASKED = Asked(frozenset(), frozenset(), ())
+BY_TEXT = (attrgetter, methodcaller)  # hold the names that they look up
 Excused = Callable[[Mapping[Any, Any], str, Any, Any], bool]  # of a change: (holder, name, before, now)
 
 
@@ -270,6 +283,8 @@ class Reached:
         self.spaces: dict[int, tuple[str, Mapping[str, Any], dict[str, bool]]] = {}  # names: whether the user's code's
         self.named: set[str] = set()
         self.by_name = False  # whether code of the user's asks for names that it computes
+        self.unnamed: list[tuple[FunctionType, str, int]] = []  # such questions to a namespace, and their lines
+        self._spoken = set(FIRST)  # names that code has, not those alone that it may compute
         self._slots, self._for_keys = slots, for_keys
         self._ignored, self._ignored_of = ignored, _by_holder(ignored)
         self._watches: list[Watch] = []
@@ -297,6 +312,7 @@ class Reached:
             self._walk_model(model, {} if for_keys else hidden(model))
         self._name(FIRST)
         self._walk_all()
+        self.unnamed = [one for one in self.unnamed if one[0].__name__ in {*self._spoken, "<lambda>"}]
         self.is_whole = not (self._waiting or self._waiting_of_others)
         self._keep()
 
@@ -495,6 +511,8 @@ class Reached:
             asked = {"locked": lambda: [value.locked()]}
         elif isinstance(value, CACHED):
             self.caches.append(value)
+        elif isinstance(value, BY_TEXT) and users:
+            self._name(frozenset(".".join(texts_in(value.__reduce__())).split(".")))
         elif isinstance(value, UNSEEN):
             log.warning(
                 "the model reaches %s, a %s: what it holds is read when the model is traced, and a change of it "
@@ -601,23 +619,37 @@ class Reached:
             self._watches.append(("environment variable", variables, variables_now, variables_now()))
         names = read | set(texts(code)) if users else read  # getattr may be given a text
         self._name(names)
+        self._spoken |= names
         if users and asks_by_name(code) and not self.by_name:
             self.by_name = True
             for name in list(self._later):
                 self._name({name} if any(later[3] for later in self._later[name]) else set())
-        self._walk_names(f"global {home}", space, loaded, names, depth, users)
-        self._watch_library(builtins, globals_of_code - space.keys(), users)
-        for name in modules_imported(code, space.get("__package__") or ""):
+        asked = asked_of_namespaces(code) if users else NOTHING_ASKED
+        self.unnamed += [(function, what, line) for what, line in asked.computed if what not in space]
+        self._name(asked.globals)
+        self._walk_names(f"global {home}", space, loaded | asked.globals, names | asked.globals, depth, users)
+        builtin = (globals_of_code | asked.globals) - space.keys()
+        self._watch_library(builtins, builtin, users)
+        if users:  # a name that is nowhere yet
+            self._walk_names(f"global {home}", space, builtin - vars(builtins).keys(), names, depth, users, absent=True)
+        package = space.get("__package__") or ""
+        by_text = {str(home) if name == OWN_MODULE else full_name(name, package) for name in asked.modules}
+        for name in dict.fromkeys((*modules_imported(code, package), *sorted(by_text))):
+            if users:
+                self.spaces.setdefault(id(sys.modules), ("module", sys.modules, {}))[2].setdefault(name, False)
             module = sys.modules.get(name)
             if isinstance(module, ModuleType):
                 self._walk_names(f"global {name}", {name: module}, {name}, names, depth, users)
 
     def _walk_names(
-        self, path: str, space: Mapping[str, Any], names: Set[str], inner: Set[str], depth: int, users: bool
-    ) -> None:
-        """Those of the names that a namespace has; in Python modules among them, those of `inner`."""
-        for name in sorted(name for name in names if name in space):
-            value = space[name]
+        self, path: str, space: Mapping[str, Any], names: Set[str], inner: Set[str], depth: int, users: bool,
+        absent: bool = False,
+    ) -> None:  # fmt: skip
+        """Those of the names that a namespace has; in Python modules among them, those of `inner`. absent: none of them
+        is there, and one may come.
+        """
+        for name in sorted(name for name in names if absent or name in space):
+            value = space.get(name)
             if not isinstance(value, ModuleType):
                 self._walk_global(path, space, name, depth, users)
             elif not is_own(value.__name__):
@@ -631,7 +663,7 @@ class Reached:
         _, _, known = self.spaces.setdefault(id(space), (path, space, {}))
         if known.get(name, -1) < users:
             known[name] = users
-            if self._follows(space) or is_users(space[name]):
+            if name in space and (self._follows(space) or is_users(space[name])):
                 self._on(path, [(name, space[name])], depth + 1, users)
 
     def _follows(self, space: Mapping[str, Any]) -> bool:
@@ -674,6 +706,15 @@ class Reached:
                 known[name] = known.get(name, False) or users
                 if is_users(value):
                     self._on(f"global {module.__name__}", [(name, value)], 0, True)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts in tuples and partials: what an attrgetter or a methodcaller is made of."""
+    if isinstance(value, str):
+        yield value
+    inner = (value.func, value.args) if isinstance(value, functools.partial) else value
+    for item in inner if isinstance(inner, tuple) else ():
+        yield from texts_in(item)
 
 
 def _by_holder(places: Iterable[str]) -> dict[str, set[str]]:
