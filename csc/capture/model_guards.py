@@ -19,13 +19,14 @@ from torch import nn
 from csc import devices
 from csc.capture.quantised_weights import QuantisedValues
 from csc.capture.reached import Reached, alike
-from csc.capture.watches import ABSENT, copied, namespaces, put_back
+from csc.capture.watches import ABSENT, FileState, copied, file_state, namespaces, put_back
 from csc.errors import InputError
 from csc.torch_private.hooks import any_gradient_hooks, gradient_hooks
 
 TRAINS, KEPT_AS = attrgetter("requires_grad"), attrgetter("dtype", "device", "shape")
 PARAMETER = "parameter "  # so begins what is said of one that was replaced
 Slot = tuple[str, str]  # the path of what holds it, its name there
+NO_FILES: Mapping[str, FileState] = {}
 BESIDE = "<beside>"  # in place of a path: of what a forward writes that is no slot, in words
 
 
@@ -58,7 +59,7 @@ def _some(names: tuple[str, ...]) -> str:
 class ModelGuards:
     """A model as it is now. `written`: slots that the model's own forward writes; `world`: tells switches of torch's,
     as [name, state]. `opaque_reads`: slots of opaque modules that the rest of the model reads. `ignored`: what the
-    forward writes whenever it runs, in words.
+    forward writes whenever it runs, in words. `files`: that it read, as they were then.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class ModelGuards:
         world: Callable[[], list[Any]] = list,
         opaque_reads: Set[Slot] = frozenset(),
         ignored: Set[str] = frozenset(),
+        files: Mapping[str, FileState] = NO_FILES,
     ) -> None:
         self.written, self.opaque_reads, self.ignored = frozenset(written), frozenset(opaque_reads), frozenset(ignored)
-        self._world, self._switches = world, world()
+        self._world, self._switches, self.files = world, world(), files
         self._model = model
         self.was_training, self.was_autocast = model.training, autocasts()
         self._modes_before = {path: module.training for path, module in model.named_modules()}
@@ -103,6 +105,7 @@ class ModelGuards:
             and list(map(type, self._modules)) == self._classes
             and self._reached.holds()
             and self._world() == self._switches
+            and all(file_state(path) == before for path, before in self.files.items())
         )
 
     def _trains(self) -> list[bool]:
@@ -125,6 +128,7 @@ class ModelGuards:
         structure += [f"a hook on the gradient of {name}" for name in hooked]
         structure += self._modes()
         structure += [f"torch's {name}" for (name, now), (_, was) in zip(self._world(), self._switches) if now != was]
+        structure += [f"file {path}" for path, before in self.files.items() if file_state(path) != before]
         if not parameters:
             structure += self._kinds_changed()
         flags = zip(self._model.named_parameters(), self._trainable) if not parameters else ()

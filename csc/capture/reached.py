@@ -84,6 +84,7 @@ from csc.capture.watches import (
     attributes,
     elements,
     environment,
+    file_state,
     hidden,
     identical,
     is_of_members,
@@ -112,7 +113,8 @@ OF_DATA = (SimpleNamespace, Namespace, ChainMap, UserDict, UserList)  # Python's
 OF_C = (BuiltinFunctionType, MethodWrapperType)  # functions of C, some of an object
 ENVIRONMENT = frozenset(map(id, (os.environ, os.getenv)))
 LOCK = type(threading.Lock())
-UNSEEN = (queue.Queue, queue.SimpleQueue, io.IOBase, BaseProxy)  # whose state nothing here can compare
+IN_MEMORY = (io.StringIO, io.BytesIO)
+UNSEEN = (queue.SimpleQueue, BaseProxy)  # whose state nothing here can compare
 OWN_SLOTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}  # dicts of an nn.Module
 NOT_FOR_TRAINING = frozenset({"generation_config", batch.INSTALLED, "_is_hf_initialized"})  # of transformers
 OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -207,6 +209,8 @@ def _contents(value: Any) -> Iterator[Part]:
         yield _watched((), lambda: list(vars(value).values()))
     elif isinstance(value, threading.Event):
         yield _watched(("is_set",), lambda: [value.is_set()])
+    elif isinstance(value, queue.Queue):
+        yield _watched((), functools.partial(elements, value.queue))
     elif isinstance(value, weakref.ref):
         yield _watched(("referent",), lambda: [value()])
     elif isinstance(value, SynchronizedBase):
@@ -289,7 +293,7 @@ class Reached:
         self._ignored, self._ignored_of = ignored, _by_holder(ignored)
         self._watches: list[Watch] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._arrays: list[tuple[str, Callable[[], bytes], bytes]] = []
+        self._arrays: list[tuple[str, Callable[[], Any], Any]] = []
         self._attributes: list[tuple[str, Any, dict[str, Any]]] = []
         self._kinds: list[tuple[type, dict[str, Any]]] = []
         self._functions: list[tuple[str, FunctionType]] = []
@@ -475,6 +479,9 @@ class Reached:
             self._arrays.append((path, functools.partial(_bytes, value), _bytes(value)))
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             self._arrays.append((path, functools.partial(_array, value), _array(value)))
+        elif isinstance(value, io.IOBase):
+            if not value.closed and (isinstance(value, IN_MEMORY) or value.readable()):
+                self._arrays.append((path, functools.partial(_file, value), _file(value)))
         elif isinstance(value, FunctionType):
             self._walk_function(path, value, depth, users)
         elif isinstance(value, ModuleType):
@@ -770,6 +777,13 @@ def _is_equal(left: torch.Tensor, other: torch.Tensor) -> bool:
 def _bytes(memory: Any) -> bytes:
     """What is in it. No view of it is kept: memory with a view cannot grow."""
     return memoryview(memory).tobytes()
+
+
+def _file(file: Any) -> Any:
+    """What is in one in memory, as far as the system tells of another; None for one that is closed since."""
+    if file.closed:
+        return None
+    return file.getvalue() if isinstance(file, IN_MEMORY) else file_state(file.fileno())
 
 
 def _array(array: np.ndarray) -> bytes:
