@@ -403,9 +403,9 @@ def files_read() -> Iterator[dict[str, FileState]]:
         def asked(*args: Any, **kwargs: Any) -> Any:
             path, mode = args[0] if args else None, kwargs.get("mode", args[1] if len(args) > 1 else "r")
             writes = isinstance(mode, str) and "r" not in mode and "+" not in mode
-            here = threading.get_ident() == thread and isinstance(path, (str, os.PathLike))
-            if here and not writes and _asks_itself(sys._getframe(1)):
-                full = os.path.abspath(path)
+            named = isinstance(path, (str, os.PathLike)) and threading.get_ident() == thread
+            if named and not writes and _asks_itself(sys._getframe(1)):
+                full = os.path.abspath(str(path))
                 if not full.startswith(NO_FILES) and not full.endswith(SOURCES):
                     found.setdefault(full, file_state(full))
             return function(*args, **kwargs)
