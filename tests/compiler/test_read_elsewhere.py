@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import queue
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import csc
 from csc.errors import InputError
@@ -89,13 +91,34 @@ class OfTheFirst(Scaled):
         return (self.second(torch.relu(self.first(x))) * (2.0 + scale)).square().mean()
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_what_is_made_of_the_first_batch_is_refused(check: bool) -> None:
-    model = OfTheFirst(lambda x: x.mean().detach(), use=True)
-    with pytest.raises(InputError, match=r"makes none of its first batch.*run model\(\*\*batch\) once"):
-        csc.compile(model, example=BATCH, cache=False, check=check)
+class InADict(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "mean" not in self.plain:
+            self.plain["mean"] = x.mean().detach()
+        return (self.second(torch.relu(self.first(x))) * (2.0 + self.plain["mean"])).square().mean()
+
+
+class OfWeights(Scaled):
+    @functools.cached_property
+    def norm(self) -> torch.Tensor:
+        return self.first.weight.detach().norm()
+
+    def scale(self) -> Any:
+        return self.norm
+
+
+FIRST: dict[str, Callable[[], nn.Module]] = {
+    "none": lambda: OfTheFirst(lambda x: x.mean().detach(), use=True), "plain": InADict, "norm": OfWeights,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_what_is_made_in_the_first_step_is_refused(name: str) -> None:
+    model = FIRST[name]()
+    with pytest.raises(InputError, match=rf"makes {name} of its first batch or of the weights.*run model\(\*\*batch\)"):
+        csc.compile(model, example=BATCH, cache=False, check=False)
     model(**BATCH)
-    assert is_eagers(csc.compile(model, example=BATCH, cache=False, check=check), model)
+    assert is_eagers(csc.compile(model, example=BATCH, cache=False, check=False), model)
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def refuse_if_computed_with(
     """InputError if what the model's forward wrote decides what it computes in a later step.
 
     run: the loss of one forward, with random numbers that are the same each time, or (`other=True`) of another batch of
-    the same sizes; program: the capture; changes: what
-    was written in its trace; beside: globals, objects and closures that were, which nobody puts back; again: captures
-    the model as it then is, for models that cannot be run.
+    the same sizes, with other weights; program: the capture; changes: what was written in its trace; beside: globals,
+    objects and closures that were, which nobody puts back; again: captures the model as it then is, for models that
+    cannot be run.
     """
     _refuse_if_counted(model, run, changes, beside, program, again)
     if changes:
@@ -113,7 +113,7 @@ def _refuse_if_counted(
 
 
 def _refuse_made_of_a_batch(model: nn.Module, run: Callable[..., float], changes: Changes) -> None:
-    """InputError if what the forward makes of one batch is computed with in the next one."""
+    """InputError if what the forward makes of one batch, or of weights, is computed with in the next step."""
     before = dict.fromkeys(changes, ABSENT) | {slot: value for slot, value in _slots(model) if slot in changes}
     try:
         losses = []
@@ -126,8 +126,8 @@ def _refuse_made_of_a_batch(model: nn.Module, run: Callable[..., float], changes
     if abs(losses[0] - losses[1]) > SAME * abs(losses[0]):
         names = ", ".join(sorted(f"{path.removesuffix(BUFFERS)}.{name}".lstrip(".") for path, name in changes))
         raise InputError(
-            f"the model's forward makes {names or 'what it keeps'} of its first batch, and computes with it in all "
-            "later ones", type(model).__name__,
+            f"the model's forward makes {names} of its first batch or of the weights of then, and computes with "
+            "it in all later steps", type(model).__name__,
             "run model(**batch) once before you compile: csc takes what is there then; or compute it from each batch",
         )  # fmt: skip
 

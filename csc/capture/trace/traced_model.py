@@ -230,8 +230,9 @@ class LossOnly(nn.Module):
             slots, beside = Slots(self.model), Reached(self.model, slots=False)
             with no_fakes_left(beside), files_read() as self.files:
                 loss = loss_of(self.model(**entries, **self._extra), self.model, entries.keys() | self._extra.keys())
+                filled = {slot: (was, was) for slot, (was, _) in slots.written().items()}  # some are put back
             kept = with_hooks(loss)
-            self.changes = slots.written()
+            self.changes = {**filled, **slots.written()}
             self.written_beside = frozenset() if self._replayed else written_beside(beside)
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
         return kept
