@@ -115,19 +115,22 @@ class Asked(NamedTuple):
     globals: frozenset[str]
     modules: frozenset[str]
     computed: tuple[tuple[str, int], ...]
+    variables: bool  # whether it asks the environment by a name that is computed
 
 
 WRITING = frozenset({"update", "pop", "clear"})  # methods of a namespace that ask nothing
 OWN_MODULE = "__name__"  # as which a function names the module that it is in
 FRAMES = frozenset({"f_globals", "f_locals", "f_builtins", "__globals__"})  # whose names nothing here follows
 ENDS = ("CALL", "BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR")  # stands behind a key
-ASKING = frozenset({"globals", "eval", "exec", "__import__", "import_module", "modules"}) | FRAMES
+ENVIRONMENT = frozenset({"environ", "getenv"})
+ASKING = ENVIRONMENT | frozenset({"globals", "eval", "exec", "__import__", "import_module", "modules"}) | FRAMES
 
 
 @functools.cache
 def asked_of_namespaces(code: CodeType) -> Asked:
     """Of code and functions in it."""
     names, modules, computed, line = set[str](), set[str](), list[tuple[str, int]](), code.co_firstlineno
+    variables = False
     for inner in _codes(code):
         if not ASKING & set(inner.co_names):
             continue
@@ -138,6 +141,9 @@ def asked_of_namespaces(code: CodeType) -> Asked:
             if not one.opname.startswith("LOAD_") or what not in ASKING:
                 continue
             is_global, before = one.opname in ("LOAD_GLOBAL", "LOAD_NAME"), instructions[place - 1] if place else None
+            if what in ENVIRONMENT:
+                variables |= _key(following, instructions[place - 2] if place > 1 else None) is None
+                continue
             known: str | None = None
             if what == "globals" and is_global:
                 called = next(number for number, other in enumerate(following) if other.opname == "CALL")
@@ -161,7 +167,7 @@ def asked_of_namespaces(code: CodeType) -> Asked:
                 continue
             if known is None or what == "exec":
                 computed.append((what, line))
-    return Asked(frozenset(names), frozenset(modules), tuple(computed))
+    return Asked(frozenset(names), frozenset(modules), tuple(computed), variables)
 
 
 def _key(following: Sequence[dis.Instruction], before: dis.Instruction | None) -> str | None:

@@ -81,6 +81,7 @@ from csc.capture.watches import (
     TensorValues,
     Together,
     Watch,
+    all_variables,
     attributes,
     elements,
     environment,
@@ -119,7 +120,7 @@ OWN_SLOTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "modu
 NOT_FOR_TRAINING = frozenset({"generation_config", batch.INSTALLED, "_is_hf_initialized"})  # of transformers
 OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 APART = (logging.Logger, threading.local, *OF_TRAINING)  # whose attributes change by themselves, or are asked for
-NOTHING_ASKED = Asked(frozenset(), frozenset(), ())
+NOTHING_ASKED = Asked(frozenset(), frozenset(), (), False)
 BY_TEXT = (attrgetter, methodcaller)  # hold the names that they look up
 Excused = Callable[[Mapping[Any, Any], str, Any, Any], bool]  # of a change: (holder, name, before, now)
 
@@ -621,6 +622,8 @@ class Reached:
         loaded = read & globals_of_code
         asks = read & {"environ", "getenv"} or any(id(space.get(name)) in ENVIRONMENT for name in loaded)
         variables = texts(code) if asks else ()
+        if asks and users and asked_of_namespaces(code).variables:
+            self._watches.append(("environment variable", (), all_variables, all_variables()))
         if variables:
             variables_now = functools.partial(environment, variables)
             self._watches.append(("environment variable", variables, variables_now, variables_now()))

@@ -233,6 +233,11 @@ def put_back(value: Any, content: Any) -> Any:
     return value
 
 
+def all_variables() -> list[Any]:
+    """The environment, an equal one as the same object each time."""
+    return [sys.intern(repr(sorted(os.environ.items())))]
+
+
 def _at(read: Read, places: list[int]) -> list[Any]:
     values_read = read()
     return [values_read[place] for place in places]

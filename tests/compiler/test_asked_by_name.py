@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from tests.compiler.test_made_on_demand import BATCH, is_eagers
 
 SCALE = 2.0
 NAME = "SCALE"
+VARIABLE = "CSC_ASKED"
 
 
 class Held:
@@ -73,6 +75,10 @@ def _method(model: Any) -> None:
     type(model.held).method = lambda held: 3.0
 
 
+def _variable(_: Any) -> None:
+    os.environ["CSC_ASKED"] = "3"
+
+
 def _gain(model: Any) -> None:
     model.gain = 3.0
 
@@ -88,6 +94,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
     "import_module": (lambda _: importlib.import_module("asked_settings").VALUE, _module),
     "__import__": (lambda _: __import__("asked_settings").VALUE, _another_module),
     "an import replaced": (_imported, _another_module),
+    "a variable by a name that is computed": (lambda _: float(os.environ.get(VARIABLE, "2")), _variable),
     "a dict of attributes": (lambda model: model.__dict__.get("gain"), _gain),
     "vars": (lambda model: vars(model)["gain"], _gain),
     "getattr": (lambda model: getattr(model, model.name), _gain),
@@ -103,6 +110,7 @@ def as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "asked_settings", module)
     yield
     globals().update(SCALE=2.0)
+    os.environ.pop(VARIABLE, None)
     globals().pop("LATER", None)
 
 
