@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from csc.codegen.layer_file import seeds
+from torch import fx
 
 import csc
 from csc.ir import graph as g
@@ -190,7 +191,7 @@ def _context(program: Program) -> dict[str, Any]:
 
 def _draws(program: Program) -> list[dict[str, Any]]:
     """The random numbers that a microbatch draws, in the order of the model's code; p: of dropout, else null; samples:
-    as of csc.kernels.dropout.
+    as of csc.kernels.dropout; once: for all samples of a step.
     """
     draws = []
     graphs = [
@@ -201,9 +202,15 @@ def _draws(program: Program) -> list[dict[str, Any]]:
         for node in g.calls(graph) if graph is not None else ():
             if g.op_name(node) in g.SEEDED:
                 bound = g.bind(node)
-                samples = bound.get("samples", 0)
-                draws.append({"region": region, "index": bound["index"], "p": bound.get("p"), "samples": samples})
+                samples, once = bound.get("samples", 0), {"once": True} if _of_step(bound["seed"]) else {}
+                row = {"region": region, "index": bound["index"], "p": bound.get("p"), "samples": samples}
+                draws.append({**row, **once})
     return draws
+
+
+def _of_step(seed: fx.Node) -> bool:
+    """Whether a seed is that of the step, which pass `dropout` cuts out of those that come with a microbatch."""
+    return seed.op == "call_function" and g.op_name(seed) == "aten::slice"
 
 
 def _inputs(context: Context) -> list[str]:

@@ -126,6 +126,15 @@ def placed(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[st
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
+def another(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch of the same sizes, other in what the model computes with first: in numbers with a fraction, or else in
+    the order of tokens.
+    """
+    if any(tensor.is_floating_point() for tensor in tensors.values()):
+        return {n: tensor * 1.5 + 0.25 if tensor.is_floating_point() else tensor for n, tensor in tensors.items()}
+    return {name: tensor.flip(-1) if tensor.dim() else tensor for name, tensor in tensors.items()}
+
+
 def device_of(model: nn.Module) -> torch.device:
     """The device of the model's parameters, the CPU if it has none; where they have no data, the one to train on."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

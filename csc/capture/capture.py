@@ -11,11 +11,12 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
+from torch.func import functional_call
 
 from csc import devices
 from csc.analysis.batch_limits import class_limits, table_limits
 from csc.analysis.operators.table import OF_VALUES
-from csc.capture.batch import device_of, dynamic_dimensions, placed, sample_axis, split_batch, twice
+from csc.capture.batch import another, device_of, dynamic_dimensions, placed, sample_axis, split_batch, twice
 from csc.capture.dedup.layers import CannotRepeat, Layers, NotHidden
 from csc.capture.diagnostics import untraceable
 from csc.capture.guards import Guards, frozen_in, plain_texts
@@ -37,6 +38,9 @@ from csc.torch_private.process_state import process_state_kept
 from csc.torch_private.symbolic_sizes import conditions_of_models, one_is_no_special_size
 
 log = logging.getLogger("csc")
+
+
+COPIED = 2**30  # bytes of weights, of which a run with others has a copy
 
 
 def name_of(program: Program) -> str:
@@ -97,10 +101,15 @@ def _steady(model: nn.Module, example: Any, guards: Guards, whole: bool) -> Prog
     program, changes, beside = _captured(model, example, guards, whole)
     tensors, extra = split_batch(example)
 
-    def run() -> float:
+    def run(other: bool = False) -> float:
+        entries = placed(another(tensors) if other else tensors, device_of(model))
         with training(model), without_kv_cache(model), torch.random.fork_rng():
             torch.manual_seed(0)
-            return float(loss_of(model(**placed(tensors, device_of(model)), **extra)))
+            weights = dict(model.named_parameters())
+            if other and sum(weight.nbytes for weight in weights.values()) <= COPIED:
+                others = {name: weight.detach() * 1.25 for name, weight in weights.items()}
+                return float(loss_of(functional_call(model, others, kwargs={**entries, **extra})))
+            return float(loss_of(model(**entries, **extra)))
 
     def again() -> tuple[Program, Changes]:
         return _captured(model, example, replace(guards, deciding=set()), whole)[:2]
@@ -237,6 +246,7 @@ def _traced(
             guards.host = replace(exported.host, asking=())
             guards.deciding |= exported.deciding.keys()
             guards.written |= exported.written_beside
+            guards.files = {**exported.files, **guards.files}
             if exported.deciding and guards.replayed is None:
                 first = replay(model, tensors, extra, guards.host, layers, True, guards.decides)
                 guards.replayed = first is not None

@@ -7,9 +7,10 @@ import functools
 import hashlib
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from opcode import EXTENDED_ARG, opmap
 from types import CodeType
+from typing import NamedTuple
 
 _ARITHMETIC = (
     "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
@@ -75,12 +76,17 @@ def modules_imported(code: CodeType, package: str) -> list[str]:
     """The full names of the modules that code of a package may import while it runs, those around them included."""
     modules: dict[str, None] = {}
     for name, inner in imported(code):
-        try:
-            full = importlib.util.resolve_name(name, package)
-        except ImportError:  # a relative import where there is no such package
-            continue
-        modules |= dict.fromkeys((full.partition(".")[0], full, *(f"{full}.{one}" for one in inner)))
+        if full := full_name(name, package):
+            modules |= dict.fromkeys((full.partition(".")[0], full, *(f"{full}.{one}" for one in inner)))
     return list(modules)
+
+
+def full_name(module: str, package: str) -> str:
+    """Of a module that code of a package names; "" for a relative name where there is no such package."""
+    try:
+        return importlib.util.resolve_name(module, package)
+    except ImportError:
+        return ""
 
 
 @functools.cache
@@ -99,6 +105,85 @@ def asks_by_name(code: CodeType) -> bool:
             elif one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and one.argval in ("__dict__", *BY_NAME):
                 return True
     return False
+
+
+class Asked(NamedTuple):
+    """Names by which code asks namespaces: those that it reads as globals (`globals()["SCALE"]`), Python modules
+    (`sys.modules["settings"]`), and where it asks by a name that is computed, as (what it asks, line).
+    """
+
+    globals: frozenset[str]
+    modules: frozenset[str]
+    computed: tuple[tuple[str, int], ...]
+    variables: bool  # whether it asks the environment by a name that is computed
+
+
+WRITING = frozenset({"update", "pop", "clear"})  # methods of a namespace that ask nothing
+OWN_MODULE = "__name__"  # as which a function names the module that it is in
+FRAMES = frozenset({"f_globals", "f_locals", "f_builtins", "__globals__"})  # whose names nothing here follows
+ENDS = ("CALL", "BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR")  # stands behind a key
+ENVIRONMENT = frozenset({"environ", "getenv"})
+ASKING = ENVIRONMENT | frozenset({"globals", "eval", "exec", "__import__", "import_module", "modules"}) | FRAMES
+
+
+@functools.cache
+def asked_of_namespaces(code: CodeType) -> Asked:
+    """Of code and functions in it."""
+    names, modules, computed, line = set[str](), set[str](), list[tuple[str, int]](), code.co_firstlineno
+    variables = False
+    for inner in _codes(code):
+        if not ASKING & set(inner.co_names):
+            continue
+        instructions = list(dis.get_instructions(inner))
+        for place, one in enumerate(instructions):
+            line = one.starts_line or line
+            following, what = instructions[place + 1 :], one.argval
+            if not one.opname.startswith("LOAD_") or what not in ASKING:
+                continue
+            is_global, before = one.opname in ("LOAD_GLOBAL", "LOAD_NAME"), instructions[place - 1] if place else None
+            if what in ENVIRONMENT:
+                variables |= _key(following, instructions[place - 2] if place > 1 else None) is None
+                continue
+            known: str | None = None
+            if what == "globals" and is_global:
+                called = next(number for number, other in enumerate(following) if other.opname == "CALL")
+                known = _key(following[called + 1 :], before)
+                if following[called + 1].argval in WRITING:
+                    continue
+                names |= {known} if known else set()
+            elif what in ("eval", "exec") and is_global:
+                known = _key(following, None)
+                try:
+                    names |= set(compile(known, "", "eval").co_names) if known and what == "eval" else set()
+                except SyntaxError:
+                    known = None
+            elif what == "modules" and before is not None and before.argval == "sys":
+                known = _key(following, instructions[place - 2] if place > 1 else None)
+                modules |= {known} if known else set()
+            elif what in ("__import__", "import_module"):
+                known = _key(following, None)
+                modules |= {known} if known else set()
+            elif what not in FRAMES or is_global:
+                continue
+            if known is None or what == "exec":
+                computed.append((what, line))
+    return Asked(frozenset(names), frozenset(modules), tuple(computed), variables)
+
+
+def _key(following: Sequence[dis.Instruction], before: dis.Instruction | None) -> str | None:
+    """The text written out in code that a mapping or a function is asked for next, or by what stands before `in`."""
+    rest = [one for one in following if one.opname not in ("PUSH_NULL", "PRECALL")]
+    if rest and rest[0].opname == "CONTAINS_OP":
+        return before.argval if before is not None and type(before.argval) is str else None
+    if rest and rest[0].opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and rest[0].argval in ("get", "setdefault"):
+        rest = rest[1:]
+    ends = (place for place, one in enumerate(rest[1:]) if not one.opname.startswith(("LOAD_", "KW_NAMES")))
+    end = next(ends, None)  # behind other arguments of a call
+    if end is None or type(rest[0].argval) is not str or not rest[1 + end].opname.startswith("CALL" if end else ENDS):
+        return None
+    key = rest[0]
+    written_out = key.opname == "LOAD_CONST" or (key.opname == "LOAD_GLOBAL" and key.argval == OWN_MODULE)
+    return key.argval if written_out else None
 
 
 def line_of(code: CodeType, name: str) -> int:

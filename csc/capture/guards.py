@@ -23,6 +23,7 @@ from csc.capture.model_guards import Changed, ModelGuards
 from csc.capture.trace.mutations import Slot
 from csc.capture.trace.replay import LatestReplays, Replay
 from csc.capture.trace.traced_model import HoistedCalls
+from csc.capture.watches import FileState
 from csc.ir.capture_guards import CaptureGuards, Miss
 
 Key = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]  # the capture, and name, dtype and sizes of each entry
@@ -71,9 +72,9 @@ class Guards:
     the graph is. captures: what each assumed, those that hold for most first met. replayed: whether the model's code
     runs without data, which shows what it does for other values; None if nobody has tried. moves: whether it moves rows
     of tensors by numbers. decides: whether it takes decisions by its batch alone. written: attributes and buffers that
-    its forward writes, and does not compute with. opaque_reads: attributes of opaque modules that it reads. axes: the
-    dimension along which samples of an entry lie, where it is told. model: the model as it was. runs: of its code, the
-    latest ones.
+    its forward writes, and does not compute with. files: that it read, as they were. opaque_reads: attributes of opaque
+    modules that it reads. axes: the dimension along which samples of an entry lie, where it is told. model: the model
+    as it was. runs: of its code, the latest ones.
     """
 
     host: HoistedCalls = field(default_factory=HoistedCalls)
@@ -83,6 +84,7 @@ class Guards:
     moves: bool = False
     decides: bool = False
     written: set[Slot] = field(default_factory=set)
+    files: Mapping[str, FileState] = field(default_factory=dict)
     opaque_reads: set[Slot] = field(default_factory=set)
     axes: Mapping[str, int] = field(default_factory=dict)
     model: ModelGuards | None = None
@@ -176,6 +178,7 @@ class Guards:
             captures=(*self.captures, *(capture for capture in more.captures if capture.name not in names)),
             decides=self.decides or more.decides,
             written=self.written | more.written,
+            files={**more.files, **self.files},
             opaque_reads=self.opaque_reads | more.opaque_reads,
             axes=self.axes,
             model=self.model,

@@ -8,7 +8,7 @@ Terms
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -18,13 +18,15 @@ from torch import nn
 
 from csc import devices
 from csc.capture.quantised_weights import QuantisedValues
-from csc.capture.reached import Reached
-from csc.capture.watches import namespaces
+from csc.capture.reached import Reached, alike
+from csc.capture.watches import ABSENT, FileState, copied, file_state, namespaces, put_back
+from csc.errors import InputError
 from csc.torch_private.hooks import any_gradient_hooks, gradient_hooks
 
 TRAINS, KEPT_AS = attrgetter("requires_grad"), attrgetter("dtype", "device", "shape")
 PARAMETER = "parameter "  # so begins what is said of one that was replaced
 Slot = tuple[str, str]  # the path of what holds it, its name there
+NO_FILES: Mapping[str, FileState] = {}
 BESIDE = "<beside>"  # in place of a path: of what a forward writes that is no slot, in words
 
 
@@ -55,19 +57,22 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 class ModelGuards:
-    """A model as it is now. `ignored`: slots that the model's own forward writes; `world`: tells switches of torch's,
-    as [name, state]. `opaque_reads`: slots of opaque modules that the rest of the model reads.
+    """A model as it is now. `written`: slots that the model's own forward writes; `world`: tells switches of torch's,
+    as [name, state]. `opaque_reads`: slots of opaque modules that the rest of the model reads. `ignored`: what the
+    forward writes whenever it runs, in words. `files`: that it read, as they were then.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        ignored: Set[Slot] = frozenset(),
+        written: Set[Slot] = frozenset(),
         world: Callable[[], list[Any]] = list,
         opaque_reads: Set[Slot] = frozenset(),
+        ignored: Set[str] = frozenset(),
+        files: Mapping[str, FileState] = NO_FILES,
     ) -> None:
-        self.ignored, self.opaque_reads = frozenset(ignored), frozenset(opaque_reads)
-        self._world, self._switches = world, world()
+        self.written, self.opaque_reads, self.ignored = frozenset(written), frozenset(opaque_reads), frozenset(ignored)
+        self._world, self._switches, self.files = world, world(), files
         self._model = model
         self.was_training, self.was_autocast = model.training, autocasts()
         self._modes_before = {path: module.training for path, module in model.named_modules()}
@@ -77,8 +82,18 @@ class ModelGuards:
         self._trainable, self._kept = self._trains(), self._kept_as()
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
-        places = {name if path == BESIDE else _place(path, name) for path, name in _of_equals(model, ignored)}
-        self._reached = Reached(model, ignored=places, spaces=namespaces(model, opaque_reads))
+        slots = _of_equals(model, written)
+        self._written = {slot: name if slot[0] == BESIDE else _place(*slot) for slot in slots for name in slot[1:]}
+        held = {slot: holder.get(slot[1], ABSENT) for slot, holder in _holders(model, slots)}
+        self._values = {slot: (value, copied(value)) for slot, value in held.items()}
+        self._reached = Reached(model, ignored=self.ignored, spaces=namespaces(model, opaque_reads))
+        for function, what, line in self._reached.unnamed:
+            raise InputError(
+                f"{function.__qualname__} asks `{what}` for what csc cannot know without running it, and so would not "
+                "notice that it changes between steps", f"{function.__code__.co_filename}:{line}",
+                "name what it reads: a global, an attribute, or a text that is written out (`globals()['SCALE']`); or "
+                "pass it as an entry of the batch",
+            )  # fmt: skip
 
     def holds(self) -> bool:
         """Whether nothing was replaced or written to since. May be False where a value was replaced by an equal one."""
@@ -90,6 +105,7 @@ class ModelGuards:
             and list(map(type, self._modules)) == self._classes
             and self._reached.holds()
             and self._world() == self._switches
+            and all(file_state(path) == before for path, before in self.files.items())
         )
 
     def _trains(self) -> list[bool]:
@@ -112,11 +128,35 @@ class ModelGuards:
         structure += [f"a hook on the gradient of {name}" for name in hooked]
         structure += self._modes()
         structure += [f"torch's {name}" for (name, now), (_, was) in zip(self._world(), self._switches) if now != was]
+        structure += [f"file {path}" for path, before in self.files.items() if file_state(path) != before]
         if not parameters:
             structure += self._kinds_changed()
         flags = zip(self._model.named_parameters(), self._trainable) if not parameters else ()
         trainable = tuple(name for (name, parameter), before in flags if parameter.requires_grad != before)
         return Changed(tuple(dict.fromkeys(structure)), tuple(parameters), trainable)
+
+    def by_itself(self, changes: Changed) -> bool:
+        """Whether all that changed is what the model's own forward writes."""
+        places = tuple(self._written.values())
+        own = (_within(_place_in(text), places) or text in places for text in changes.structure)
+        return bool(changes.structure) and not (changes.parameters or changes.trainable) and all(own)
+
+    def makes_the_same(self, changes: Changed, run: Callable[[], object]) -> bool:
+        """Whether the forward, which `run` runs once, makes what changed of what was there before: then that was made
+        on demand, in a run of the user's. The model is left in whatever state.
+        """
+        changed = [slot for slot, place in self._written.items() if _is_in(place, changes.structure)]
+        holders = dict(_holders(self._model, changed))
+        now = {slot: copied(holder.get(slot[1], ABSENT)) for slot, holder in holders.items()}
+        for slot, holder in holders.items():
+            name = slot[1]
+            holder.pop(name, None)
+            if self._values[slot][0] is not ABSENT:
+                holder[name] = put_back(*self._values[slot])
+        if set(self.changed().structure).intersection(changes.structure):  # more was written to than that
+            return False
+        run()
+        return all(alike(now[slot], holder.get(slot[1], ABSENT)) for slot, holder in holders.items())
 
     def _excused(self, holder: Mapping[Any, Any], name: str, old: Any, new: Any) -> bool:
         """A module's mode, which has a sentence of its own; and what saving a model writes."""
@@ -180,6 +220,33 @@ def _written_by_saving(slots: Mapping[str, Any], name: str, old: Any, new: Any, 
         return name == "architectures"
     was, now = (str(value).removeprefix("torch.") for value in (old, new))
     return was in (now, "None") and any(now == str(dtype).removeprefix("torch.") for dtype, *_ in dtypes)
+
+
+def _holders(model: nn.Module, slots: Iterable[Slot]) -> Iterator[tuple[Slot, dict[str, Any]]]:
+    """Slots of modules, each with the dict that it is in."""
+    modules = dict(model.named_modules())
+    for path, name in slots:
+        where, _, kind = path.rpartition(".")
+        holders: dict[str, dict[str, Any]] = {path: modules[path].__dict__} if path in modules else {}
+        if kind == "_buffers" and where in modules:
+            holders[path] = modules[where]._buffers
+        if path in holders:
+            yield (path, name), holders[path]
+
+
+def _place_in(text: str) -> str:
+    """The place of which a change is told."""
+    return text.removeprefix("what ").removesuffix(" holds")
+
+
+def _within(place: str, holders: Iterable[str]) -> bool:
+    """Whether a place is one of these, or in one of them."""
+    return any(place == holder or place.startswith((f"{holder}.", f"{holder} ")) for holder in holders)
+
+
+def _is_in(place: str, changes: Iterable[str]) -> bool:
+    """Whether one of the changes is of a place, or of what it holds."""
+    return any(_within(_place_in(text), (place,)) for text in changes)
 
 
 def _place(path: str, name: str) -> str:

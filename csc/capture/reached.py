@@ -40,7 +40,7 @@ from enum import EnumMeta
 from itertools import chain, repeat
 from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -58,7 +58,18 @@ import torch
 from torch import nn
 
 from csc.capture import batch
-from csc.capture.code_names import CALLED_BY_PYTHON, asks_by_name, globals_read, modules_imported, names_read, texts
+from csc.capture.code_names import (
+    CALLED_BY_PYTHON,
+    OWN_MODULE,
+    Asked,
+    asked_of_namespaces,
+    asks_by_name,
+    full_name,
+    globals_read,
+    modules_imported,
+    names_read,
+    texts,
+)
 from csc.capture.dedup.equality import PLAIN
 from csc.capture.sources import distribution, home_of, is_own, is_users, module_of
 from csc.capture.watches import (
@@ -70,9 +81,11 @@ from csc.capture.watches import (
     TensorValues,
     Together,
     Watch,
+    all_variables,
     attributes,
     elements,
     environment,
+    file_state,
     hidden,
     identical,
     is_of_members,
@@ -101,11 +114,14 @@ OF_DATA = (SimpleNamespace, Namespace, ChainMap, UserDict, UserList)  # Python's
 OF_C = (BuiltinFunctionType, MethodWrapperType)  # functions of C, some of an object
 ENVIRONMENT = frozenset(map(id, (os.environ, os.getenv)))
 LOCK = type(threading.Lock())
-UNSEEN = (queue.Queue, queue.SimpleQueue, io.IOBase, BaseProxy)  # whose state nothing here can compare
+IN_MEMORY = (io.StringIO, io.BytesIO)
+UNSEEN = (queue.SimpleQueue, BaseProxy)  # whose state nothing here can compare
 OWN_SLOTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}  # dicts of an nn.Module
 NOT_FOR_TRAINING = frozenset({"generation_config", batch.INSTALLED, "_is_hf_initialized"})  # of transformers
 OF_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 APART = (logging.Logger, threading.local, *OF_TRAINING)  # whose attributes change by themselves, or are asked for
+NOTHING_ASKED = Asked(frozenset(), frozenset(), (), False)
+BY_TEXT = (attrgetter, methodcaller)  # hold the names that they look up
 Excused = Callable[[Mapping[Any, Any], str, Any, Any], bool]  # of a change: (holder, name, before, now)
 
 
@@ -194,6 +210,8 @@ def _contents(value: Any) -> Iterator[Part]:
         yield _watched((), lambda: list(vars(value).values()))
     elif isinstance(value, threading.Event):
         yield _watched(("is_set",), lambda: [value.is_set()])
+    elif isinstance(value, queue.Queue):
+        yield _watched((), functools.partial(elements, value.queue))
     elif isinstance(value, weakref.ref):
         yield _watched(("referent",), lambda: [value()])
     elif isinstance(value, SynchronizedBase):
@@ -270,11 +288,13 @@ class Reached:
         self.spaces: dict[int, tuple[str, Mapping[str, Any], dict[str, bool]]] = {}  # names: whether the user's code's
         self.named: set[str] = set()
         self.by_name = False  # whether code of the user's asks for names that it computes
+        self.unnamed: list[tuple[FunctionType, str, int]] = []  # such questions to a namespace, and their lines
+        self._spoken = set(FIRST)  # names that code has, not those alone that it may compute
         self._slots, self._for_keys = slots, for_keys
         self._ignored, self._ignored_of = ignored, _by_holder(ignored)
         self._watches: list[Watch] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._arrays: list[tuple[str, Callable[[], bytes], bytes]] = []
+        self._arrays: list[tuple[str, Callable[[], Any], Any]] = []
         self._attributes: list[tuple[str, Any, dict[str, Any]]] = []
         self._kinds: list[tuple[type, dict[str, Any]]] = []
         self._functions: list[tuple[str, FunctionType]] = []
@@ -297,6 +317,7 @@ class Reached:
             self._walk_model(model, {} if for_keys else hidden(model))
         self._name(FIRST)
         self._walk_all()
+        self.unnamed = [one for one in self.unnamed if one[0].__name__ in {*self._spoken, "<lambda>"}]
         self.is_whole = not (self._waiting or self._waiting_of_others)
         self._keep()
 
@@ -376,13 +397,13 @@ class Reached:
             if len(now) != len(before):
                 changes.append(_contents_of(path))
             for place, (old, new) in enumerate(zip(before, now)):
-                if not _alike(old, new):
+                if not alike(old, new):
                     changes.append(joined(path, names[place]) if place < len(names) else _contents_of(path))
         for (path, function), was in zip(self._functions, self._before[0]):
-            if not all(map(_alike, was, PARTS(function))):
+            if not all(map(alike, was, PARTS(function))):
                 changes.append(_code_of(path))
         for (path, cell), was in zip(self._cells, self._before[1]):
-            if not _alike(was, _of_cell((path, cell))):
+            if not alike(was, _of_cell((path, cell))):
                 changes.append(path)
         changes += self._values.changed()
         changes += [_contents_of(path) for path, owner, attributes in self._attributes if vars(owner) is not attributes]
@@ -403,7 +424,7 @@ class Reached:
             called = self.named | MADE_BY if path in self._made else self.named
             names = dict.fromkeys(name for name in names if name in called)
         pairs = [(name, before.get(name, ABSENT), now.get(name, ABSENT)) for name in names]
-        changes = [name for name, old, new in pairs if not _alike(old, new) and not excused(members, name, old, new)]
+        changes = [name for name, old, new in pairs if not alike(old, new) and not excused(members, name, old, new)]
         if path.startswith("a hook"):
             return [path] if changes else []
         ordered = not of_class and id(members) not in map(id, self._dicts)
@@ -459,6 +480,9 @@ class Reached:
             self._arrays.append((path, functools.partial(_bytes, value), _bytes(value)))
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             self._arrays.append((path, functools.partial(_array, value), _array(value)))
+        elif isinstance(value, io.IOBase):
+            if not value.closed and (isinstance(value, IN_MEMORY) or value.readable()):
+                self._arrays.append((path, functools.partial(_file, value), _file(value)))
         elif isinstance(value, FunctionType):
             self._walk_function(path, value, depth, users)
         elif isinstance(value, ModuleType):
@@ -495,6 +519,8 @@ class Reached:
             asked = {"locked": lambda: [value.locked()]}
         elif isinstance(value, CACHED):
             self.caches.append(value)
+        elif isinstance(value, BY_TEXT) and users:
+            self._name(frozenset(".".join(texts_in(value.__reduce__())).split(".")))
         elif isinstance(value, UNSEEN):
             log.warning(
                 "the model reaches %s, a %s: what it holds is read when the model is traced, and a change of it "
@@ -596,28 +622,44 @@ class Reached:
         loaded = read & globals_of_code
         asks = read & {"environ", "getenv"} or any(id(space.get(name)) in ENVIRONMENT for name in loaded)
         variables = texts(code) if asks else ()
+        if asks and users and asked_of_namespaces(code).variables:
+            self._watches.append(("environment variable", (), all_variables, all_variables()))
         if variables:
             variables_now = functools.partial(environment, variables)
             self._watches.append(("environment variable", variables, variables_now, variables_now()))
         names = read | set(texts(code)) if users else read  # getattr may be given a text
         self._name(names)
+        self._spoken |= names
         if users and asks_by_name(code) and not self.by_name:
             self.by_name = True
             for name in list(self._later):
                 self._name({name} if any(later[3] for later in self._later[name]) else set())
-        self._walk_names(f"global {home}", space, loaded, names, depth, users)
-        self._watch_library(builtins, globals_of_code - space.keys(), users)
-        for name in modules_imported(code, space.get("__package__") or ""):
+        asked = asked_of_namespaces(code) if users else NOTHING_ASKED
+        self.unnamed += [(function, what, line) for what, line in asked.computed if what not in space]
+        self._name(asked.globals)
+        self._walk_names(f"global {home}", space, loaded | asked.globals, names | asked.globals, depth, users)
+        builtin = (globals_of_code | asked.globals) - space.keys()
+        self._watch_library(builtins, builtin, users)
+        if users:  # a name that is nowhere yet
+            self._walk_names(f"global {home}", space, builtin - vars(builtins).keys(), names, depth, users, absent=True)
+        package = space.get("__package__") or ""
+        by_text = {str(home) if name == OWN_MODULE else full_name(name, package) for name in asked.modules}
+        for name in dict.fromkeys((*modules_imported(code, package), *sorted(by_text))):
+            if users:
+                self.spaces.setdefault(id(sys.modules), ("module", sys.modules, {}))[2].setdefault(name, False)
             module = sys.modules.get(name)
             if isinstance(module, ModuleType):
                 self._walk_names(f"global {name}", {name: module}, {name}, names, depth, users)
 
     def _walk_names(
-        self, path: str, space: Mapping[str, Any], names: Set[str], inner: Set[str], depth: int, users: bool
-    ) -> None:
-        """Those of the names that a namespace has; in Python modules among them, those of `inner`."""
-        for name in sorted(name for name in names if name in space):
-            value = space[name]
+        self, path: str, space: Mapping[str, Any], names: Set[str], inner: Set[str], depth: int, users: bool,
+        absent: bool = False,
+    ) -> None:  # fmt: skip
+        """Those of the names that a namespace has; in Python modules among them, those of `inner`. absent: none of them
+        is there, and one may come.
+        """
+        for name in sorted(name for name in names if absent or name in space):
+            value = space.get(name)
             if not isinstance(value, ModuleType):
                 self._walk_global(path, space, name, depth, users)
             elif not is_own(value.__name__):
@@ -631,7 +673,7 @@ class Reached:
         _, _, known = self.spaces.setdefault(id(space), (path, space, {}))
         if known.get(name, -1) < users:
             known[name] = users
-            if self._follows(space) or is_users(space[name]):
+            if name in space and (self._follows(space) or is_users(space[name])):
                 self._on(path, [(name, space[name])], depth + 1, users)
 
     def _follows(self, space: Mapping[str, Any]) -> bool:
@@ -676,6 +718,15 @@ class Reached:
                     self._on(f"global {module.__name__}", [(name, value)], 0, True)
 
 
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts in tuples and partials: what an attrgetter or a methodcaller is made of."""
+    if isinstance(value, str):
+        yield value
+    inner = (value.func, value.args) if isinstance(value, functools.partial) else value
+    for item in inner if isinstance(inner, tuple) else ():
+        yield from texts_in(item)
+
+
 def _by_holder(places: Iterable[str]) -> dict[str, set[str]]:
     """Names by what holds them, whichever part of a place that is."""
     holders: dict[str, set[str]] = {}
@@ -702,24 +753,40 @@ def _of_cell(named: tuple[str, CellType]) -> Any:
         return ABSENT
 
 
-def _alike(left: Any, other: Any) -> bool:
+def alike(left: Any, other: Any) -> bool:
     """Whether two values are one, or plain ones that are equal, or containers of such."""
     if left is other or type(left) is not type(other):
         return left is other
     try:
-        if isinstance(left, (list, tuple)):
-            return len(left) == len(other) and all(map(_alike, left, other))
+        if type(left) is torch.Tensor:
+            return _is_equal(left, other)
+        if isinstance(left, (list, tuple, deque)):
+            return len(left) == len(other) and all(map(alike, left, other))
         if isinstance(left, dict):
             mine, its = items(left), items(other)
-            return len(mine) == len(its) and all(map(_alike, chain(*mine), chain(*its)))
+            return len(mine) == len(its) and all(map(alike, chain(*mine), chain(*its)))
         return isinstance(left, (*PLAIN, set, frozenset)) and bool(left == other)
     except Exception:  # comparing is the user's code; and what holds itself has no end
         return False
 
 
+def _is_equal(left: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are alike in all that a trace sees of one."""
+    how = ("dtype", "device", "layout", "shape", "requires_grad")
+    same = all(getattr(left, name) == getattr(other, name) for name in how) and vars(left) == vars(other)
+    return same and left.stride() == other.stride() and torch.equal(left, other)
+
+
 def _bytes(memory: Any) -> bytes:
     """What is in it. No view of it is kept: memory with a view cannot grow."""
     return memoryview(memory).tobytes()
+
+
+def _file(file: Any) -> Any:
+    """What is in one in memory, as far as the system tells of another; None for one that is closed since."""
+    if file.closed:
+        return None
+    return file.getvalue() if isinstance(file, IN_MEMORY) else file_state(file.fileno())
 
 
 def _array(array: np.ndarray) -> bytes:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
+import io
 import os
 import sys
-from collections import OrderedDict, defaultdict
+import threading
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, TypeGuard
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from csc.capture.dedup.equality import attributes_read
+from csc.capture.sources import is_own
 from csc.errors import InputError
 from csc.kernels.opaque import is_opaque
 from csc.torch_private.fast_guards import dict_version
@@ -151,6 +157,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 ABSENT = object()
+CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 Read = Callable[[], list[Any]]
 Names = tuple[str, ...]
 Watch = tuple[str, Names, Read, list[Any]]
@@ -211,6 +218,24 @@ def put_members_back(
         for key in [key for key, value in items(holder) if is_wrong(value)]:
             was = before.get(str(key), ABSENT)
             holder.pop(key) if was is ABSENT else holder.update({key: was})
+
+
+def copied(value: Any) -> Any:
+    """A container of its own with what a container holds now; else the value itself."""
+    return copy(value) if type(value) in CONTAINERS else value
+
+
+def put_back(value: Any, content: Any) -> Any:
+    """The value; a container holding what it held when it was copied."""
+    if value is not content:
+        value.clear()
+        value.extend(content) if isinstance(value, (list, deque)) else value.update(content)
+    return value
+
+
+def all_variables() -> list[Any]:
+    """The environment, an equal one as the same object each time."""
+    return [sys.intern(repr(sorted(os.environ.items())))]
 
 
 def _at(read: Read, places: list[int]) -> list[Any]:
@@ -350,6 +375,62 @@ def _looked_up_hold(space: Mapping[str, Any], names: Names, before: Sequence[Any
 def _firsts(watches: Sequence[Watch]) -> list[Any]:
     """What they watch."""
     return [read.args[0] for _, _, read, _ in watches if isinstance(read, partial)]
+
+
+# --- Files that a forward reads --------------------------------------------------------------------------------------
+#
+# Which ones shows in a trace alone. The state of one is what the system tells of it: when it was written, size, place.
+
+
+FileState = tuple[int, ...] | None  # None: there is none
+READING = ((builtins, "open"), (io, "open"), (os, "stat"), (os, "listdir"), (os, "scandir"))
+NO_FILES = ("/proc/", "/sys/", "/dev/")  # what changes whenever it is looked at
+SOURCES = (".py", ".pyc")  # read for messages, too
+stat = os.stat
+
+
+def file_state(path: Any) -> FileState:
+    """Of a path, or of an open file's number."""
+    try:
+        told = stat(path)
+    except (OSError, ValueError):
+        return None
+    return told.st_mtime_ns, told.st_size, told.st_ino
+
+
+@contextmanager
+def files_read() -> Iterator[dict[str, FileState]]:
+    """Files and folders that code of models reads or looks for within the context, as they were then."""
+    found: dict[str, FileState] = {}
+    thread = threading.get_ident()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            path, mode = args[0] if args else None, kwargs.get("mode", args[1] if len(args) > 1 else "r")
+            writes = isinstance(mode, str) and "r" not in mode and "+" not in mode
+            named = isinstance(path, (str, os.PathLike)) and threading.get_ident() == thread
+            if named and not writes and _asks_itself(sys._getframe(1)):
+                full = os.path.abspath(str(path))
+                if not full.startswith(NO_FILES) and not full.endswith(SOURCES):
+                    found.setdefault(full, file_state(full))
+            return function(*args, **kwargs)
+
+        return asked
+
+    with ExitStack() as patches:
+        for module, name in READING:
+            patches.enter_context(patch.object(module, name, noting(getattr(module, name))))
+        yield found
+
+
+def _asks_itself(frame: FrameType | None) -> bool:
+    """Whether code of a model asks, through Python's library and NumPy alone."""
+    while frame is not None:
+        top = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if top not in sys.stdlib_module_names and top != "numpy":
+            return is_own(top)
+        frame = frame.f_back
+    return False
 
 
 # --- What the rest of a model reads of an opaque module, which runs as it is -----------------------------------------

@@ -60,7 +60,7 @@ class SameMasks:
         """What the program leaves, where eager's dropout has probability p; everything once they do not fit."""
         place, self._taken = self._taken, self._taken + 1
         draw = self._draws[place] if place < len(self._draws) else None
-        parts = self.microbatches
+        parts = 1 if draw is not None and draw.once else self.microbatches
         if draw is None or draw.p is None or abs(draw.p - p) > ROUNDING or not shape or shape[0] % parts:
             self._strange = True
             return torch.ones(list(shape), dtype=torch.bool, device=device)
@@ -68,6 +68,8 @@ class SameMasks:
         if mask is None or mask.shape != shape:
             sizes = [shape[0] // parts, *shape[1:]]
             ours = [executor.seed_of(seed, f"{draw.region}.") for seed in self._seeds]
+            if draw.once:
+                ours = [seed[1:] for seed in ours[:1]]
             masks = [kept(sizes, draw.p, seed, draw.index, device) for seed in ours]
             mask = self._left[place] = masks[0] if parts == 1 else torch.cat(masks)
         return mask

@@ -27,7 +27,7 @@ from csc.check.one_of_each import check_by_layer
 from csc.codegen.write import install
 from csc.driver.compiler import Compiler, Progress
 from csc.errors import DifferenceError, InputError
-from csc.ir.capture_guards import Call, CaptureGuards, other_number, same_functions
+from csc.ir.capture_guards import Call, CaptureGuards, Miss, other_call
 from csc.ir.program import Options
 from csc.kernels.opaque import is_opaque
 from csc.runtime import executor
@@ -129,18 +129,18 @@ class Checking:
         """Nobody asks for these again."""
         self._met |= pairs
 
-    def unchecked(self, matches: Sequence[Match], whole: Sequence[Call] | None) -> None:
-        """Say once that kinds meet that nobody compares, or that the model's code does something else with the whole
-        batch. whole: what it calls for that; None: not known, or these are no microbatches of one batch. InputError
-        where it computes with another number.
+    def unchecked(
+        self, matches: Sequence[Match], batch: Mapping[str, torch.Tensor] | None, whole: Sequence[Call] | None
+    ) -> None:
+        """Look at kinds that meet where nobody compares, and at what the model's code does with the whole batch.
+        batch: that, as captures take it; whole: what is called for it; None: not known, or these are no microbatches of
+        one batch. InputError where something else is done with it; where that does not show, a warning, once.
         """
-        captures = [match.capture for match in matches if match.capture is not None and match.capture.calls is not None]
-        for capture in captures if whole is not None else ():
-            other = other_number(capture.calls or (), whole or ())
-            if other is not None:
-                self._refuse_number(capture, *other)
-        unlike = whole is not None and not all(same_functions(capture.calls or (), whole) for capture in captures)
-        if not self._warned and (unlike or len({match.kind for match in matches}) > 1):
+        captures = {match.capture.name: match.capture for match in matches if match.capture is not None}
+        for capture in captures.values():
+            if batch is not None:
+                self._refuse_otherwise(capture, batch, whole)
+        if not self._warned and len({match.kind for match in matches}) > 1:
             self._warned = True
             log.warning(
                 "microbatches of one step differ in %s, and check=False: that the model does with each of them what it "
@@ -148,13 +148,24 @@ class Checking:
                 _difference(matches),
             )
 
-    def _refuse_number(self, capture: CaptureGuards, function: str, number: str, of_all: str) -> None:
+    def _refuse_otherwise(
+        self, capture: CaptureGuards, batch: Mapping[str, torch.Tensor], whole: Sequence[Call] | None
+    ) -> None:
+        answers = (decision.miss(batch) for decision in capture.decisions)
+        other, symbols = next(filter(None, answers), None), capture.sizes.match(batch)
+        what = (
+            f"{other.what} is {other.assumed} for a microbatch and {other.found} for the whole batch" if other else ""
+        )
+        if not what and whole is not None and capture.calls is not None:
+            what = other_call(capture.calls, whole, {} if isinstance(symbols, Miss) else symbols)
+        if not what:
+            return
         known = self._compiler.captures.get(capture.name) or self._compiler.restored.get(capture.name)
         lines = [known.reads.get(name, "") for name in capture.values] if known is not None else []
-        read = ", ".join(map(repr, capture.values))
+        asked = {name for decision in capture.decisions for name in decision.expression.entries}
+        read = ", ".join(map(repr, dict.fromkeys((*capture.values, *sorted(asked)))))
         raise InputError(
-            f"{function.removeprefix('torch.')} computes with {number} for a microbatch and with {of_all} for the "
-            f"whole batch: a number that the model's code makes in Python of the values of {read}",
+            f"{what}: the model's code decides that in Python, of the values of {read}",
             next(filter(None, lines), type(self._compiler.model).__name__),
             "make it before the step, as an entry of the batch; or leave check=False away: the first step is then "
             "compared with eager PyTorch; or use one microbatch and dp=1",

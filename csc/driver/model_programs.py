@@ -13,9 +13,10 @@ from torch import nn
 
 from csc.cache.model_entries import Packed, packed_bytes, packed_from
 from csc.cache.store import store
-from csc.capture.batch import split_batch
+from csc.capture.batch import device_of, placed, split_batch
 from csc.capture.model_guards import Changed, ModelGuards
 from csc.check.compiling import checks
+from csc.check.eager import Snapshot
 from csc.driver.batches import Dividing, Widths, check_entries, fullest, widths_of, with_longest_of_all
 from csc.driver.compiler import Compiler, Progress, quiet
 from csc.driver.programs import MadeFeatures, ProgramSet
@@ -26,6 +27,7 @@ from csc.runtime.parameters import OwnParameters
 from csc.runtime.survival import Survival, Survive
 from csc.runtime.trainer import Trainer
 from csc.temporary import TemporaryFolder
+from csc.torch_private.process_state import process_state_kept
 
 # --- Models that another library has in its hands already ------------------------------------------------------------
 
@@ -189,17 +191,47 @@ class ModelPrograms:
                 new[0], f", and {len(new) - 1} more" if len(new) > 1 else "",
             )  # fmt: skip
 
-    def changed(self) -> Changed:
+    def changed(self, microbatch: Mapping[str, Any] | None = None) -> Changed:
         """What of the model is not as its programs assume. Where that is nothing, though values were replaced by equal
-        ones, the guards are for these from now on, and cost microseconds again.
+        ones, the guards are for these from now on, and cost microseconds again. microbatch: on which to ask the model
+        whether it has changed by itself.
         """
         was = self.set.guards.model
         if was is None or was.holds():
             return Changed()
-        changes = was.changed()
+        changes, ignored = was.changed(), frozenset[str]()
+        if microbatch is not None and was.by_itself(changes):
+            changes, ignored = self._but_own(was, changes, microbatch)
         if not changes:
-            self.set.look()
+            self.set.look(ignored)
         return changes
+
+    def _but_own(
+        self, was: ModelGuards, changes: Changed, microbatch: Mapping[str, Any]
+    ) -> tuple[Changed, frozenset[str]]:
+        """(Changes without those that forward makes; what it writes whenever it runs). A forward writes counters and
+        what it returned last, and makes tables on demand; a user who runs the model has these, and one who puts
+        another table in the place of the model's has changed it.
+        """
+        model = self.compiler.model
+        tensors, extra = split_batch(microbatch)
+
+        def run() -> None:
+            with torch.no_grad():
+                model(**placed(tensors, device_of(model)), **extra)
+
+        try:
+            with process_state_kept(), Snapshot(model).in_training():
+                run()
+                between = ModelGuards(model)
+                run()
+                ignored = frozenset(between.changed().structure)
+                left = Changed(tuple(text for text in changes.structure if text not in ignored))
+            with process_state_kept(), Snapshot(model).in_training():
+                return Changed() if left and was.makes_the_same(left, run) else left, ignored
+        except Exception as reason:  # the user's model
+            log.info("whether the model changes by itself is not known, as it fails: %s", reason)
+            return changes, frozenset()
 
     def start_again(self, held: OwnParameters | None, survive: Survive | None) -> None:
         """What ranks share is built anew: others have come, or one is gone. The store of those that were left is still

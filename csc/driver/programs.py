@@ -553,12 +553,18 @@ class ProgramSet:
         if self.guards.model is None:
             self.look()
 
-    def look(self) -> None:
-        """Keep how the model is now: its programs are for that."""
+    def look(self, ignored: Set[str] = frozenset()) -> None:
+        """Keep how the model is now: its programs are for that. ignored: more of what changes by itself."""
         known, also = self.guards.model, self._compiler.guards
         written, read = self.guards.written | also.written, self.guards.opaque_reads | also.opaque_reads
-        if known is None or (known.ignored, known.opaque_reads) != (written, read) or not known.holds():
-            self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches, read)
+        ignored = ignored | (known.ignored if known is not None else frozenset())
+        files = {**also.files, **self.guards.files}
+        if (
+            known is None
+            or (known.written, known.opaque_reads, known.ignored, known.files) != (written, read, ignored, files)
+            or not known.holds()
+        ):
+            self.guards.model = ModelGuards(self._compiler.model, written, tracing_switches, read, ignored, files)
 
     def check(
         self, matches: Sequence[Match], options: Options, batch: Any, progress: Progress, again: bool = True
@@ -644,10 +650,12 @@ class ProgramSet:
         None: they are of none. That they are right as they are is the user's word with a `loss_weight`.
         """
         if not self._checks:
-            proven = options.loss_weight == "auto"
-            read = batch is not None and proven and self.guards.replays and options.microbatches * options.mesh.dp > 1
-            run = self.guards.with_rows(self._compiler.model, batch)[2] if read else None
-            self.checking.unchecked(matches, None if run is None else run.calls)
+            proven = options.loss_weight == "auto" and options.microbatches * options.mesh.dp > 1
+            decides = any(match.capture.decisions or match.capture.values for match in matches if match.capture)
+            whole, run = None, None
+            if batch is not None and proven and decides:
+                whole, _, run = self.guards.with_rows(self._compiler.model, batch)
+            self.checking.unchecked(matches, whole, None if run is None else run.calls)
 
     def serves(self, matches: Sequence[Match], options: Options) -> Trainer | None:
         """The trainer, if it has a program for each of these."""

@@ -513,7 +513,7 @@ class Steps:
         def prepare(ready: list[dict[str, Any]]) -> tuple[Vote, tuple[Trainer, Microbatches, Encoding | None] | None]:
             batches.check(ready if share.own else batch, share.own)
             ready = self._of_widths(ready, batch)
-            changed = self.programs.changed()
+            changed = self.programs.changed(ready[0])
             changes.append(str(changed))
             with programs.compiling:
                 matches = [] if changed else programs.match(ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -288,26 +289,30 @@ def alike(traced: Sequence[Call], others: Sequence[Call], values: Mapping[str, i
     )
 
 
-# Functions of which a number among the arguments is computed with; of others it may be a size or a place.
-OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod")
-ARITHMETIC = {
-    *(f"{how}{name}" for how in ("", "r", "i") for name in OPERATORS),
-    "subtract", "multiply", "divide", "true_divide", "floor_divide", "remainder", "clamp", "clamp_min", "clamp_max",
-}  # fmt: skip
-
-
-def other_number(traced: Sequence[Call], others: Sequence[Call]) -> tuple[str, str, str] | None:
-    """(function, number, the other one) of the first call that computes with another number than that of another run,
-    of code that is the same but for numbers; None if there is none, or if the code is not.
-    """
+def other_call(traced: Sequence[Call], others: Sequence[Call], values: Mapping[str, int]) -> str:
+    """What another run does otherwise than calls with these values of the symbols, in a phrase; "" for nothing."""
+    counts, other_counts = (Counter(call[0] for call in calls) for calls in (traced, others))
+    for name in {**counts, **other_counts}:
+        count, other_count = counts[name], other_counts[name]
+        if count != other_count:
+            named = name.removeprefix("torch.")
+            return f"{named} is called {_times(count)} for a microbatch and {_times(other_count)} for the whole batch"
     if not same_functions(traced, others):
-        return None
+        return "what is called for a microbatch is called in another order for the whole batch"
     for (name, _, *mine), (_, _, *its) in zip(traced, others):
-        if name.rpartition(".")[2].strip("_") in ARITHMETIC:
-            for number, other in zip(mine, its):
-                if _is_number(number) and _is_number(other) and float(number) != float(other):
-                    return name, str(number), str(other)
-    return None
+        for token, other in zip(mine, its):
+            known = evaluated(token, values) if isinstance(token, sympy.Basic) else token
+            if not _same_token(known, other):
+                named = name.removeprefix("torch.")
+                if any(isinstance(one, tuple) and one[0] != "of" for one in (known, other)):
+                    return f"{named} computes with another value for a microbatch than for the whole batch"
+                one, of_all = (token[1] if isinstance(token, tuple) else token for token in (known, other))
+                return f"{named} computes with {one} for a microbatch and with {of_all} for the whole batch"
+    return ""
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times" if count else "never"
 
 
 def same_functions(traced: Sequence[Call], others: Sequence[Call]) -> bool:
@@ -315,11 +320,20 @@ def same_functions(traced: Sequence[Call], others: Sequence[Call]) -> bool:
     return [(call[0], len(call)) for call in traced] == [(call[0], len(call)) for call in others]
 
 
+def _same_token(mine: Any, its: Any) -> bool:
+    """As far as is known: sizes that values tell, and tensors from nowhere known, are not."""
+    if any(isinstance(token, sympy.Basic) and token.free_symbols for token in (mine, its)):
+        return True
+    if any(isinstance(token, tuple) and token[0] == UNKNOWN for token in (mine, its)):
+        return True
+    return bool(mine == its) or (_is_number(mine) and _is_number(its) and float(mine) == float(its))
+
+
 def _is_number(leaf: Any) -> bool:
     """Whether an argument is a plain number: whole ones stand there as they are, others as text."""
     if isinstance(leaf, str):
         return leaf.lstrip("-").replace(".", "", 1).replace("e-", "", 1).replace("e+", "", 1).isdigit()
-    return isinstance(leaf, int)
+    return isinstance(leaf, (int, sympy.Integer))
 
 
 def calls_to_tree(calls: Sequence[Call]) -> Any:

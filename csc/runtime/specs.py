@@ -268,13 +268,14 @@ class ContextSpec:
 @dataclass(frozen=True)
 class DrawSpec:
     """Random numbers of a region: its index-th. p: the probability of dropout; None: it draws something else. samples:
-    of the microbatch, if it draws for each of them by itself; else 0.
+    of the microbatch, if it draws for each of them by itself; else 0. once: for all samples of a step.
     """
 
     region: str
     index: int
     p: float | None
     samples: int
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -618,7 +619,8 @@ def _draw(row: Fields) -> DrawSpec:
     p = row.get("p", (int, float, type(None)))
     if p is not None and not 0 <= p <= 1:
         raise ProgramError(f"field 'p' is {p}, which no probability is", row.where, REMEDY)
-    return DrawSpec(row.get("region", str), row.get("index", int), p, row.get("samples", int, 0))
+    samples, once = row.get("samples", int, 0), row.get("once", bool, False)
+    return DrawSpec(row.get("region", str), row.get("index", int), p, samples, once)
 
 
 def _zero(top: Fields) -> int:

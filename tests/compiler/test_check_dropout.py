@@ -71,6 +71,30 @@ def test_eager_with_the_masks_is_the_step_and_drops_something() -> None:
         torch.testing.assert_close(found, right.gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+class WeightDropped(nn.Module):
+    """Drops out a weight beside features: the same mask for all samples of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.linear(F.dropout(x, 0.3), F.dropout(self.first.weight, 0.5), self.first.bias)
+        return self.second(hidden).square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"mesh": "dp=2"}], ids=str)
+def test_a_weight_that_is_dropped_out_is_compared_with_its_mask(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 6)}
+    model = compiled(WeightDropped(), example=batch, **options)
+    with caplog.at_level(logging.INFO, "csc"):
+        model.train_step(batch)
+    assert "s beside the step itself" in caplog.text and "nothing left" not in caplog.text
+
+
 def test_a_backward_with_another_mask_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing shows it where nothing is left to chance: each mask lets everything through."""
     emit = Compiler.emit

@@ -173,21 +173,62 @@ def test_the_cache_remembers_what_met(cache_here: None, caplog: pytest.LogCaptur
 
 
 def test_without_a_check_a_warning_says_that_nobody_compared_what_meets(caplog: pytest.LogCaptureFixture) -> None:
+    """Listed microbatches are no whole batch, of which to see what the model does with it."""
     model = compiled(mixed_steps.EitherWay(), lengths_batch(3, 2, 3, 2), check=False)
     for lengths in ((3, 2, 3, 2), (5, 2, 3, 2), (5, 2, 3, 2), (3, 2, 5, 2)):
-        model.train_step(lengths_batch(*lengths))
+        model.train_step([lengths_batch(*lengths[:2]), lengths_batch(*lengths[2:])])
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 1 and "what Python reads of 'lengths', and check=False" in said[0]
-
-
-def test_the_first_step_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    compiled(mixed_steps.EitherWay(), lengths_batch(5, 2, 3, 2), check=False).train_step(lengths_batch(5, 2, 3, 2))
-    assert any("what Python reads of 'lengths', and check=False" in record.message for record in caplog.records)
 
 
 class DividedByKinds(mixed_steps.Scored):
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return self.loss(self.embed(ids), ids) / len(set(lengths.tolist()))
+
+
+class SlicedToLongest(mixed_steps.Scored):
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        longest = max(lengths.tolist())
+        return self.loss(self.embed(ids)[:, :longest], ids[:, :longest])
+
+
+class OtherBuffer(mixed_steps.Scored):
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.ones(4))
+        self.register_buffer("high", torch.full((4,), 2.0))
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.embed(ids) * (self.high if max(lengths.tolist()) > 3 else self.low), ids)
+
+
+class OtherOrder(mixed_steps.Scored):
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        both = self.embed(ids), self.hidden(self.embed(ids))
+        one, other = both if lengths.max().item() > 3 else both[::-1]
+        return self.loss(one - other, ids)
+
+
+class Smoothed(mixed_steps.Scored):
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        logits, smoothing = self.out(torch.tanh(self.hidden(self.embed(ids)))), max(lengths.tolist()) / 10
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), label_smoothing=smoothing)
+
+
+class Doubled(mixed_steps.Scored):
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        states = self.embed(ids)
+        for _ in range(max(lengths.tolist())):
+            states = states + states
+        return self.loss(states, ids)
+
+
+class Dropped(mixed_steps.Scored):
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.loss(nn.functional.dropout(self.embed(ids), 0.0) * max(lengths.tolist()), ids)
 
 
 @pytest.mark.parametrize(
@@ -196,16 +237,23 @@ class DividedByKinds(mixed_steps.Scored):
         (mixed_steps.DividedByLongest, (5, 2, 5, 1), (5, 2, 3, 2), "with 3 for a microbatch and with 5"),
         (mixed_steps.ThresholdOfLongest, (5, 2, 5, 2), (5, 2, 3, 2), "with 1.0 for a microbatch and with 2.5"),
         (DividedByKinds, (5, 3, 5, 3), (5, 3, 4, 2), "with 2 for a microbatch and with 4"),  # microbatches alike
+        (mixed_steps.EitherWay, (5, 2, 5, 2), (5, 2, 3, 2), "add is called once for a microbatch and never"),
+        (SlicedToLongest, (5, 2, 5, 2), (5, 2, 3, 2), "__getitem__ computes with 3 for a microbatch and with 5"),
+        (OtherBuffer, (5, 2, 5, 2), (5, 2, 3, 2), "mul computes with low for a microbatch and with high"),
+        (OtherOrder, (5, 2, 5, 2), (5, 2, 3, 2), "sub computes with another value for a microbatch than"),
+        (Smoothed, (5, 2, 5, 2), (5, 2, 3, 2), "cross_entropy computes with 0.3 for a microbatch and with 0.5"),
+        (Doubled, (5, 2, 5, 2), (5, 2, 3, 2), "add is called 3 times for a microbatch and 5 times"),
+        (Dropped, (5, 2, 5, 2), (5, 2, 3, 2), "mul computes with 3 for a microbatch and with 5"),
     ],
 )
-def test_without_a_check_a_number_that_is_another_of_the_whole_batch_is_refused(
+def test_without_a_check_what_is_done_otherwise_with_the_whole_batch_is_refused(
     make: Callable[[], nn.Module], right: Sequence[int], wrong: Sequence[int], numbers: str
 ) -> None:
     model = compiled(make(), lengths_batch(*right), check=False)
     assert is_eagers(model, lengths_batch(*right))
-    with pytest.raises(InputError, match=f"{numbers} for the whole batch.*of the values of 'lengths'") as raised:
+    with pytest.raises(InputError, match=f"{numbers} for the whole batch: .*of the values of 'lengths'") as raised:
         model.train_step(lengths_batch(*wrong))
-    assert ".py:" in raised.value.where and "lengths.tolist()" in raised.value.where
+    assert ".py:" in raised.value.where and "lengths" in raised.value.where
     assert is_eagers(model, lengths_batch(*right))
 
 

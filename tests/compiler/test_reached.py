@@ -394,11 +394,11 @@ def test_an_optimizer_that_forward_never_reads_is_let_alone() -> None:
 
 
 def test_what_cannot_be_compared_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    given: queue.Queue[float] = queue.Queue()
+    given: queue.SimpleQueue[float] = queue.SimpleQueue()
     given.put(1.0)
     with caplog.at_level(logging.WARNING, "csc"):
-        ModelGuards(Stated(given, lambda one: one.queue[0]))
-    assert "state, a Queue" in caplog.text and "as an entry of the batch" in caplog.text
+        ModelGuards(Stated(given, lambda one: one.get()))
+    assert "state, a SimpleQueue" in caplog.text and "as an entry of the batch" in caplog.text
 
 
 class Foreign:

@@ -330,10 +330,11 @@ def test_state_of_a_model_says_what_changed() -> None:
     model.scale.add_(1)
     assert not state.holds()
     assert str(state.changed()) == "attribute config.inner.factor; buffer scale"
-    assert ModelGuards(model, {("", "gain")}).holds()
-    state = ModelGuards(model, {("", "gain")})
+    written, ignoring = ModelGuards(model, {("", "gain")}), ModelGuards(model, ignored={"attribute gain"})
     model.gain = 7.0
-    assert not state.changed()
+    assert not ignoring.changed() and written.by_itself(written.changed())
+    model.gains[0] = 7.0
+    assert not written.by_itself(written.changed())
 
 
 def test_a_progress_bar_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:

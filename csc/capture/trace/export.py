@@ -29,6 +29,7 @@ from csc.capture.dedup.layers import CannotRepeat, Layers, NotHidden
 from csc.capture.diagnostics import untraceable
 from csc.capture.trace.mutations import Changes, Slot, attributes_kept
 from csc.capture.trace.traced_model import HoistedCalls, HostFunctionFound, LossOnly
+from csc.capture.watches import FileState
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.capture_guards import Call, Decision, SizeGuards
@@ -373,8 +374,8 @@ class Exported:
     relations, None: not known;
     gradients: the line that asked autograd for some; asked_flags: the first that asked whether a tensor needs any;
     transformed: the first within a function that torch.func transforms;
-    changes: what the model wrote to itself; written_beside: and beside it; undecided: whether it asked of the batch
-    alone what was not answered; decisions: what was.
+    changes: what the model wrote to itself; written_beside: and beside it; files: that it read; undecided: whether it
+    asked of the batch alone what was not answered; decisions: what was.
     """
 
     program: torch.export.ExportedProgram
@@ -387,6 +388,7 @@ class Exported:
     transformed: str
     changes: Changes
     written_beside: frozenset[Slot]
+    files: Mapping[str, FileState]
     undecided: bool
     decisions: tuple[Decision, ...]
 
@@ -525,6 +527,7 @@ def _exported(
         wrapped.autograd.transformed,
         wrapped.changes,
         wrapped.written_beside,
+        wrapped.files,
         wrapped.watching.undecided,
         tuple(wrapped.watching.alone.decisions),
     )

@@ -24,6 +24,7 @@ from torch import nn
 from csc.capture.batch import only_records
 from csc.capture.model_guards import BESIDE
 from csc.capture.reached import Reached
+from csc.capture.watches import ABSENT
 from csc.errors import CscError, InputError
 from csc.ir import graph as g
 from csc.ir.program import Program
@@ -67,7 +68,7 @@ def written_beside(before: Reached) -> frozenset[Slot]:
 
 def refuse_if_computed_with(
     model: nn.Module,
-    run: Callable[[], float],
+    run: Callable[..., float],
     changes: Changes,
     beside: frozenset[Slot],
     program: Program,
@@ -75,10 +76,25 @@ def refuse_if_computed_with(
 ) -> None:
     """InputError if what the model's forward wrote decides what it computes in a later step.
 
-    run: the loss of one forward, with random numbers that are the same each time; program: the capture; changes: what
-    was written in its trace; beside: globals, objects and closures that were, which nobody puts back; again: captures
-    the model as it then is, for models that cannot be run.
+    run: the loss of one forward, with random numbers that are the same each time, or (`other=True`) of another batch of
+    the same sizes, with other weights; program: the capture; changes: what was written in its trace; beside: globals,
+    objects and closures that were, which nobody puts back; again: captures the model as it then is, for models that
+    cannot be run.
     """
+    _refuse_if_counted(model, run, changes, beside, program, again)
+    if changes:
+        _refuse_made_of_a_batch(model, run, changes)
+
+
+def _refuse_if_counted(
+    model: nn.Module,
+    run: Callable[..., float],
+    changes: Changes,
+    beside: frozenset[Slot],
+    program: Program,
+    again: Callable[[], Captured],
+) -> None:
+    """InputError if the same batch has another loss in the next step, or much later."""
     first = {slot: both for slot, both in changes.items() if not (_remembered(*both) or only_records(slot[1], *both))}
     if not first and not beside:
         return
@@ -94,6 +110,26 @@ def refuse_if_computed_with(
     else:
         if any(abs(loss - losses[0]) > SAME * abs(losses[0]) for loss in losses):
             raise _computed_with(model, first or beside)
+
+
+def _refuse_made_of_a_batch(model: nn.Module, run: Callable[..., float], changes: Changes) -> None:
+    """InputError if what the forward makes of one batch, or of weights, is computed with in the next step."""
+    before = dict.fromkeys(changes, ABSENT) | {slot: value for slot, value in _slots(model) if slot in changes}
+    try:
+        losses = []
+        for batches in ((False, True), (True,)):  # what is kept beside the model is then of the batch
+            with torch.no_grad(), attributes_kept(model), put(model, before):
+                losses.append([run(other=other) for other in batches][-1])
+    except Exception as reason:  # the user's model
+        log.info("whether the model computes with what it made of an earlier batch is not known: %s", reason)
+        return
+    if abs(losses[0] - losses[1]) > SAME * abs(losses[0]):
+        names = ", ".join(sorted(f"{path.removesuffix(BUFFERS)}.{name}".lstrip(".") for path, name in changes))
+        raise InputError(
+            f"the model's forward makes {names} of its first batch or of the weights of then, and computes with "
+            "it in all later steps", type(model).__name__,
+            "run model(**batch) once before you compile: csc takes what is there then; or compute it from each batch",
+        )  # fmt: skip
 
 
 def _losses(model: nn.Module, run: Callable[[], float]) -> tuple[list[float], dict[Slot, Any]]:
@@ -189,7 +225,10 @@ def put(model: nn.Module, values: Mapping[Slot, Any]) -> Iterator[None]:
         else:
             holder = vars(modules[path])
         before.append((holder, name, name in holder, holder.get(name)))
-        holder[name] = value
+        if value is ABSENT:
+            holder.pop(name, None)
+        else:
+            holder[name] = value
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from csc.capture.values.batch_alone import Alone, Recording
 from csc.capture.values.hoist import Function, Hoisted, HostCall, unused
 from csc.capture.values.interpreter import Run, Watching
 from csc.capture.values.row_index import PREFIX, RowIndices
+from csc.capture.watches import FileState, files_read
 from csc.errors import InputError, calling_line
 from csc.ir.capture_guards import Expression
 from csc.torch_private.symbolic_sizes import GuardOnDataDependentSymNode
@@ -161,6 +162,7 @@ class LossOnly(nn.Module):
     made: Mapping[str, torch.Tensor]
     changes: Changes  # what the last run wrote to the model
     written_beside: frozenset[Slot]  # and beside it
+    files: Mapping[str, FileState]  # that it read
 
     def __init__(
         self,
@@ -226,10 +228,11 @@ class LossOnly(nn.Module):
             }
             self._held.put(parameters)
             slots, beside = Slots(self.model), Reached(self.model, slots=False)
-            with no_fakes_left(beside):
+            with no_fakes_left(beside), files_read() as self.files:
                 loss = loss_of(self.model(**entries, **self._extra), self.model, entries.keys() | self._extra.keys())
+                filled = {slot: (was, was) for slot, (was, _) in slots.written().items()}  # some are put back
             kept = with_hooks(loss)
-            self.changes = slots.written()
+            self.changes = {**filled, **slots.written()}
             self.written_beside = frozenset() if self._replayed else written_beside(beside)
         self.recording, self.loss, self.made = recording, loss, rows[0].made if rows else {}
         return kept

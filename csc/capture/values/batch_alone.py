@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import resolve_name
 
 from csc import devices
@@ -57,7 +58,8 @@ class Recording:
         within, written = in_functorch_transform(), writes(name)
         if not made and not written and not within:
             return
-        if name == CONTIGUOUS and not within:  # of one sample it may be the tensor itself, of several a copy: the same
+        # Of one sample it may be the tensor itself, of several or in a trace a copy: the same.
+        if (name == CONTIGUOUS or (func is F.dropout and _drops_nothing(*args, **kwargs))) and not within:
             self._origin[id(made[0])] = self._leaf(args[0], within)
             self._alive.append(made[0])
             return
@@ -105,6 +107,11 @@ class Recording:
         self._others += 1
         kind = UNKNOWN if tensor.is_floating_point() or tensor.is_complex() else "other"
         return (kind, self._others)
+
+
+def _drops_nothing(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    """Of the arguments of F.dropout."""
+    return not inplace and (not training or p == 0)
 
 
 def _modes() -> str:
