@@ -156,30 +156,11 @@ NOT_LINEAR = "does more than add up or scale what was summed over tokens"
 JOINED = "sums tokens that do not stand in their order"
 
 
-class SpreadTokens(Protocol):
-    """What csc.passes.sharding.Spreading knows."""
-
-    dims: Callable[[fx.Node], tuple[int, ...]]
-    local: Collection[fx.Node]
-    mapping: dict[fx.Node, Any]
-    own: dict[str, fx.Node]
-    order: TokenOrder
-    ranks: int
-
-    def given(self, node: Any, place: Place) -> Any: ...
-
-    def call(self, like: fx.Node, target: Any, /, *arguments: Any, **keywords: Any) -> fx.Node: ...
-
-    def named(self, name: str, like: fx.Node, target: Any, /, *arguments: Any) -> fx.Node: ...
-
-    def mixed(self, node: fx.Node, why: str) -> InputError: ...
-
-
 @dataclass
 class TokenSums:
     """The sums over tokens of one graph. `parts` are the calls of the old graph that have become parts."""
 
-    spread: SpreadTokens
+    spread: Spreading
     parts: set[fx.Node] = field(default_factory=set)
 
     def made(self, node: fx.Node, place: Place | None) -> fx.Node | None:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -290,15 +290,6 @@ class Modality:
     projector: ProjectorSpec | None
     feature_layer: int | None
     keep_prefix: bool
-
-
-class Composed(Protocol):
-    """What a processor asks of a composed model."""
-
-    modalities: dict[str, Modality]
-
-    def tokens(self, modality: str, shape: Sequence[int]) -> int:
-        """How many placeholders one item of this shape needs."""
 
 
 def keywords(kinds: Mapping[str, EncoderFamily]) -> dict[str, str]:
