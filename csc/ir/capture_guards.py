@@ -542,10 +542,9 @@ class Joints:
 # Terms
 #   plain      batch entries that are no tensors, as text
 #   values     of the entries that decide what the graph is: `.tolist()`, an `if`, a size
-#   decisions  what the model's code asked of its batch alone, with the answers (csc.ir.capture_guards)
-#   flags      the frozen set, where that code asks for requires_grad (csc.ir.capture_guards)
+#   decisions  what the model's code asked of its batch alone, with the answers
+#   flags      the frozen set, where that code asks for requires_grad
 #   calls      what that code called: where it calls the same for other values, the graph is the same
-#              (csc.ir.capture_guards)
 #   name       a hash of the assumptions: the same in all processes
 #
 # A model's code is the same up to its first question, and after the same answers up to the next. So a capture whose
