@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from csc.commands.model_options import Opening, on_target
-from csc.commands.printing import Column, DebugOption, JsonOption, Rows, console, print_json, table
+from csc.commands.printing import Column, JsonOption, Rows, console, print_json, table
 from csc.commands.tables import NONE_YET, fused_functions, fused_table, memory_table, unfit_table
 from csc.temporary import TemporaryFolder
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 def explain(
     opening: Opening,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Show parameters, gradient needs, work and memory of components and regions, and what was pruned and why."""
     from csc.analysis.explain import explain as rows_of
