@@ -420,42 +420,17 @@ def _meshes(number: int) -> str:
 # --- What each step of a compilation took ----------------------------------------------------------------------------
 
 
-STEPS = {  # of the way through, and what of it stands in program.json
-    "capture": ("capture",),
-    "normalise": ("normalise",),
-    "passes": (
-        "shapes",
-        "dropout",
-        "precision",
-        "attention",
-        "context",
-        "data_parallel",
-        "loss",
-        "head",
-        "regions",
-        "tensor",
-    ),
-    "differentiation": (
-        "differentiate",
-        "simplify",
-        "views",
-        "freeze",
-        "prune",
-        "recompute",
-        "split",
-        "attention_order",
-        "overlap",
-        "in_place",
-    ),
-    "planning": ("partition", "schedule"),
-    "emission": ("emission",),
-}
+PARTS = {  # of the way, by the first step of each
+    "capture": "capture", "normalise": "normalise", "shapes": "passes", "differentiate": "differentiation",
+    "partition": "planning", "emission": "emission",
+}  # fmt: skip
+ALL, MOST_MEMORY = "total", "peak_memory"
 
 
 def compile_times(directory: Path) -> dict[str, float]:
     """Seconds of every step that is in a program's program.json, of all of them, and this process' peak memory."""
     spent: dict[str, float] = json.loads((directory / "program.json").read_text())["timings"]
-    return {**spent, "total": round(sum(spent.values()), 4), "peak_memory": peak_memory()}
+    return {**spent, ALL: round(sum(spent.values()), 4), MOST_MEMORY: peak_memory()}
 
 
 def peak_memory() -> int:
@@ -473,15 +448,13 @@ def peak_memory() -> int:
 def timings_table(name: str, spent: Mapping[str, float], summaries: Mapping[str, str]) -> Rows:
     """A row for every step, under the part of the way that it belongs to. summaries: what a step leaves."""
     printed = table("part", "step", "seconds", Column("share", 1), "leaves", title=f"the compilation of {name}")
-    total = spent["total"] or 1.0
-    for part, steps in STEPS.items():
-        for number, step in enumerate(step for step in steps if step in spent):
-            row = (f"{spent[step]:.3f}", f"{spent[step] / total:.0%}", summaries.get(step, ""))
-            printed.add_row("" if number else part, step, *row)
-        printed.add_section()
-    printed.add_row(
-        "all", "", f"{spent['total']:.3f}", "100%", f"{bytes_text(spent['peak_memory'])} of memory at its peak"
-    )
+    for step in (step for step in spent if step not in (ALL, MOST_MEMORY)):
+        if step in PARTS:
+            printed.add_section()
+        share = spent[step] / (spent[ALL] or 1.0)
+        printed.add_row(PARTS.get(step, ""), step, f"{spent[step]:.3f}", f"{share:.0%}", summaries.get(step, ""))
+    printed.add_section()
+    printed.add_row("all", "", f"{spent[ALL]:.3f}", "100%", f"{bytes_text(spent[MOST_MEMORY])} of memory at its peak")
     return printed
 
 
