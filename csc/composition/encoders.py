@@ -139,10 +139,6 @@ def token_count(
 #   layer     None: the encoder's own last hidden state. A number: `hidden_states[number]`, -2 as LLaVA has it
 
 
-def _no_arguments(encoder: Any) -> dict[str, Any]:
-    return {}
-
-
 def _vit_arguments(encoder: Any) -> dict[str, Any]:
     masks = encoder.embeddings.mask_token is not None
     return {"add_pooling_layer": encoder.pooler is not None, "use_mask_token": masks}
@@ -163,7 +159,7 @@ class EncoderFamily:
     width: str = "hidden_size"
     layers: str = "num_hidden_layers"
     prefix: int = 0
-    arguments: Callable[[Any], dict[str, Any]] = _no_arguments
+    arguments: Callable[[Any], dict[str, Any]] = lambda encoder: {}
     tower: Outputs | None = None
 
     @property
