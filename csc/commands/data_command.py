@@ -31,7 +31,7 @@ def data(
     with opening as compiled:
         figures = of_lengths(compiled, of_file(lengths), batch_size, multiple, packed, steps)
     if json_output:
-        print_json(figures.as_dict())
+        print_json(figures)
         return
     first = next(iter(figures.distribution.values()))
     spread = table("", *first, title=f"{figures.samples} samples")

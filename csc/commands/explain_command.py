@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +40,10 @@ def explain(
         fused = _fused(compiled) if options.fuse else []
         unfit = unfit_parts(program, options.mesh) if options.cuda_graphs else []
     if json_output:
-        rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
+        rows = {"components": components, "regions": regions}
         held = {"memory": [row.as_dict() for row in memory], "memory_limit": most}
-        more = {"functions": [asdict(row) for row in fused], "unrecorded": [row._asdict() for row in unfit]}
-        survived = {"survive": price.as_dict()} if price is not None else {}
+        more = {"functions": fused, "unrecorded": [row._asdict() for row in unfit]}
+        survived = {"survive": price} if price is not None else {}
         print_json({**rows, **held, **more, **survived, "notes": list(program.notes), "mesh": chosen})
         return
     if chosen:

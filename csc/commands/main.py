@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -99,7 +98,7 @@ def compile_command(
                 "templates": sorted(program.variants),
                 "passes": [row for row in passes if row["name"] not in tracing],
                 "timings": spent,
-                "functions": [asdict(row) for row in fused],
+                "functions": fused,
                 "check": checked,
             }
         )

@@ -108,8 +108,8 @@ def plan(
     title = f"{compiled.program.name}: {costs.layout}"
     write_timelines([costs.plan], title, output, page, chrome, svg, costs.bound, costs.memory)
     if json_output:
-        survived = {"survive": price.as_dict()} if price is not None else {}
-        print_json({**costs.as_dict(), "memory": [row.as_dict() for row in held], **advised.as_dict(), **survived})
+        survived = {"survive": price} if price is not None else {}
+        print_json({**costs.as_dict(), "memory": [row.as_dict() for row in held], **vars(advised), **survived})
         return
     _tell(costs, held, price)
     _show(advised, costs, limit)

@@ -6,8 +6,7 @@ Sizes are bytes of one rank, as the plan accounts for them (csc.analysis.costs);
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from csc.analysis.costs import stored_dtypes, variant_cost
 from csc.driver.compiled import CompiledModel
@@ -40,9 +39,6 @@ class SurvivalPrice:
     after: int
     mirror: int = 0
     fewer: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def sentences(self, makespan: float) -> list[str]:
         """makespan: of the step as it was planned."""
