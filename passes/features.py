@@ -212,20 +212,12 @@ def _node(program: Program, region: Region, value: str) -> fx.Node:
 
 def _with_entries(shared: fx.Graph, nodes: Mapping[str, fx.Node]) -> tuple[fx.Graph, dict[str, str]]:
     """The shared graph with these values as tables that are entries of the batch, and their names."""
-    graph, mapping = g.copy_graph(shared)
-    tables = list(shared.output_node().meta["names"])
-    results, names = [mapping[node] for node in g.outputs(shared)], {}
-    taken = {node.name for node in graph.nodes} | set(tables)
-    first = next(iter(graph.nodes))
-    for value, node in nodes.items():
-        names[value] = unique(f"{NAME}{_last(value)}", taken)
-        taken.add(names[value])
-        with graph.inserting_before(first):
-            results.append(g.add_placeholder(graph, names[value], node.meta["val"], ("input", ENTRY + value)))
-    output = graph.output_node()
-    output.args = (tuple(results),)
-    output.meta["names"] = (*tables, *names.values())
-    return graph, names
+    names: dict[str, str] = {}
+    taken = {node.name for node in shared.nodes} | set(shared.output_node().meta["names"])
+    for value in nodes:
+        names[value] = unique(f"{NAME}{_last(value)}", {*taken, *names.values()})
+    entries = [(names[value], node.meta["val"], ("input", ENTRY + value)) for value, node in nodes.items()]
+    return g.with_tables(shared, names.values(), entries), names
 
 
 def _handing_on(name: str, node: fx.Node) -> tuple[Template, Variant]:

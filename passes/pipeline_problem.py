@@ -52,19 +52,9 @@ def problem(program: Program, options: Options) -> Problem:
     besides = recorded(program, options)
     head = batch_loss_bytes(program, options)
     units = tuple(
-        Unit(
-            name=cost.name,
-            component=cost.component,
-            forward=cost.forward,
-            backward_input=cost.backward_input,
-            backward_weight=cost.backward_weight,
-            has_b=cost.has_b,
-            has_w=cost.has_w,
-            saved=cost.saved,
-            stashed=cost.stashed,
+        replace(
+            Unit(**vars(cost), working=of_variant[region.variant]),
             state=cost.state + besides[region.variant] + (head if LOSS in region.outputs else 0),
-            gathered=cost.gathered,
-            working=of_variant[region.variant],
         )
         for cost, region in zip(costs, program.regions, strict=True)
     )

@@ -11,7 +11,7 @@ import torch
 from csc.kernels.collectives import ALL_GATHER, ALL_REDUCE, GATHER_SHARED, OWN_PART, REDUCE_SCATTER, SHARE, slots
 from csc.kernels.dropout import DROPOUT
 from csc.passes.tensor import GROUP
-from csc.passes.tensor_graph import DIVIDED, ENTRY_BY_ENTRY
+from csc.passes.tensor_graph import DIVIDED, ENTRY_BY_ENTRY, add_group
 from torch import fx
 
 from csc.analysis.gradient_flow import carrying_calls
@@ -304,17 +304,12 @@ class TokenShards:
         for node in g.placeholders(self.old):
             role = node.meta["role"]
             if role[0] == "parameter" and group is None:
-                group = self._new_group()
+                group = add_group(self.graph, self.old, self.number)
             val = self.arriving[node].val if node in self.arriving else node.meta["val"]
             self.mapping[node] = g.add_placeholder(self.graph, node.name, val, role)
             if node.name in self.groups:
                 group = self.mapping[node]
-        self.group = group or self._new_group()
-
-    def _new_group(self) -> fx.Node:
-        names = {node.name for node in self.old.nodes}
-        name = next(name for name in ("tp", "tp_group", "_tp_group") if name not in names)
-        return g.add_placeholder(self.graph, name, self.number, ("shared", name))
+        self.group = group or add_group(self.graph, self.old, self.number)
 
     # calls on shards
 

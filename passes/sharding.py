@@ -129,18 +129,11 @@ class SpreadMasks:
         """From the batch to ranges, admits and kinds of each mask, for the whole sequence."""
         parts = [node for p in self._parts.values() for node in (p.ranges, p.admits, p.kinds) if node is not None]
         needed = g.ancestors(parts)
-        graph = fx.Graph()
-        mapping: dict[fx.Node, Any] = {}
-        for node in g.subgraph_nodes(program.graph, needed):
-            if node.op == "placeholder" and node.meta["role"][0] == "parameter":
+        for node in g.placeholders(program.graph):
+            if node in needed and node.meta["role"][0] == "parameter":
                 reader = next(user for user in node.users if user in needed)
                 raise mixed(reader, f"decides with {node.meta['role'][1]} what attention sees")
-            if node.op == "placeholder":
-                mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
-            else:
-                g.copy_node(graph, node, mapping)
-        graph.output(tuple(mapping[node] for node in parts))
-        return graph
+        return g.extract(program.graph, parts)
 
 
 # --- Losses over spread tokens: each rank sums over its own, so that what it has is a part of the whole loss ---------
@@ -156,30 +149,11 @@ NOT_LINEAR = "does more than add up or scale what was summed over tokens"
 JOINED = "sums tokens that do not stand in their order"
 
 
-class SpreadTokens(Protocol):
-    """What csc.passes.sharding.Spreading knows."""
-
-    dims: Callable[[fx.Node], tuple[int, ...]]
-    local: Collection[fx.Node]
-    mapping: dict[fx.Node, Any]
-    own: dict[str, fx.Node]
-    order: TokenOrder
-    ranks: int
-
-    def given(self, node: Any, place: Place) -> Any: ...
-
-    def call(self, like: fx.Node, target: Any, /, *arguments: Any, **keywords: Any) -> fx.Node: ...
-
-    def named(self, name: str, like: fx.Node, target: Any, /, *arguments: Any) -> fx.Node: ...
-
-    def mixed(self, node: fx.Node, why: str) -> InputError: ...
-
-
 @dataclass
 class TokenSums:
     """The sums over tokens of one graph. `parts` are the calls of the old graph that have become parts."""
 
-    spread: SpreadTokens
+    spread: Spreading
     parts: set[fx.Node] = field(default_factory=set)
 
     def made(self, node: fx.Node, place: Place | None) -> fx.Node | None:

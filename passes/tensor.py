@@ -510,7 +510,8 @@ def _applied(
     for axis in sorted(met):
         name, role = ("tp", GROUP) if axis == "tp" else group_number(axis)
         tables[axis] = unique(name, set(shared.output_node().meta["names"]))
-        shared = _with_group(shared, tables[axis], number, role)
+        placeholder = unique(tables[axis], {node.name for node in shared.nodes})
+        shared = g.with_tables(shared, [tables[axis]], [(placeholder, number, role)])
     templates = {name: _template(template, choices[name]) for name, template in program.templates.items()}
     regions = tuple(
         replace(region, shared=(*region.shared, tables[within[region.name]])) if choices[region.template].meets
@@ -546,18 +547,3 @@ def _parameters(program: Program, choices: Mapping[str, ShardChoice], mesh: Mesh
             boxes[name] = held * (ranks // len(held)) if held else ()
             parts |= {name} if local in choice.shared_reads - choice.operators else set()
     return tuple(replace(p, boxes=boxes.get(p.name, ()), parts=p.parts or p.name in parts) for p in program.parameters)
-
-
-def _with_group(shared: fx.Graph, table: str, number: torch.Tensor, role: tuple[str, str]) -> fx.Graph:
-    """The graph of the tables with one more: the number of the rank's group."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    group = g.add_placeholder(graph, unique(table, {node.name for node in shared.nodes}), number, role)
-    for node in shared.nodes:
-        if node.op == "placeholder":
-            mapping[node] = g.add_placeholder(graph, node.name, node.meta["val"], node.meta["role"])
-        elif node.op != "output":
-            g.copy_node(graph, node, mapping)
-    graph.output((*(mapping[node] for node in g.outputs(shared)), group))
-    graph.output_node().meta["names"] = (*shared.output_node().meta["names"], table)
-    return graph

@@ -123,6 +123,13 @@ class LocalValues:
         return self.knows_no_groups(node) is not None and node not in self.in_pieces
 
 
+def add_group(graph: fx.Graph, old: fx.Graph, number: torch.Tensor) -> fx.Node:
+    """The number of the rank's group, under a name that nothing in the old graph has. number: what it is like."""
+    names = {node.name for node in old.nodes}
+    name = next(name for name in ("tp", "tp_group", "_tp_group") if name not in names)
+    return g.add_placeholder(graph, name, number, ("shared", name))
+
+
 def is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["role"][0] == "parameter"
 
@@ -533,7 +540,7 @@ class ShardedGraph:
         group: fx.Node | None = None
         for node in g.placeholders(self.old):
             if node.meta["role"][0] == "parameter" and group is None:
-                group = self._group()
+                group = add_group(self.graph, self.old, self.number)
             val = node.meta["val"]
             if self.values.is_cut(node):
                 self.values.check_one_axis(node)
@@ -541,12 +548,7 @@ class ShardedGraph:
                 with self.mode:
                     val = torch.empty(self.values.sizes(node), dtype=val.dtype, device=val.device)
             self.mapping[node] = g.add_placeholder(self.graph, node.name, val, node.meta["role"])
-        self.group = group or self._group()
-
-    def _group(self) -> fx.Node:
-        names = {node.name for node in self.old.nodes}
-        name = next(name for name in ("tp", "tp_group", "_tp_group") if name not in names)
-        return g.add_placeholder(self.graph, name, self.number, ("shared", name))
+        self.group = group or add_group(self.graph, self.old, self.number)
 
     # pieces of key heads
 

@@ -44,8 +44,7 @@ def problem(
 
 def checkpointed(cost: RegionTimes, inputs: int, variant: Variant) -> Unit:
     """A region that keeps its inputs alone and whose B starts with F; what F saves is there while B runs."""
-    figures = {name: value for name, value in asdict(cost).items() if name != "rematerialised"}
-    unit = Unit(**figures, working=working(variant, inputs if cost.has_b else None))
+    unit = Unit(**asdict(cost), working=working(variant, inputs if cost.has_b else None))
     return replace(unit, backward_input=cost.backward_input + cost.forward, saved=inputs) if cost.has_b else unit
 
 

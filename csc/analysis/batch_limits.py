@@ -17,8 +17,7 @@ from csc.errors import InputError
 from csc.ir import graph as g
 from csc.ir.graph import extract
 from csc.ir.program import Program
-from csc.ir.stored import graph_from_tree, graph_to_tree
-from csc.torch_private.traces import FakeTensorMode
+from csc.ir.stored import record_from_tree, record_to_tree
 
 # --- Which whole numbers of the batch have to be rows of a table, or classes -----------------------------------------
 #
@@ -132,7 +131,7 @@ class MaskGroups:
 
     graph: fx.Graph
     source: str
-    stood: list[list[torch.Tensor]] = field(default_factory=list, compare=False)
+    stood: list[list[torch.Tensor]] = field(default_factory=list, init=False, compare=False)
 
     @cached_property
     def run(self) -> Callable[..., tuple[Any, ...]]:
@@ -186,6 +185,9 @@ class Places:
                     "their places an entry (samples, slots), and pick hidden[torch.arange(len(hidden))[:, None], "
                     "places]",
                 )
+
+
+KEPT = (Scatter, MaskGroups)
 
 
 def places_for_features(program: Program, masked: Program) -> Places:
@@ -270,17 +272,10 @@ def set_in_samples(mask: torch.Tensor) -> list[int]:
 
 def to_tree(places: Places) -> tuple[Any, dict[str, torch.Tensor]]:
     """Plain JSON, and the constants. Unstorable as of csc.ir.stored."""
-    rows = [[graph_to_tree(s.graph), list(s.shape), s.numbers, s.width, s.source] for s in places.scatters]
-    groups = [[graph_to_tree(group.graph), group.source] for group in places.groups]
-    return {"device": places.device, "scatters": rows, "groups": groups}, dict(places.constants)
+    return record_to_tree((places.scatters, places.groups, places.device), KEPT), dict(places.constants)
 
 
 def from_tree(tree: Any, constants: Mapping[str, torch.Tensor]) -> Places:
     """The inverse."""
-    mode = FakeTensorMode()
-    scatters = [
-        Scatter(graph_from_tree(graph, mode), tuple(shape), numbers, width, source)
-        for graph, shape, numbers, width, source in tree["scatters"]
-    ]
-    groups = tuple(MaskGroups(graph_from_tree(graph, mode), source) for graph, source in tree["groups"])
-    return Places(tuple(scatters), groups, constants, tree["device"])
+    scatters, groups, device = record_from_tree(tree, KEPT)
+    return Places(scatters, groups, constants, device)

@@ -545,7 +545,6 @@ class RegionTimes:
     has_w: bool
     saved: int
     stashed: int
-    rematerialised: int
     state: int
     gathered: int = 0
 
@@ -598,7 +597,6 @@ def region_costs(
                 has_w=cost.has_w,
                 saved=cost.saved * several,
                 stashed=cost.stashed * several,
-                rematerialised=cost.rematerialised,
                 state=cost.state_of(zero, ranks // several),
                 gathered=cost.computed if zero >= 3 and ranks > several else 0,
             )

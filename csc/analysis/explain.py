@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from csc.analysis.costs import count
 from csc.ir import graph as g
@@ -28,9 +27,6 @@ class ExplainRow:
     pruned_nodes: int
     pruned_flops: int
     why: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def explain(program: Program) -> tuple[list[ExplainRow], list[ExplainRow]]:

@@ -12,7 +12,6 @@ from torch import fx
 from csc.analysis.operators.table import STOPS
 from csc.errors import InputError
 from csc.ir import graph as g
-from csc.ir import graph as rewrite
 from csc.ir.program import Checkpoint
 
 # --- Where gradients can flow in a forward graph, whatever is frozen -------------------------------------------------
@@ -167,7 +166,7 @@ def _parameters(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 def _replace(graph: fx.Graph, node: fx.Node, values: Any) -> None:
     """Let these values stand for a call's results."""
     for user in list(node.users):
-        rewrite.replace_call(user, values[user.args[1]])
+        g.replace_call(user, values[user.args[1]])
     graph.erase_node(node)
 
 
@@ -198,6 +197,6 @@ def _everywhere(graph: fx.Graph, value: fx.Node, node: fx.Node) -> None:
             "call register_hook right after the tensor is made",
         )
     with graph.inserting_after(node):
-        hooked = rewrite.add_call(graph, operator.getitem, (node, 0), val=value.meta["val"], like=node)
+        hooked = g.add_call(graph, operator.getitem, (node, 0), val=value.meta["val"], like=node)
     for reader in readers:
         reader.replace_input_with(value, hooked)

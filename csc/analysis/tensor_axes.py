@@ -368,7 +368,7 @@ class Division:
 # --- The axes that a forward graph can be sharded along, and what of each parameter a shard is -----------------------
 #
 # Terms
-#   axis   a leaf of the trees of dimensions (csc.analysis.tensor_axes): whatever contains it is sharded with it.
+#   axis   a leaf of the trees of dimensions: whatever contains it is sharded with it.
 #          "heads" counts heads of keys, "tokens" and "samples" are those of attention, "vocabulary" is what is looked
 #          up by ids of the batch ("positions": by other numbers) or told apart by the loss; any other is called by the
 #          first parameter that has it: "mlp.up.weight.0"

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from csc.capture.batch import NOTHING_TOLD, split_batch
 from csc.capture.guards import Guards, Match
 from csc.capture.trace.traced_model import HoistedCalls
 from csc.capture.values.hoist import Function, Hoisted, HostCall
-from csc.ir import capture_guards, stored
+from csc.ir import stored
 from csc.ir.capture_guards import Unstorable
 from csc.ir.program import Options, Program
 from csc.runtime.weights import with_own_memory
@@ -33,66 +34,46 @@ from csc.runtime.weights import with_own_memory
 # --- What the captures of a model assumed, as text -------------------------------------------------------------------
 
 
-FORMAT = 3
+FORMAT = 4
+KEPT = (*stored.OF_GUARDS, Function, Hoisted, HostCall)
 PLAIN = (bool, int, float, str, type(None))
 
 
 def to_tree(known: Guards, model: nn.Module) -> Any:
     """Plain JSON. Arguments of host functions that are objects of the model are kept as where the model has them."""
-    return {
-        "format": FORMAT,
-        "calls": [_call_tree(call, model) for call in known.host.calls],
-        "tried": [_place(function) for function in known.host.tried],
-        "deciding": sorted(known.deciding), "captures": list(map(capture_guards.to_tree, known.captures)),
-        "replayed": known.replayed, "moves": known.moves, "decides": known.decides,
-        "written": sorted(map(list, known.written)),
-    }  # fmt: skip
+    calls = tuple(_with_values(call, partial(_argument, model)) for call in known.host.calls)
+    assumed = (
+        calls, known.host.tried, sorted(known.deciding), known.captures, known.replayed, known.moves, known.decides,
+        sorted(known.written),
+    )  # fmt: skip
+    return {"format": FORMAT, "assumed": stored.record_to_tree(assumed, KEPT)}
 
 
 def from_tree(tree: Any, model: nn.Module) -> Guards:
     """The inverse. AttributeError, KeyError, TypeError or ValueError for a tree that is not one of this model."""
     if tree["format"] != FORMAT:
         raise ValueError(f"guards of format {tree['format']}")
-    hosted = tuple(_call_from(call, model) for call in tree["calls"])
-    tried = tuple(Function(*function) for function in tree["tried"])
-    captures = tuple(map(capture_guards.from_tree, tree["captures"]))
-    written = {(path, name) for path, name in tree["written"]}
-    return Guards(
-        HoistedCalls(hosted, (), tried), set(tree["deciding"]), captures, tree["replayed"], tree["moves"],
-        tree["decides"], written,
-    )  # fmt: skip
+    assumed = stored.record_from_tree(tree["assumed"], KEPT)
+    calls, tried, deciding, captures, replayed, moves, decides, written = assumed
+    calls = tuple(_with_values(call, partial(_value, model)) for call in calls)
+    host = HoistedCalls(calls, (), tried)
+    return Guards(host, set(deciding), captures, replayed, moves, decides, set(written))
 
 
-def _call_tree(call: HostCall | Hoisted, model: nn.Module) -> Any:
+def _with_values(call: HostCall | Hoisted, form: Callable[[Any], Any]) -> HostCall | Hoisted:
+    """The call, the plain values that it is called with in another form."""
     if isinstance(call, Hoisted):
-        return [capture_guards.question_to_tree(call.expression), call.prefix, call.line]
-    plain = [[name, _argument(value, model)] for name, value in call.plain]
-    return [_place(call.function), [list(pair) for pair in call.arguments], plain, call.prefix]
+        return call
+    return replace(call, plain=tuple((name, form(value)) for name, value in call.plain))
 
 
-def _call_from(tree: Any, model: nn.Module) -> HostCall | Hoisted:
-    if len(tree) == 3:
-        return Hoisted(capture_guards.question_from_tree(tree[0]), *tree[1:])
-    function, arguments, plain, prefix = tree
-    return HostCall(
-        Function(*function),
-        tuple((parameter, entry) for parameter, entry in arguments),
-        tuple((name, _value(value, model)) for name, value in plain),
-        prefix,
-    )
-
-
-def _place(function: Function) -> list[Any]:
-    return [function.owner, function.name, function.of_module]
-
-
-def _argument(value: Any, model: nn.Module) -> Any:
+def _argument(model: nn.Module, value: Any) -> Any:
     if type(value) in PLAIN:
         return ["value", value]
     if type(value) in (list, tuple):
-        return [type(value).__name__, *(_argument(item, model) for item in value)]
+        return [type(value).__name__, *(_argument(model, item) for item in value)]
     if type(value) is dict and all(isinstance(key, str) for key in value):
-        return ["dict", *([key, _argument(item, model)] for key, item in value.items())]
+        return ["dict", *([key, _argument(model, item)] for key, item in value.items())]
     for path, module in model.named_modules():
         if module is value:
             return ["module", path]
@@ -105,15 +86,15 @@ def _argument(value: Any, model: nn.Module) -> Any:
     raise Unstorable(f"a {type(value).__name__} that a function on the host is called with")
 
 
-def _value(tree: Any, model: nn.Module) -> Any:
+def _value(model: nn.Module, tree: Any) -> Any:
     kind, *rest = tree
     if kind == "value":
         return rest[0]
     if kind in ("list", "tuple"):
-        values = [_value(item, model) for item in rest]
+        values = [_value(model, item) for item in rest]
         return values if kind == "list" else tuple(values)
     if kind == "dict":
-        return {key: _value(item, model) for key, item in rest}
+        return {key: _value(model, item) for key, item in rest}
     path, *names = rest
     value: Any = model.get_submodule(path)
     for name in names:

@@ -126,11 +126,8 @@ def store() -> Store | None:
         return None
     if "/" in switch:
         raise InputError(f"CSC_CACHE is {switch!r}", "environment", "CSC_CACHE_DIR says the folder, CSC_CACHE 1 or 0")
-    return Store(location(), _limit())
-
-
-def _limit() -> int:
-    return size_in_bytes("CSC_CACHE_LIMIT", os.environ.get("CSC_CACHE_LIMIT", str(LIMIT)), "environment")
+    limit = size_in_bytes("CSC_CACHE_LIMIT", os.environ.get("CSC_CACHE_LIMIT", str(LIMIT)), "environment")
+    return Store(location(), limit)
 
 
 def size_in_bytes(name: str, given: int | str, where: str) -> int:

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -291,8 +290,7 @@ def _is(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 # --- Eager PyTorch without chance at the price of eager PyTorch ------------------------------------------------------
 #
-# A step of a small model takes milliseconds, and as long again if each of its operations is looked at
-# (csc.check.eager).
+# A step of a small model takes milliseconds, and as long again if each of its operations is looked at.
 #
 # Terms: *drawing* calls may draw random numbers. They alone run without chance; the generators tell afterwards whether
 # anything was drawn elsewhere, and a step in which something was says nothing. (Nothing is seen of draws elsewhere
@@ -614,7 +612,7 @@ class _Counting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+        if func in (F.cross_entropy, F.nll_loss) and kwargs.get("reduction", "mean") == "mean":
             target = kwargs.get("target", args[1] if len(args) > 1 else None)
             if isinstance(target, torch.Tensor) and not target.is_floating_point():
                 counted = target[target != kwargs.get("ignore_index", -100)]

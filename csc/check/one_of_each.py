@@ -208,8 +208,8 @@ def _like(leaf: Any, tensors: list[torch.Tensor]) -> Any:
 
 # --- A program that is too large to run here, beside eager PyTorch: its model with one layer of each kind ------------
 #
-# Terms: the *shallow* model is the user's own with the other layers handing on what they are given
-# (csc.check.one_of_each). It is captured, compiled and compared as any model, on at most two microbatches of the batch,
+# Terms: the *shallow* model is the user's own with the other layers handing on what they are given.
+# It is captured, compiled and compared as any model, on at most two microbatches of the batch,
 # on one rank but for context parallelism, and runs the layer files of the large program. Those that it cannot run are
 # named.
 

@@ -267,8 +267,8 @@ def find(path: str | Path, step: int | None = None) -> Path:
 
 # --- Tensors in safetensors files, written and read part by part: no more than one is held besides what is given -----
 #
-# Terms: a file holds some numbered keys; where each begins, and its digest, go to the index
-# (csc.checkpoints.files). Other programs read the files as any safetensors.
+# Terms: a file holds some numbered keys; where each begins, and its digest, go to the index.
+# Other programs read the files as any safetensors.
 
 
 NO_DIGEST = "0" * 64

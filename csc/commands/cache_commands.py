@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +32,7 @@ def list_command(
     folder = str(cache.folder) if cache is not None else None
     if json_output:
         total = sum(entry.size for entry in entries)
-        print_json({"folder": folder, "bytes": total, "entries": [asdict(entry) for entry in entries]})
+        print_json({"folder": folder, "bytes": total, "entries": entries})
         return
     if cache is None:
         console.print("the cache is switched off (CSC_CACHE=0)")

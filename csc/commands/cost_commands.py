@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from csc.commands.model_options import Opening, on_target
-from csc.commands.printing import DebugOption, JsonOption, console, print_json
+from csc.commands.printing import JsonOption, console, print_json
 from csc.errors import InputError
 
 
@@ -23,7 +23,6 @@ def cost(
         bool, typer.Option("--master", help="AdamW with float32 moments and a float32 copy of narrower parameters")
     ] = False,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """FLOPs, bytes and, with --hardware, seconds of F, B and W of one microbatch, by component and region."""
     from csc.analysis.hardware import hardware
@@ -63,7 +62,6 @@ def profile(
         bool, typer.Option("--clocks", help="measure seconds and joules at each clock of the GPU, for csc energy")
     ] = False,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Measure F, B and W of every template on the device at hand, fit the cost model to them, report its error."""
     from csc.commands.tables import profile_summary, profile_table

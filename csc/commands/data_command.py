@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from csc.commands.model_options import LENGTHS, BatchSizeOption, MultipleOption, Opening, PackedOption, on_target
-from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.printing import JsonOption, console, print_json, table
 from csc.simulation.page import seconds_text
 
 SHOWN = 24  # sizes
@@ -23,7 +23,6 @@ def data(
     packed: PackedOption = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="number of random steps to simulate")] = 8,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Show the lengths of samples, the gain of dividing them by cost (csc.balanced), and the sizes to compile."""
     from csc.balance.sample_costs import of_file
@@ -32,7 +31,7 @@ def data(
     with opening as compiled:
         figures = of_lengths(compiled, of_file(lengths), batch_size, multiple, packed, steps)
     if json_output:
-        print_json(figures.as_dict())
+        print_json(figures)
         return
     first = next(iter(figures.distribution.values()))
     spread = table("", *first, title=f"{figures.samples} samples")

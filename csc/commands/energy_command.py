@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from csc.commands.model_options import Opening, PipelineOption, on_target, over
-from csc.commands.printing import Column, DebugOption, JsonOption, console, print_json, table
+from csc.commands.printing import Column, JsonOption, console, print_json, table
 from csc.simulation.page import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ def energy(
     page: Annotated[Path | None, typer.Option("--page", help="write a page with the frontier and the clocks")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="write its picture, for a document")] = None,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Find the clocks of the fewest joules at each step time, beside a proven lower bound."""
     from csc.reports.energy_page import energy_page, energy_picture

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from csc.commands.model_options import Opening, on_target
-from csc.commands.printing import Column, DebugOption, JsonOption, Rows, console, print_json, table
+from csc.commands.printing import Column, JsonOption, Rows, console, print_json, table
 from csc.commands.tables import NONE_YET, fused_functions, fused_table, memory_table, unfit_table
 from csc.temporary import TemporaryFolder
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 def explain(
     opening: Opening,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Show parameters, gradient needs, work and memory of components and regions, and what was pruned and why."""
     from csc.analysis.explain import explain as rows_of
@@ -42,10 +40,10 @@ def explain(
         fused = _fused(compiled) if options.fuse else []
         unfit = unfit_parts(program, options.mesh) if options.cuda_graphs else []
     if json_output:
-        rows = {"components": [r.as_dict() for r in components], "regions": [r.as_dict() for r in regions]}
+        rows = {"components": components, "regions": regions}
         held = {"memory": [row.as_dict() for row in memory], "memory_limit": most}
-        more = {"functions": [asdict(row) for row in fused], "unrecorded": [row._asdict() for row in unfit]}
-        survived = {"survive": price.as_dict()} if price is not None else {}
+        more = {"functions": fused, "unrecorded": [row._asdict() for row in unfit]}
+        survived = {"survive": price} if price is not None else {}
         print_json({**rows, **held, **more, **survived, "notes": list(program.notes), "mesh": chosen})
         return
     if chosen:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +73,6 @@ def compile_command(
         list[int] | None, typer.Option("--rank", help="write only this rank's files; repeat it for several")
     ] = None,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Write the program: a file per layer template, a file per rank, schedule.txt, program.json."""
     from csc.passes.pipeline_problem import chosen_hardware
@@ -100,7 +98,7 @@ def compile_command(
                 "templates": sorted(program.variants),
                 "passes": [row for row in passes if row["name"] not in tracing],
                 "timings": spent,
-                "functions": [asdict(row) for row in fused],
+                "functions": fused,
                 "check": checked,
             }
         )
@@ -129,7 +127,6 @@ def dump(
     form: Annotated[str, typer.Option("--format", help="text, python, mermaid or html")] = "text",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write instead of the screen")] = None,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Print the graph after a pass, or the emitted Python."""
     from csc.reports.inspection import dump as dump_text
@@ -153,7 +150,6 @@ def diff(
     second: Annotated[str, typer.Argument(help="a later pass")],
     region: Annotated[str | None, typer.Option("--region", help="only this region")] = None,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Show what changed between two passes, as a unified diff."""
     from csc.reports.inspection import difference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,9 +55,6 @@ class DispatchTimes:
     attention: float
     keys: float
     tiles_over_mean: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def owners(mask: Any, pairs: Any, block: int, ranks: int, way: Dispatcher, bandwidth: float) -> Any:
@@ -165,7 +162,7 @@ def mask(
         facts["dispatch"] = dispatch.value
         facts |= _shared(pairs, owner, ranks)
         rows = compared(example.mask, pairs, block, ranks, link * 1e9)
-        facts["ways"] = [row.as_dict() for row in rows]
+        facts["ways"] = [vars(row) for row in rows]
         facts["why"] = why(rows) if rows else ""
     if svg_file is not None or png_file is not None:
         _draw(spec, example, block, owner, ranks, svg_file, png_file)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from csc.commands.printing import shown
+from csc.commands.printing import DebugOption, shown
 
 # --- What commands take that look at the lengths of samples ----------------------------------------------------------
 
@@ -108,17 +108,21 @@ def _options(
 
 
 SHARED = inspect.signature(_options, eval_str=True).parameters
+DEBUG = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
 
 
 def on_target(command: Command) -> Command:
-    """The command with the options above in front of its own; its first parameter is the Opening."""
+    """The command with the options above in front of its own, and --debug behind them, which `main` looks for; its
+    first parameter is the Opening.
+    """
     signature = inspect.signature(command, eval_str=True)
-    parameters = [*SHARED.values(), *list(signature.parameters.values())[1:]]
+    parameters = [*SHARED.values(), *list(signature.parameters.values())[1:], DEBUG]
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
         shared = {name: values.pop(name) for name in SHARED}
+        values.pop("debug")
         return command(_opened(shared), **values)
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from csc.commands.model_options import (
     on_target,
     over,
 )
-from csc.commands.printing import Column, DebugOption, JsonOption, Rows, console, print_json, table
+from csc.commands.printing import Column, JsonOption, Rows, console, print_json, table
 from csc.commands.simulate_command import ChromeOption, OutputOption, PageOption, SvgOption, write_timelines
 from csc.commands.tables import bound_text, memory_table, show_lengths_plan, show_limits, show_meshes, step_text
 from csc.driver.search_clock import SECONDS
@@ -75,7 +75,6 @@ def plan(
     svg: SvgOption = None,
     chrome: ChromeOption = None,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Show what limits the step, alternatives with time and memory, and what changes would bring. With --lengths:
     choose the mesh, microbatches and stages with the least mean step over random batches of such samples.
@@ -109,8 +108,8 @@ def plan(
     title = f"{compiled.program.name}: {costs.layout}"
     write_timelines([costs.plan], title, output, page, chrome, svg, costs.bound, costs.memory)
     if json_output:
-        survived = {"survive": price.as_dict()} if price is not None else {}
-        print_json({**costs.as_dict(), "memory": [row.as_dict() for row in held], **advised.as_dict(), **survived})
+        survived = {"survive": price} if price is not None else {}
+        print_json({**costs.as_dict(), "memory": [row.as_dict() for row in held], **vars(advised), **survived})
         return
     _tell(costs, held, price)
     _show(advised, costs, limit)

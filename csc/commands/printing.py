@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
 import typer
@@ -234,12 +234,16 @@ def _in_width(line: str, most: int) -> list[str]:
     return [mark + part.replace(HELD, " ") for part in parts]
 
 
-def print_json(content: dict[str, Any]) -> None:
-    """One object, and nothing else. Numbers that JSON has not (infinities, NaN) are null."""
+def print_json(content: Any) -> None:
+    """One object, and nothing else: what is a dataclass in it is one, too. Numbers that JSON has not (infinities, NaN)
+    are null.
+    """
     sys.stdout.write(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
+    if is_dataclass(value):
+        return {own.name: _finite(getattr(value, own.name)) for own in fields(value)}
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -94,7 +94,6 @@ def simulate(
     svg: SvgOption = None,
     chrome: ChromeOption = None,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Simulate the plan: makespan, bubble and memory by rank, a lower bound, and a frozen-agnostic baseline."""
     from csc.reports.forecast import forecast, jittered, memory_forecast

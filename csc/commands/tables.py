@@ -15,7 +15,6 @@ from rich.padding import Padding
 from rich.table import Table
 
 from csc.commands.printing import Column, Rows, console, table
-from csc.commands.printing import table as folding
 from csc.simulation.idle import CAUSES
 from csc.simulation.page import bytes_text, seconds_text, unit
 
@@ -50,7 +49,7 @@ def cost_tables(report: CostReport) -> Iterator[Rows]:
 
 
 def _work_table(title: str, rows: Sequence[CostRow], basis: str) -> Rows:
-    table = _table("", "MFLOPs", "moved", "kernels", *([f"seconds ({basis})"] if basis else []), title=title)
+    printed = table("name", "", "MFLOPs", "moved", "kernels", *([f"seconds ({basis})"] if basis else []), title=title)
     for name, row in _distinct(rows):
         parts = [part for part in "FBW" if row.figures[f"{part} kernels"]] or ["F"]
         for part in parts:
@@ -63,29 +62,25 @@ def _work_table(title: str, rows: Sequence[CostRow], basis: str) -> Rows:
             ]
             if row.seconds is not None:
                 cells.append(seconds_text(row.seconds["FBW".index(part)]))
-            table.add_row(*cells, end_section=part == parts[-1])
-    return table
+            printed.add_row(*cells, end_section=part == parts[-1])
+    return printed
 
 
 def _bytes_table(title: str, rows: Sequence[CostRow]) -> Rows:
-    table = _table(*HELD, title=title)
+    printed = table("name", *HELD, title=title)
     for name, row in _distinct(rows):
-        table.add_row(name, *(bytes_text(row.figures[column.heading]) for column in HELD))
-    return table
+        printed.add_row(name, *(bytes_text(row.figures[column.heading]) for column in HELD))
+    return printed
 
 
 def _expression_table(title: str, rows: Sequence[CostRow]) -> Rows:
     """One figure a line; those that are always 0 are left out."""
-    table = _table("figure", "expression", title=title)
+    printed = table("name", "figure", "expression", title=title)
     for name, row in _distinct(rows):
         lines = [(figure, str(e)) for figure, e in row.expressions.items() if e != 0]
         for position, (figure, text) in enumerate(lines):
-            table.add_row("" if position else name, figure, text, end_section=position == len(lines) - 1)
-    return table
-
-
-def _table(*columns: str | Column, title: str) -> Rows:
-    return folding("name", *columns, title=title)
+            printed.add_row("" if position else name, figure, text, end_section=position == len(lines) - 1)
+    return printed
 
 
 def _distinct(rows: Sequence[CostRow]) -> Iterator[tuple[str, CostRow]]:
@@ -101,13 +96,13 @@ def _distinct(rows: Sequence[CostRow]) -> Iterator[tuple[str, CostRow]]:
 def profile_table(found: Profile) -> Rows:
     """Measured against modelled seconds, a variant a row."""
     seconds = ("measured F/B/W", "modelled F/B/W")
-    table = folding("template", Column("regions", 1), *seconds, "error", title=found.hardware.measured_on)
+    printed = table("template", Column("regions", 1), *seconds, "error", title=found.hardware.measured_on)
     for row in found.rows:
-        table.add_row(
+        printed.add_row(
             escape(row.variant), str(row.regions), " / ".join(map(seconds_text, row.measured)),
             " / ".join(map(seconds_text, row.modelled)), f"{row.error:+.1%}",
         )  # fmt: skip
-    return table
+    return printed
 
 
 def wire_text(wire: Wire) -> str:
@@ -425,42 +420,17 @@ def _meshes(number: int) -> str:
 # --- What each step of a compilation took ----------------------------------------------------------------------------
 
 
-STEPS = {  # of the way through, and what of it stands in program.json
-    "capture": ("capture",),
-    "normalise": ("normalise",),
-    "passes": (
-        "shapes",
-        "dropout",
-        "precision",
-        "attention",
-        "context",
-        "data_parallel",
-        "loss",
-        "head",
-        "regions",
-        "tensor",
-    ),
-    "differentiation": (
-        "differentiate",
-        "simplify",
-        "views",
-        "freeze",
-        "prune",
-        "recompute",
-        "split",
-        "attention_order",
-        "overlap",
-        "in_place",
-    ),
-    "planning": ("partition", "schedule"),
-    "emission": ("emission",),
-}
+PARTS = {  # of the way, by the first step of each
+    "capture": "capture", "normalise": "normalise", "shapes": "passes", "differentiate": "differentiation",
+    "partition": "planning", "emission": "emission",
+}  # fmt: skip
+ALL, MOST_MEMORY = "total", "peak_memory"
 
 
 def compile_times(directory: Path) -> dict[str, float]:
     """Seconds of every step that is in a program's program.json, of all of them, and this process' peak memory."""
     spent: dict[str, float] = json.loads((directory / "program.json").read_text())["timings"]
-    return {**spent, "total": round(sum(spent.values()), 4), "peak_memory": peak_memory()}
+    return {**spent, ALL: round(sum(spent.values()), 4), MOST_MEMORY: peak_memory()}
 
 
 def peak_memory() -> int:
@@ -477,17 +447,15 @@ def peak_memory() -> int:
 
 def timings_table(name: str, spent: Mapping[str, float], summaries: Mapping[str, str]) -> Rows:
     """A row for every step, under the part of the way that it belongs to. summaries: what a step leaves."""
-    table = folding("part", "step", "seconds", Column("share", 1), "leaves", title=f"the compilation of {name}")
-    total = spent["total"] or 1.0
-    for part, steps in STEPS.items():
-        for number, step in enumerate(step for step in steps if step in spent):
-            row = (f"{spent[step]:.3f}", f"{spent[step] / total:.0%}", summaries.get(step, ""))
-            table.add_row("" if number else part, step, *row)
-        table.add_section()
-    table.add_row(
-        "all", "", f"{spent['total']:.3f}", "100%", f"{bytes_text(spent['peak_memory'])} of memory at its peak"
-    )
-    return table
+    printed = table("part", "step", "seconds", Column("share", 1), "leaves", title=f"the compilation of {name}")
+    for step in (step for step in spent if step not in (ALL, MOST_MEMORY)):
+        if step in PARTS:
+            printed.add_section()
+        share = spent[step] / (spent[ALL] or 1.0)
+        printed.add_row(PARTS.get(step, ""), step, f"{spent[step]:.3f}", f"{share:.0%}", summaries.get(step, ""))
+    printed.add_section()
+    printed.add_row("all", "", f"{spent[ALL]:.3f}", "100%", f"{bytes_text(spent[MOST_MEMORY])} of memory at its peak")
+    return printed
 
 
 # --- Which stages a GPU does not record, as far as a program's graphs tell -------------------------------------------

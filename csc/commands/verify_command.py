@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from csc.commands.model_options import Opening, on_target
-from csc.commands.printing import DebugOption, JsonOption, console, print_json, table
+from csc.commands.printing import JsonOption, console, print_json, table
 
 if TYPE_CHECKING:
     from csc.check.certificate import Certificate, CertificateComparison
@@ -58,7 +58,6 @@ def verify(
         ),
     ] = None,
     json_output: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Compare with eager PyTorch on the example batch: loss and every gradient. Exit code 1 if they differ."""
     from csc.check.certificate import Certificate

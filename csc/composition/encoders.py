@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -139,10 +139,6 @@ def token_count(
 #   layer     None: the encoder's own last hidden state. A number: `hidden_states[number]`, -2 as LLaVA has it
 
 
-def _no_arguments(encoder: Any) -> dict[str, Any]:
-    return {}
-
-
 def _vit_arguments(encoder: Any) -> dict[str, Any]:
     masks = encoder.embeddings.mask_token is not None
     return {"add_pooling_layer": encoder.pooler is not None, "use_mask_token": masks}
@@ -163,7 +159,7 @@ class EncoderFamily:
     width: str = "hidden_size"
     layers: str = "num_hidden_layers"
     prefix: int = 0
-    arguments: Callable[[Any], dict[str, Any]] = _no_arguments
+    arguments: Callable[[Any], dict[str, Any]] = lambda encoder: {}
     tower: Outputs | None = None
 
     @property
@@ -290,15 +286,6 @@ class Modality:
     projector: ProjectorSpec | None
     feature_layer: int | None
     keep_prefix: bool
-
-
-class Composed(Protocol):
-    """What a processor asks of a composed model."""
-
-    modalities: dict[str, Modality]
-
-    def tokens(self, modality: str, shape: Sequence[int]) -> int:
-        """How many placeholders one item of this shape needs."""
 
 
 def keywords(kinds: Mapping[str, EncoderFamily]) -> dict[str, str]:

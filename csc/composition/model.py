@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from csc.composition import encoders
-from csc.composition.encoders import Composed, Modality, ProjectorSpec, build, keywords
+from csc.composition.encoders import Modality, ProjectorSpec, build, keywords
 from csc.composition.towers import Tower
 from csc.errors import InputError
 
@@ -103,7 +103,7 @@ class Processor:
 
     def __init__(
         self,
-        model: Composed,
+        model: ComposedModel,
         tokenizer: Any,
         preprocessors: Mapping[str, Any],
         slots: Mapping[str, int] | None = None,

@@ -265,7 +265,7 @@ def _all(shape: Sequence[int]) -> tuple[int, ...]:
 # --- Whether units of features may be kept apart, as tried on noise; what was tried is remembered on disk ------------
 #
 # Terms
-#   trial      of the units of one microbatch: they do not meet (csc.driver.features), and their probes are those that
+#   trial      of the units of one microbatch: they do not meet, and their probes are those that
 #              units with the same label have elsewhere, to rounding
 #   elsewhere  among other units, in number or in size: a trial that compared with one of these has shown something
 #   relied on  after TRIALS that have shown something, units of the encoder are not tried any more in programs that had
@@ -632,11 +632,11 @@ def _code(model: nn.Module, match: Match, program: LoadedProgram) -> str:
 #
 # Terms: see csc.driver.features.
 #   unit       what one entry on disk is of: an image's rows of the encoder's entries, where images do not meet in the
-#              encoder and their place does not count (csc.driver.features); else a microbatch
+#              encoder and their place does not count; else a microbatch
 #
 # A microbatch of which every unit is new is encoded as it is, by the calls that a step without kept features makes:
 # its features are those of that step, bit for bit. Where some are kept, new units of several microbatches share a run
-# of the encoder (csc.driver.features), once a unit's place there is known not to change a bit, and what is kept has
+# of the encoder, once a unit's place there is known not to change a bit, and what is kept has
 # been compared with what the encoder makes of it among others.
 
 

@@ -39,6 +39,14 @@ class DividedModel:
     divided: Callable[[Options, int], Program]
 
 
+def _how(row: MeshRow | MeshIfRoom) -> str:
+    """What it takes besides the mesh, in words."""
+    extras = [f"{row.microbatches} microbatches", f"zero={row.zero}", f"recompute={row.recompute}"]
+    if row.context:
+        extras.append(f"context={dict(row.context)}")
+    return ", ".join([*extras, "sequence_parallel=True"] if row.sequence_parallel else extras)
+
+
 @dataclass(frozen=True)
 class MeshRow:
     """seconds: of a step, its end included. peak_memory: of the fullest rank. fits: within the limit. context: ranks
@@ -57,9 +65,7 @@ class MeshRow:
     sequence_parallel: bool = False
     context: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def how(self) -> str:
-        return _how(self)
+    how = property(_how)
 
 
 @dataclass(frozen=True)
@@ -75,17 +81,7 @@ class MeshIfRoom:
     sequence_parallel: bool = False
     context: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def how(self) -> str:
-        return _how(self)
-
-
-def _how(row: MeshRow | MeshIfRoom) -> str:
-    """What it takes besides the mesh, in words."""
-    extras = [f"{row.microbatches} microbatches", f"zero={row.zero}", f"recompute={row.recompute}"]
-    if row.context:
-        extras.append(f"context={dict(row.context)}")
-    return ", ".join([*extras, "sequence_parallel=True"] if row.sequence_parallel else extras)
+    how = property(_how)
 
 
 @dataclass(frozen=True)

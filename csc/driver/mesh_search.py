@@ -308,7 +308,7 @@ def in_turn(drafted: Sequence[MeshCandidate], unfit: Collection[MeshCandidate]) 
 # with. Where several nodes are filled, a plan is priced in every order of its ranks, and made again for one that makes
 # it the best.
 #
-# Several workers (csc.driver.mesh_search) divide the divisions among themselves once the first few are traced,
+# Several workers divide the divisions among themselves once the first few are traced,
 # which tell of the others, and from each other hear what the best takes.
 
 

@@ -60,16 +60,6 @@ class FlagsAsked:
         return Miss(f"requires_grad of {name}", str(name not in self.frozen), str(name not in frozen))
 
 
-def flags_to_tree(flags: FlagsAsked | None) -> Any:
-    """Plain JSON."""
-    return None if flags is None else {"where": flags.where, "frozen": sorted(flags.frozen)}
-
-
-def flags_from_tree(tree: Any) -> FlagsAsked | None:
-    """The inverse. KeyError or TypeError for a tree that is none."""
-    return None if tree is None else FlagsAsked(str(tree["where"]), frozenset(map(str, tree["frozen"])))
-
-
 # --- What a captured graph assumes of the sizes of a batch -----------------------------------------------------------
 #
 # Terms
@@ -206,31 +196,6 @@ def evaluated(relation: Any, values: Mapping[str, int]) -> Any:
     return relation.subs({symbol: values[str(symbol)] for symbol in relation.free_symbols if str(symbol) in values})
 
 
-def sizes_to_tree(sizes: SizeGuards) -> Tree:
-    """Returns sizes as JSON. Raises Unstorable for a relation of other functions than FUNCTIONS."""
-    entries = {
-        name: [dtype, [expression_to_tree(sympy.sympify(size)) for size in shape]]
-        for name, (dtype, shape) in sizes.entries.items()
-    }
-    ranges = {name: list(both) for name, both in sizes.ranges.items()}
-    return {
-        "entries": entries,
-        "ranges": ranges,
-        "relations": [expression_to_tree(relation) for relation in sizes.relations],
-    }
-
-
-def sizes_from_tree(tree: Tree) -> SizeGuards:
-    """The inverse."""
-    entries = {name: (dtype, tuple(map(_size, shape))) for name, (dtype, shape) in tree["entries"].items()}
-    ranges = {name: (low, high) for name, (low, high) in tree["ranges"].items()}
-    return SizeGuards(entries, ranges, tuple(map(expression_from_tree, tree["relations"])))
-
-
-def _size(tree: Tree) -> Any:
-    return tree if isinstance(tree, int) else expression_from_tree(tree)
-
-
 def expression_to_tree(expression: Any) -> Tree:
     """An expression as plain JSON. Unstorable for one of other functions than FUNCTIONS."""
     if expression in (sympy.true, sympy.false):
@@ -266,7 +231,6 @@ def expression_from_tree(tree: Tree) -> Any:
 
 
 Call = tuple[Any, ...]
-EXPRESSION = "expression"
 UNKNOWN = "unknown"  # the kind of a tensor that came from nowhere known
 
 
@@ -336,28 +300,6 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (int, sympy.Integer))
 
 
-def calls_to_tree(calls: Sequence[Call]) -> Any:
-    """Plain JSON."""
-    return [
-        [
-            [EXPRESSION, expression_to_tree(argument)] if isinstance(argument, sympy.Basic) else argument
-            for argument in call
-        ]
-        for call in calls
-    ]
-
-
-def calls_from_tree(tree: Any) -> tuple[Call, ...]:
-    """The inverse."""
-    return tuple(tuple(map(_token, call)) for call in tree)
-
-
-def _token(tree: Any) -> Any:
-    if not isinstance(tree, list):
-        return tree
-    return expression_from_tree(tree[1]) if tree[0] == EXPRESSION else tuple(tree)
-
-
 # --- Small functions of a batch alone, as data: what a model asks of its tokens before a step ------------------------
 #
 # Terms
@@ -381,10 +323,6 @@ class QueryStep:
     args: Tree
     kwargs: Tree
     writes: bool = False
-
-    def tree(self) -> Tree:
-        """As one tuple."""
-        return self.function, self.args, self.kwargs, self.writes
 
 
 @dataclass(frozen=True)
@@ -516,21 +454,6 @@ def _text(tree: Tree, texts: list[str]) -> str:
     return str(rest[0]) if rest else kind
 
 
-def question_to_tree(expression: Expression) -> Tree:
-    """Plain JSON, but for tuples."""
-    return [step.tree() for step in expression.steps]
-
-
-def question_from_tree(tree: Tree) -> Expression:
-    """The inverse, of what JSON has made of it. TypeError or ValueError for a tree that is none."""
-    return Expression(tuple(QueryStep(*step) for step in as_tuples(tree)))
-
-
-def as_tuples(tree: Tree) -> Tree:
-    """With tuples for lists."""
-    return tuple(map(as_tuples, tree)) if isinstance(tree, (list, tuple)) else tree
-
-
 # --- What other sizes of a batch have shown of a capture -------------------------------------------------------------
 #
 # What is the same in this size is not traced or proven again.
@@ -556,10 +479,9 @@ class Joints:
 # Terms
 #   plain      batch entries that are no tensors, as text
 #   values     of the entries that decide what the graph is: `.tolist()`, an `if`, a size
-#   decisions  what the model's code asked of its batch alone, with the answers (csc.ir.capture_guards)
-#   flags      the frozen set, where that code asks for requires_grad (csc.ir.capture_guards)
+#   decisions  what the model's code asked of its batch alone, with the answers
+#   flags      the frozen set, where that code asks for requires_grad
 #   calls      what that code called: where it calls the same for other values, the graph is the same
-#              (csc.ir.capture_guards)
 #   name       a hash of the assumptions: the same in all processes
 #
 # A model's code is the same up to its first question, and after the same answers up to the next. So a capture whose
@@ -643,34 +565,11 @@ def capture_guards(
     entries = [(name, dtype, list(map(str, shape))) for name, (dtype, shape) in sorted(sizes.entries.items())]
     parts = (
         entries, sorted(sizes.ranges.items()), sorted(map(str, sizes.relations)), sorted(_values_tree(values).items()),
-        [(question_to_tree(decision.expression), decision.answer) for decision in decisions], sorted(plain.items()),
-        *([flags_to_tree(flags_asked)] if flags_asked is not None else ()),
+        decisions, sorted(plain.items()),
+        *((flags_asked.where, sorted(flags_asked.frozen)) if flags_asked is not None else ()),
     )  # fmt: skip
     name = hashlib.sha256(repr(parts).encode()).hexdigest()
     return CaptureGuards(name, sizes, values, decisions, plain, calls, flags_asked)
-
-
-def to_tree(guards: CaptureGuards) -> Any:
-    """Returns guards as JSON. Raises Unstorable for sizes that have no form in text."""
-    made = None if guards.calls is None else calls_to_tree(guards.calls)
-    return {
-        "name": guards.name, "sizes": sizes_to_tree(guards.sizes), "values": _values_tree(guards.values), "calls": made,
-        "decisions": [[question_to_tree(decision.expression), decision.answer] for decision in guards.decisions],
-        "plain": dict(guards.plain), "flags": flags_to_tree(guards.flags),
-    }  # fmt: skip
-
-
-def from_tree(tree: Any) -> CaptureGuards:
-    """Returns the guards that `to_tree` was given. Raises ValueError, KeyError or TypeError for a tree that is none."""
-    decisions = tuple(Decision(question_from_tree(question), answer) for question, answer in tree["decisions"])
-    calls = None if tree["calls"] is None else calls_from_tree(tree["calls"])
-    values = {
-        name: torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        for name, (dtype, values) in tree["values"].items()
-    }
-    known = sizes_from_tree(tree["sizes"])
-    asked_flags = flags_from_tree(tree["flags"])
-    return CaptureGuards(tree["name"], known, values, decisions, dict(tree["plain"]), calls, asked_flags)
 
 
 def _values_tree(values: Tensors) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hashlib
 import keyword
 import operator
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -260,11 +260,6 @@ def topological_error(graph: fx.Graph) -> str | None:
     return None
 
 
-def subgraph_nodes(graph: fx.Graph, wanted: set[fx.Node]) -> Iterator[fx.Node]:
-    """The wanted nodes in the graph's order."""
-    return (node for node in graph.nodes if node in wanted)
-
-
 # --- Types of the values in a graph: its operations run on fake tensors, each kind once ------------------------------
 #
 # The eighty equal layers of a model ask eighty times for the shape of the same product; PyTorch takes milliseconds
@@ -398,6 +393,20 @@ def extract(
             copy_node(part, node, mapping, name=node.name if node.op == "placeholder" else name(node))
     part.output(fx.map_arg(tuple(results), mapping.__getitem__))
     return part
+
+
+def with_tables(shared: fx.Graph, tables: Iterable[str], given: Iterable[tuple[str, Any, tuple[str, str]]]) -> fx.Graph:
+    """The graph of the tables that stages share with more of these names. given: of each the name, the value and the
+    role of the placeholder that it is.
+    """
+    graph, mapping = copy_graph(shared)
+    results, first = [mapping[node] for node in outputs(shared)], next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        results += [add_placeholder(graph, *placeholder) for placeholder in given]
+    output = graph.output_node()
+    output.args = (tuple(results),)
+    output.meta["names"] = (*shared.output_node().meta["names"], *tables)
+    return graph
 
 
 def narrow_outputs(graph: fx.Graph) -> bool:

@@ -1,4 +1,4 @@
-"""A Program as text and tensors, and back: nothing in it is code, and nothing is unpickled.
+"""A Program, and what else is kept of a model, as text and tensors, and back: nothing in it is code or a pickle.
 
 Terms
   tree       plain JSON: numbers, strings, booleans, None, and lists whose first entry says what they are
@@ -11,15 +11,25 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
-from csc.ir import capture_guards
 from csc.ir import graph as g
-from csc.ir.capture_guards import Unstorable
+from csc.ir.capture_guards import (
+    CaptureGuards,
+    Decision,
+    Expression,
+    FlagsAsked,
+    QueryStep,
+    SizeGuards,
+    Unstorable,
+    expression_from_tree,
+    expression_to_tree,
+)
 from csc.ir.program import (
     Checkpoint,
     Combination,
@@ -39,12 +49,10 @@ from csc.ir.program import (
 from csc.torch_private.exported import OpOverload
 from csc.torch_private.traces import FakeTensorMode
 
-FORMAT = 3
-CLASSES = {
-    record.__name__: record
-    for record in (Checkpoint, Combination, Context, ContextMask, DividedAxis, Divisor, Input, ModuleInfo, Parameter,
-                Record, Region, Template, Term)
-}  # fmt: skip
+FORMAT = 4
+OF_PROGRAMS = (Checkpoint, Combination, Context, ContextMask, DividedAxis, Divisor, Input, ModuleInfo, Parameter,
+               Record, Region, Template, Term)  # fmt: skip
+OF_GUARDS = (CaptureGuards, Decision, Expression, FlagsAsked, QueryStep, SizeGuards)
 META = (*g.KEPT_META, "names")
 OPAQUE = "csc::opaque"  # their calls are entries of a table of this process (csc.kernels.opaque)
 LEFT_OUT = ("constants", "fake_mode", "guards", "symbolic", "joints")
@@ -55,7 +63,7 @@ Tree = Any
 
 def to_tree(program: Program, captured: bool = False) -> tuple[Tree, dict[str, torch.Tensor]]:
     """The Program, and its constants. Before any pass of planning: later fields must be empty."""
-    writer = _Writer(captured=captured)
+    writer = _Writer(OF_PROGRAMS, captured=captured)
     fields = {
         field.name: writer.tree(getattr(program, field.name))
         for field in dataclasses.fields(Program)
@@ -63,7 +71,7 @@ def to_tree(program: Program, captured: bool = False) -> tuple[Tree, dict[str, t
     }
     constants = dict(program.constants)
     strides = {name: list(tensor.stride()) for name, tensor in constants.items()}
-    assumed = capture_guards.to_tree(program.guards) if program.guards is not None else None
+    assumed = record_to_tree(program.guards, OF_GUARDS)
     return {
         "format": FORMAT, "graphs": writer.graphs, "fields": fields, "strides": strides, "guards": assumed,
     }, constants  # fmt: skip
@@ -76,11 +84,26 @@ def from_tree(tree: Tree, tensors: Mapping[str, torch.Tensor]) -> Program:
     if tree["format"] != FORMAT:
         raise ValueError(f"a Program of format {tree['format']}")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    reader = _TreeReader([graph_from_tree(graph, mode) for graph in tree["graphs"]])
+    reader = _TreeReader(OF_PROGRAMS, [graph_from_tree(graph, mode) for graph in tree["graphs"]])
     constants = {name: _laid(tensors[name], stride) for name, stride in tree["strides"].items()}
     fields: dict[str, Any] = {name: reader.value(value) for name, value in tree["fields"].items()}
-    assumed = capture_guards.from_tree(tree["guards"]) if tree["guards"] is not None else None
+    assumed = record_from_tree(tree["guards"], OF_GUARDS)
     return Program(**fields, constants=constants, fake_mode=mode, guards=assumed)
+
+
+def record_to_tree(record: Any, classes: Collection[type]) -> Tree:
+    """Plain JSON of dataclasses of these classes, alone or in tuples, lists and mappings. Tensors stand there with what
+    they hold. Unstorable for anything else, and for sizes that have no form in text.
+    """
+    writer = _Writer(classes, holds=True)
+    value = writer.tree(record)
+    return {"value": value, "graphs": writer.graphs}
+
+
+def record_from_tree(tree: Tree, classes: Collection[type]) -> Any:
+    """The inverse, of what JSON has made of it; raises what `from_tree` does."""
+    mode = FakeTensorMode()
+    return _TreeReader(classes, [graph_from_tree(graph, mode) for graph in tree["graphs"]]).value(tree["value"])
 
 
 def _laid(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
@@ -91,10 +114,13 @@ def _laid(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
 
 
 class _Writer:
-    """Values as trees; graphs are listed once each."""
+    """Values as trees; graphs are listed once each. holds: tensors are written with what they hold."""
 
-    def __init__(self, nodes: Mapping[fx.Node, int] | None = None, captured: bool = False) -> None:
-        self._captured = captured
+    def __init__(
+        self, classes: Collection[type] = (), nodes: Mapping[fx.Node, int] | None = None, captured: bool = False,
+        holds: bool = False,
+    ) -> None:  # fmt: skip
+        self._classes, self._captured, self._holds = classes, captured, holds
         self.graphs: list[Tree] = []
         self._index: dict[int, int] = {}
         self._nodes = nodes if nodes is not None else {}
@@ -113,6 +139,8 @@ class _Writer:
             return ["torch", str(value).removeprefix("torch.")]
         if isinstance(value, torch.device):
             return ["device", str(value)]
+        if isinstance(value, torch.Tensor) and self._holds:
+            return ["values", str(value.dtype).removeprefix("torch."), value.tolist()]
         if isinstance(value, torch.Tensor):
             sizes = [list(value.shape), list(value.stride())]
             if not all(type(size) is int for size in (*sizes[0], *sizes[1])):
@@ -120,11 +148,15 @@ class _Writer:
             return ["tensor", *sizes, str(value.dtype).removeprefix("torch."), str(value.device)]
         if isinstance(value, torch.Size):
             return ["size", *value]
-        if type(value).__name__ in CLASSES and dataclasses.is_dataclass(value):
-            fields = [field.name for field in dataclasses.fields(value)]
+        if type(value) in self._classes:
+            fields = [field.name for field in dataclasses.fields(value) if field.init]
             return ["@", type(value).__name__, *(self.tree(getattr(value, name)) for name in fields)]
         if isinstance(value, slice):
             return ["slice", *map(self.tree, (value.start, value.stop, value.step))]
+        if isinstance(value, sympy.Basic):
+            return ["size of", expression_to_tree(value)]
+        if isinstance(value, frozenset):
+            return ["set", *sorted(value)]
         if type(value) is complex:
             return ["complex", value.real, value.imag]
         if type(value) is tuple:
@@ -140,9 +172,11 @@ class _TreeReader:
     """Trees as values."""
 
     def __init__(
-        self, graphs: list[fx.Graph], nodes: list[fx.Node] | None = None, mode: FakeTensorMode | None = None
-    ) -> None:
-        self._graphs, self._nodes, self._mode = graphs, nodes if nodes is not None else [], mode
+        self, classes: Collection[type] = (), graphs: Sequence[fx.Graph] = (), nodes: Sequence[fx.Node] = (),
+        mode: FakeTensorMode | None = None,
+    ) -> None:  # fmt: skip
+        self._classes = {record.__name__: record for record in classes}
+        self._graphs, self._nodes, self._mode = graphs, nodes, mode
 
     def value(self, tree: Tree) -> Any:
         if not isinstance(tree, list):
@@ -171,7 +205,14 @@ class _TreeReader:
             return torch.Size(rest)
         if kind == "@":
             name, *values = rest
-            return CLASSES[name](*map(self.value, values))
+            return self._classes[name](*map(self.value, values))
+        if kind == "values":
+            dtype, values = rest
+            return torch.tensor(values, dtype=_named(dtype))
+        if kind == "size of":
+            return expression_from_tree(rest[0])
+        if kind == "set":
+            return frozenset(rest)
         if kind == "slice":
             return slice(*map(self.value, rest))
         if kind == "complex":
@@ -198,7 +239,7 @@ def graph_to_tree(graph: fx.Graph, captured: bool = False) -> Tree:
     """
     meta_of = _placeholder_meta if captured else dict
     index: dict[fx.Node, int] = {}
-    writer = _Writer(index)
+    writer = _Writer(nodes=index)
     rows = []
     for position, node in enumerate(graph.nodes):
         known = meta_of(node.meta)
@@ -224,7 +265,7 @@ def graph_from_tree(tree: Tree, mode: FakeTensorMode) -> fx.Graph:
     """The inverse; what the nodes make are fake tensors of `mode`. ValueError if it would not be the same graph."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
-    reader = _TreeReader([], nodes, mode)
+    reader = _TreeReader(nodes=nodes, mode=mode)
     for op, name, target, args, kwargs, meta in tree:
         function = _function(target) if op == "call_function" else target
         arguments = tuple(reader.value(argument) for argument in args)

@@ -662,7 +662,7 @@ def _no_rules(name: str, fault: str) -> InputError:
 
 # --- FlexAttention's `mask_mod(b, h, q_idx, kv_idx)` as a mask -------------------------------------------------------
 #
-# The function is called once with traced indices, which gives a formula (csc.masks.mask_mod, csc.masks.mask_mod), and
+# The function is called once with traced indices, which gives a formula, and
 # then once more, under vmap, with sampled pairs: a mask that says something else is an error, never a result.
 
 

@@ -169,10 +169,6 @@ def type_colour(kind: int) -> str:
     return TYPE_COLOURS.get(kind) or OTHERS[kind % len(OTHERS)]
 
 
-def type_name(kind: int) -> str:
-    return TYPE_NAMES.get(kind, f"type {kind}")
-
-
 def headline(picture: Picture) -> str:
     """Size, visible share and tiles in one line."""
     size = f"{picture.queries:,} tokens"
@@ -308,7 +304,7 @@ def _legend(figure: Any, picture: Picture, x: float, y: float, width: float, hei
     for kind in sorted(kinds):
         y += row
         box(x, y, 0.12, 0.12, type_colour(kind))
-        text(x + 0.2, y, type_name(kind))
+        text(x + 0.2, y, TYPE_NAMES.get(kind, f"type {kind}"))
         text(right, y, f"{kinds[kind] / picture.queries:.0%}", ha="right", color=SOFT)
     if picture.starts[0]:
         y += row

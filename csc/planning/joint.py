@@ -390,7 +390,7 @@ def _draft_styles(problem: Problem, home: Placement) -> Sequence[Style]:
 #
 # From many trials, looked at quickly, to few, searched well: the partitions of every placement under a few orders;
 # units moved between stages of the best; the full search of orders on what is left; stages of the best on other ranks
-# than those of the placements (csc.planning.joint). Nothing depends on time or chance, unless the budget's
+# than those of the placements. Nothing depends on time or chance, unless the budget's
 # clock ends the search.
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from csc.analysis.explain import explain
@@ -99,9 +99,6 @@ class Advice:
     left: tuple[str, ...]
     with_auto: bool
     orders: tuple[tuple[str, float], ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def advice(compiled: CompiledModel, seconds: float, tell: Callable[[str], None]) -> Advice:

@@ -52,9 +52,6 @@ class DataReport:
     batch_size: int
     units: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def of_lengths(
     compiled: CompiledModel, table: Lengths, batch_size: int, multiple: int, packed: bool, steps: int

@@ -50,9 +50,6 @@ class OrderRow:
     saved: float | None = None
     why: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class EnergyReport:
@@ -104,7 +101,7 @@ class EnergyReport:
             "points": [self._row(point) for point in self.frontier.points],
             "chosen": {**self._row(self.chosen), "slack": self.slack},
             "clocks": self.clocks_file()["ranks"],
-            "orders": [row.as_dict() for row in self.orders],
+            "orders": [vars(row) for row in self.orders],
         }
 
     def _row(self, point: EnergyPoint) -> dict[str, Any]:

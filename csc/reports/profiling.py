@@ -344,7 +344,7 @@ def profile(
     measure for; a few steps run whatever they take. output: where to write the profile, as a .toml file for
     `--hardware`, which it is named like. wires: measure messages, collectives and the runtime, too
     (csc.reports.wire_profile); what lies between nodes is kept from `base`. clocks: measure seconds and joules at
-    each clock, too, which takes the right to set them (csc.reports.profiling). microbatches: to be measured too,
+    each clock, too, which takes the right to set them. microbatches: to be measured too,
     each with its part of the budget: sizes that steps will have. Raises InputError if the device has no profile,
     `output` another suffix, or clocks cannot be set.
     """

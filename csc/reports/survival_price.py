@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from csc.analysis.costs import stored_dtypes, variant_cost
 from csc.driver.compiled import CompiledModel
@@ -45,9 +44,6 @@ class SurvivalPrice:
     mirror: int = 0
     fewer: str = ""
     steps: Mapping[str, float] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def sentences(self, makespan: float) -> list[str]:
         """makespan: of the step as it was planned."""

@@ -132,7 +132,8 @@ def verify(
     exact = None
     if float64:
         exact = eager_step(deepcopy(model).double(), pytree.tree_map(_doubled, batch), trainable, axes=axes).gradients
-    result = compared(step.loss, right.loss, right.gradients, step.gradients, _random_ops(compiled), exact)
+    drawing = sum(map(draws, g.calls(program.graph)))
+    result = compared(step.loss, right.loss, right.gradients, step.gradients, drawing, exact)
     trained = {}
     if steps:
         moved = trained_by_eager(model, batch, trainable, steps, axes)
@@ -187,7 +188,3 @@ def compared(
         random_ops=random_ops,
         from_float64=from_float64,
     )
-
-
-def _random_ops(compiled: CompiledModel) -> int:
-    return sum(draws(node) for node in g.calls(compiled.program.graph))

@@ -394,8 +394,8 @@ def _taken(whole: torch.Tensor, dim: int, chosen: Places) -> torch.Tensor:
 # A program asks for attention over the tokens of all its ranks, and for wholes.
 #
 # A rank computes its own queries; how they meet the keys of other ranks is chosen by the model, the same way on every
-# rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all (csc.runtime.context), or ranks
-# divide the heads (csc.runtime.context). Plans hold nothing of a microbatch but its masks: those with equal masks
+# rank (docs/dispatch.md): keys come to the ranks whose queries see them, or to all, or ranks
+# divide the heads. Plans hold nothing of a microbatch but its masks: those with equal masks
 # share one. A component's group is the part of the cp axis, or of the tp axis, that its tokens are spread over.
 
 

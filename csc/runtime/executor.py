@@ -466,7 +466,6 @@ def step(
     An error of the rank module keeps its type; a note says which rank and action raised it.
     """
     rank, manifest = whole, whole.program.manifest
-    actions = rank.actions
     microbatches = [context.attach(rank, microbatch) for rank, microbatch in zip(ranks, microbatches, strict=True)]
     if rank.met:
         numbers = {name: met.number for name, met in rank.met.items()}
@@ -474,30 +473,9 @@ def step(
     microbatches = yield from attach(rank, ranks, microbatches, drawn)
     microbatches, weighed = yield from loss.weighed(ranks, microbatches)
     state = _Step(whole, ranks, microbatches, weights, profiled, within)
-    timed: list[Timed] = []
     if manifest.loss_rank == rank.position:
         state.loss_weights = weighed
-    done, due = 0, encoding is not None  # computes, and whether there may be something to encode before the next
-    try:
-        for i, action in enumerate(actions):
-            if i == 0 or action.computes:
-                _post(state, actions, i)
-            if due and encoding is not None and action.kind != "SEND":
-                encoding.run(done)
-                due = False
-            start = time.perf_counter()
-            yield from _act(state, action, uneven, ahead)
-            if trace and state.doable(action) is not None:
-                timed.append(Timed(action, start, time.perf_counter()))
-            if action.computes:
-                done, due = done + 1, encoding is not None
-        if encoding is not None:
-            if due:
-                encoding.run(done)
-            yield from encoding.exchange()
-    except Exception as error:
-        error.add_note(f"in rank {rank.rank} at {rank.named(action)}")
-        raise
+    timed = yield from _all(state, rank.actions, uneven, ahead, trace, encoding)
     rank.endpoint.at("the end of a step")
     rank.endpoint.drain()
     combined = yield from loss.combine(rank, state.losses, state.loss_weights, counts or StepCounts())
@@ -544,20 +522,10 @@ def computed(
     """
     count = len(microbatches)
     actions = [action for action in whole.actions if action.kind != "REDUCE" and action.microbatch < count]
-    state, timed = _Step(whole, ranks, microbatches, weights, profiled, within, alone or Alone()), list[Timed]()
+    state = _Step(whole, ranks, microbatches, weights, profiled, within, alone or Alone())
     if whole.program.manifest.loss_rank == whole.position:
         state.loss_weights = dict(loss_weights)
-    try:
-        for i, action in enumerate(actions):
-            if i == 0 or action.computes:
-                _post(state, actions, i)
-            start = time.perf_counter()
-            yield from _act(state, action, False, ahead)
-            if state.doable(action) is not None:
-                timed.append(Timed(action, start, time.perf_counter()))
-    except Exception as error:
-        error.add_note(f"in rank {whole.rank} at {whole.named(action)}")
-        raise
+    timed = yield from _all(state, actions, False, ahead, True)
     whole.endpoint.drain()
     return Computed(state.gradients, state.losses, timed)
 
@@ -570,6 +538,36 @@ def _zeros(pairs: Iterator[Pair]) -> Generator[Pair, None, Any]:
         except StopIteration as end:
             return end.value
         yield name, torch.zeros_like(gradient)
+
+
+def _all(
+    state: _Step, actions: Sequence[Action], uneven: bool, ahead: Ahead | None, trace: bool,
+    encoding: RankEncoding | None = None,
+) -> Work[list[Timed]]:  # fmt: skip
+    """Do these actions, in order. Returns when each ran that had something to do, with `trace`."""
+    timed: list[Timed] = []
+    done, due = 0, encoding is not None  # computes, and whether there may be something to encode before the next
+    try:
+        for i, action in enumerate(actions):
+            if i == 0 or action.computes:
+                _post(state, actions, i)
+            if due and encoding is not None and action.kind != "SEND":
+                encoding.run(done)
+                due = False
+            start = time.perf_counter()
+            yield from _act(state, action, uneven, ahead)
+            if trace and state.doable(action) is not None:
+                timed.append(Timed(action, start, time.perf_counter()))
+            if action.computes:
+                done, due = done + 1, encoding is not None
+        if encoding is not None:
+            if due:
+                encoding.run(done)
+            yield from encoding.exchange()
+    except Exception as error:
+        error.add_note(f"in rank {state.rank.rank} at {state.rank.named(action)}")
+        raise
+    return timed
 
 
 def _act(state: _Step, action: Action, uneven: bool, ahead: Ahead | None) -> Work[None]:

@@ -766,7 +766,7 @@ def _named(function: Fused, form: str) -> str:
     return f"{function.name} {form}".rstrip()
 
 
-# --- The programs of one trainer, whose functions Inductor compiles: see csc.runtime.fusing -------------------
+# --- The programs of one trainer, whose functions Inductor compiles --------------------------------------------------
 
 
 class FusedMembers:

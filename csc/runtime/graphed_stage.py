@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -355,7 +355,7 @@ def _compare(
 # It is called as the functions of its rank's file are.
 #
 # A stage runs as it is until so many microbatches of its sizes have come (MET): only then, each in its turn, as many
-# instances are recorded as there are microbatches in flight (csc.runtime.graphed_stage). What cannot be recorded runs
+# instances are recorded as there are microbatches in flight. What cannot be recorded runs
 # as it is, part by part; without F nothing is.
 
 
@@ -377,25 +377,12 @@ class GraphRow:
     why: str = ""
 
 
-class GraphRoom(Protocol):
-    """What all stages of a trainer share: see csc.runtime.graphed_stage."""
-
-    recorder: Recorder
-    shared: Any
-    places: LeavingPlaces
-    copies: dict[str, FixedPlaces]
-
-    def enters(self) -> bool: ...
-
-    def used(self) -> None: ...
-
-
 class GraphedStage:
     """The functions of one stage, which launch what was recorded of them. why: why nothing of it is recorded; "":
     nothing speaks against it.
     """
 
-    def __init__(self, rank: Rank, spec: StageSpec, room: GraphRoom, why: str = "") -> None:
+    def __init__(self, rank: Rank, spec: StageSpec, room: OneProgram, why: str = "") -> None:
         self._plain = rank.functions[spec.stage]
         self._rank, self._stage, self._room = rank.rank, spec.stage, room
         self._specs = [
@@ -564,7 +551,7 @@ def _line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:200]
 
 
-# --- The programs of one trainer whose stages a device records and launches again: see csc.runtime.graphed_stage -----
+# --- The programs of one trainer whose stages a device records and launches again ------------------------------------
 #
 # Of several programs (sizes) KEPT at most have recordings at once: the one that has not been used for the longest time
 # gives up its own for another, whose sizes have come often enough. Where that goes round, the last one runs as it is.

@@ -418,7 +418,7 @@ class DataShards:
 # Here is what its ranks compute with, what an optimizer steps of it, and the values on disk.
 #
 # Terms: *held* are the parameters of this process' ranks, each once. Of several processes each holds its part of those
-# that ranks divide (csc.runtime.parameters, csc.runtime.parameters).
+# that ranks divide.
 
 
 log = logging.getLogger("csc")

@@ -51,17 +51,18 @@ class NestedCopy:
     def take(self) -> Any:
         """As the value is now."""
         self._places.fill(tensors_in(self._nested))
-        return _rebuilt(self._nested, iter(self._places.tensors))
+        tensors = iter(self._places.tensors)
+        return _mapped(self._nested, lambda _: next(tensors).detach())
 
 
-def _rebuilt(nested: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Each tensor in its turn, as a new view."""
+def _mapped(nested: Any, view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """With a view for each tensor, in order."""
     if isinstance(nested, torch.Tensor):
-        return next(tensors).detach()
+        return view(nested)
     if isinstance(nested, dict):
-        return {name: _rebuilt(value, tensors) for name, value in nested.items()}
+        return {name: _mapped(value, view) for name, value in nested.items()}
     if isinstance(nested, (tuple, list)):
-        return type(nested)(_rebuilt(item, tensors) for item in nested)
+        return type(nested)(_mapped(item, view) for item in nested)
     return nested
 
 
@@ -96,17 +97,8 @@ def fresh(nested: Any) -> Any:
     """Whoever takes something out of a list leaves the other one as it was. Operators keep on a tensor what they have
     made of it (csc.kernels.packing); of a new view they make it again, within the recording.
     """
-    return _fresh(nested, {})
-
-
-def _fresh(nested: Any, views: dict[int, torch.Tensor]) -> Any:
-    if isinstance(nested, torch.Tensor):
-        return views.setdefault(id(nested), nested.detach())
-    if isinstance(nested, dict):
-        return {name: _fresh(value, views) for name, value in nested.items()}
-    if isinstance(nested, (tuple, list)):
-        return type(nested)(_fresh(item, views) for item in nested)
-    return nested
+    views: dict[int, torch.Tensor] = {}
+    return _mapped(nested, lambda tensor: views.setdefault(id(tensor), tensor.detach()))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -546,7 +546,7 @@ def short(value: Any) -> str:
     return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, dict)) else f"{value!r:.60}"
 
 
-# --- program.json, checked field by field, as a Manifest (csc.runtime.specs) -----------------------------------------
+# --- program.json, checked field by field, as a Manifest -------------------------------------------------------------
 
 
 FORMAT = 6

@@ -167,7 +167,7 @@ class Trainer:
 
     @property
     def ranks(self) -> list[Rank]:
-        """Of this process."""
+        """Of this process, for what is the same in every program."""
         return self._members[0]
 
     def member(self, program: int) -> Rank:
@@ -231,7 +231,7 @@ class Trainer:
     @property
     def replicas(self) -> frozenset[int]:
         """Of this process' ranks."""
-        return frozenset(replica for rank in self._ranks for replica in rank.replicas)
+        return frozenset(replica for rank in self.ranks for replica in rank.replicas)
 
     @property
     def idle(self) -> bool:
@@ -272,11 +272,6 @@ class Trainer:
             for rank in self.transport.ranks
         ]  # fmt: skip
         return self.graphs.add(ranks, self.fused)
-
-    @property
-    def _ranks(self) -> list[Rank]:
-        """For what is the same in every program."""
-        return self._members[0]
 
     def train_step(
         self, batch: batches.GlobalBatch, microbatches: int | None = None, drawn: int | None = None, local: bool = False
@@ -320,9 +315,9 @@ class Trainer:
             )  # fmt: skip
         self.own.check_step("train_step")
         alone = isinstance(self.transport, InProcess)
-        first = self._ranks[0]
+        first = self.ranks[0]
         dealt = batches.split(self._manifests, batch, None if alone else batches.whose(first, local))
-        for index, rank in enumerate(self._ranks):
+        for index, rank in enumerate(self.ranks):
             for microbatch in dealt.of_rank(rank):
                 member = self._members[microbatch.program][index]
                 names = [*_read(member), *(() if dealt.whole else batches.shared(member.program.manifest))]
@@ -362,9 +357,9 @@ class Trainer:
             raise failure from None
         if self.trace:
             self.timeline = {rank: result.trace for rank, result in results.items()}
-        losses, parameters = results[self._ranks[0].rank].losses, self.own
+        losses, parameters = results[self.ranks[0].rank].losses, self.own
         self._losses = losses
-        sums = [(rank, results[rank.rank].gradients) for rank in self._ranks]
+        sums = [(rank, results[rank.rank].gradients) for rank in self.ranks]
         gradients = taken(sums, parameters.values, parameters.parts, self._read_again(dealt))
         loss = losses.total(self.program.manifest.microbatches)
         try:
@@ -386,7 +381,7 @@ class Trainer:
         working = self._working()
         drawn = self._drawn(drawn)
         runs, profiled, calls = {}, self._is_profiled(), []
-        for index, rank in enumerate(self._ranks):
+        for index, rank in enumerate(self.ranks):
             microbatches = dealt.of_rank(rank)
             ranks = [self._members[microbatch.program][index] for microbatch in microbatches]
             data = [
@@ -432,13 +427,13 @@ class Trainer:
         """Plan where the tokens of a coming batch will be, so that its `train_step` finds that done. Nothing to do
         without cp. Any one thread may call it while another trains; `steps`: how many batches it is ahead at most.
         """
-        most = max(len(context.contexts(rank)) for rank in self._ranks)
+        most = max(len(context.contexts(rank)) for rank in self.ranks)
         if not most:
             return
         alone = isinstance(self.transport, InProcess)
-        dealt = batches.split(self._manifests, batch, None if alone else batches.whose(self._ranks[0], local))
+        dealt = batches.split(self._manifests, batch, None if alone else batches.whose(self.ranks[0], local))
         with devices.at(self.device):
-            for index, first in enumerate(self._ranks):
+            for index, first in enumerate(self.ranks):
                 first.endpoint.recent.keep(2 * (steps + 1) * most * len(dealt.all))
                 for microbatch in dealt.of_rank(first):
                     rank = self._members[microbatch.program][index]
@@ -498,7 +493,7 @@ class Trainer:
     @property
     def speaks(self) -> bool:
         """Whether this process is the first of its replica; where replicas share ranks, of all."""
-        first = self._ranks[0]
+        first = self.ranks[0]
         if self.program.manifest.mesh.replicas_share_ranks:
             return first.rank == 0
         return first.position == 0 and first.cp_rank == 0 and first.rank == first.group(Group.TENSOR)[0]

@@ -25,7 +25,7 @@ from csc.runtime.specs import Manifest, ParameterSpec
 # --- Weights from disk: safetensors under the model's own names, as HF stores them -----------------------------------
 #
 # Terms: a *shard* is one file of several; its *index* (model.safetensors.index.json) says which parameter is in which
-# shard. Files that csc wrote (csc.runtime.weights) hold a digest of each tensor, which is checked.
+# shard. Files that csc wrote hold a digest of each tensor, which is checked.
 #
 # A *format* says how files name and lay out the parameters where they do not do so as the program does (see
 # csc.driver.checkpoint); its *groups* are tensors of the files that make some parameters together, its *rest* what the

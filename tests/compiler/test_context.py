@@ -119,7 +119,7 @@ def test_labels_are_shifted_before_they_are_spread(models: Models) -> None:
     compiled = models("llava", hf.llava_batch(length=57), mesh="cp=2")
     shared = compiled.program.shared
     labels = dict(zip(shared.output_node().meta["names"], g.outputs(shared)))["labels"]
-    names = [g.op_name(node) for node in g.subgraph_nodes(shared, g.ancestors([labels])) if node.op == "call_function"]
+    names = [g.op_name(node) for node in g.calls(shared) if node in g.ancestors([labels])]
     assert names.index("aten::pad") < names.index("aten::index_select")
 
 

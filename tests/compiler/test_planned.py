@@ -173,7 +173,7 @@ def test_a_fused_backward_keeps_one_region_at_a_time(tmp_path: Path, monkeypatch
     most = {}
     for name, schedule in (("fused", str(program.schedule)), ("apart", apart(program.schedule, []))):
         trainer = Trainer(replace(program, schedule=parse(schedule)))
-        layers = trainer._ranks[0].functions[0].forward.__globals__["layers"]
+        layers = trainer.ranks[0].functions[0].forward.__globals__["layers"]
         with monkeypatch.context() as patch:
             for variant in compiled.program.variants.values():
                 if variant.backward_weight is not None:

@@ -164,7 +164,7 @@ def test_a_constant_that_is_written_to(tmp_path: Path, recorder: CpuRecorder, ca
 
     def write(trainer: Trainer, number: int) -> None:
         if number == 2:
-            for rank in trainer._ranks:
+            for rank in trainer.ranks:
                 for constant in rank.constants.values():
                     constant.mul_(2.0)
 
@@ -188,7 +188,7 @@ def test_a_step_that_fails_in_its_middle(tmp_path: Path, recorder: CpuRecorder) 
 
     plain, recorded = both(tmp_path, placement=THREE, schedule="1f1b")
     for trainer in (plain, recorded):
-        for rank in trainer._ranks:
+        for rank in trainer.ranks:
             send = rank.endpoint.send
 
             def sending(message: Any, microbatch: int, values: Any, send: Any = send) -> None:

@@ -111,7 +111,7 @@ def main(directory: Any) -> None:
     )
     compiled.train_step(small.text_batch(2))
     if dist.get_rank() == 0:
-        functions = compiled.trainer()._ranks[0].functions
+        functions = compiled.trainer().ranks[0].functions
         forward, calls = functions[0].forward, []
 
         def slow(*arguments: Any) -> Any:

@@ -100,10 +100,10 @@ def test_the_order_of_microbatches_does_not_change_a_bit(tmp_path: Path) -> None
 def test_one_microbatch_is_eager_to_the_bit_in_the_loss(tmp_path: Path) -> None:
     trainer = make(tmp_path, microbatches=1)
     loss = trainer.train_step(handmade.batch(1))
-    rank = trainer._ranks[2]
+    rank = trainer.ranks[2]
     data = handmade.batch(1)
-    first, _ = trainer._ranks[0].functions[0].forward(data, {}, trainer.state_dict(), {})
-    second, _ = trainer._ranks[1].functions[1].forward(data, first, trainer.state_dict(), {})
+    first, _ = trainer.ranks[0].functions[0].forward(data, {}, trainer.state_dict(), {})
+    second, _ = trainer.ranks[1].functions[1].forward(data, first, trainer.state_dict(), {})
     sent, _ = rank.functions[2].forward(data, first | second, trainer.state_dict(), rank.constants)
     assert torch.equal(loss, sent["loss"])
 
@@ -264,7 +264,7 @@ def test_other_input_errors(tmp_path: Path) -> None:
 
 def test_saved_activations_live_as_long_as_the_schedule_says(tmp_path: Path) -> None:
     trainer = make(tmp_path, microbatches=6)
-    for rank in trainer._ranks:
+    for rank in trainer.ranks:
         alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         peak = [0]
         own = rank.functions[rank.position]
@@ -336,7 +336,7 @@ def test_a_gradient_that_is_kept_elsewhere_is_copied(tmp_path: Path) -> None:
     """By a function of a model's own, say: what it keeps is not written to by the next step's sum."""
     trainer, batch = make(tmp_path, schedule="zb-h1", microbatches=1), handmade.batch(1)
     kept: list[torch.Tensor] = []
-    rank = next(one for one in trainer._ranks if 1 in one.functions)
+    rank = next(one for one in trainer.ranks if 1 in one.functions)
     plain = rank.functions[1].backward_weight
     assert plain is not None
 
@@ -345,7 +345,7 @@ def test_a_gradient_that_is_kept_elsewhere_is_copied(tmp_path: Path) -> None:
             kept.append(gradient)
             yield name, gradient
 
-    for one in trainer._ranks:
+    for one in trainer.ranks:
         if 1 in one.functions:
             one.functions[1] = replace(one.functions[1], backward_weight=keeping, backward=None)  # type: ignore[index]
     trainer.train_step(batch)

@@ -9,7 +9,8 @@ import sympy
 import torch
 
 from csc.capture.values.batch_alone import Recording, writes
-from csc.ir.capture_guards import UNKNOWN, alike, calls_from_tree, calls_to_tree
+from csc.ir.capture_guards import UNKNOWN, alike
+from csc.ir.stored import record_from_tree, record_to_tree
 
 LENGTH = sympy.Symbol("s0", integer=True, positive=True)
 
@@ -34,7 +35,7 @@ def test_what_came_from_nowhere_is_never_the_same() -> None:
 
 def test_calls_as_text() -> None:
     calls = (("view", ("of", "x"), 2 * LENGTH, "None"), ("cat", 2, ("call", 0, 0), ("constant", "a", "b")))
-    assert calls_from_tree(json.loads(json.dumps(calls_to_tree(calls)))) == calls
+    assert record_from_tree(json.loads(json.dumps(record_to_tree(calls, ()))), ()) == calls
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from csc.capture.guards import Guards
-from csc.ir import capture_guards as g
 from csc.ir.capture_guards import CaptureGuards, Decision, Expression, Miss, QueryStep, SizeGuards, capture_guards
+from csc.ir.stored import OF_GUARDS, record_from_tree, record_to_tree
 
 length, rows = sympy.Symbol("s0", integer=True, positive=True), sympy.Symbol("s1", integer=True, positive=True)
 INTEGERS = "torch.int64"
@@ -77,8 +77,9 @@ def test_calls_serve_other_values() -> None:
 
 def test_as_text_and_back() -> None:
     guards = made((("take", length),))
-    again = g.from_tree(json.loads(json.dumps(g.to_tree(guards))))
-    assert g.to_tree(again) == g.to_tree(guards) and again.name == made().name
+    tree = record_to_tree(guards, OF_GUARDS)
+    again = record_from_tree(json.loads(json.dumps(tree)), OF_GUARDS)
+    assert record_to_tree(again, OF_GUARDS) == tree and again.name == made().name
     assert Guards(captures=(again,)).match(nn.Module(), batch()).capture is again
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from csc.commands.plan_command import faster_sentences
 from csc.commands.printing import Column, print_json, shown, table
+from csc.commands.tables import timings_table
 from csc.reports.advice import Row
 
 NAME = "model.language_model.layers.11.self_attn.q_proj.lora_A.default.weight"
@@ -94,3 +95,15 @@ def test_a_quick_command_says_nothing() -> None:
 def test_json_has_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"step": float("inf"), "rows": [(1, float("nan"))], "more": {"gap": 0.5}})
     assert json.loads(capsys.readouterr().out) == {"step": None, "rows": [[1, None]], "more": {"gap": 0.5}}
+
+
+def test_every_step_of_a_compilation_has_a_row() -> None:
+    """Those of all passes, a user's own too, under the part of the way that they run in."""
+    names = ("capture", "shapes", "sequence", "differentiate", "mine", "features", "partition", "schedule", "emission")
+    spent = {**dict.fromkeys(names, 0.25), "total": 2.25, "peak_memory": 2.0**30}
+    text = io.StringIO()
+    Console(file=text, width=120).print(timings_table("model", spent, {"mine": "what it leaves"}))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines() if "│" in line]
+    assert [row[1] for row in rows] == [*names, ""] and rows[4][2:] == ["0.250", "11%", "what it leaves"]
+    parts = ("capture", "passes", "", "differentiation", "", "", "planning", "", "emission", "all")
+    assert tuple(row[0] for row in rows) == parts

@@ -8,7 +8,8 @@ import pytest
 import sympy
 import torch
 
-from csc.ir.capture_guards import SizeGuards, Unstorable, sizes_from_tree, sizes_to_tree
+from csc.ir.capture_guards import SizeGuards, Unstorable
+from csc.ir.stored import OF_GUARDS, record_from_tree, record_to_tree
 from csc.torch_private.symbolic_sizes import SIZE_FUNCTIONS
 
 ROWS, IMAGES = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
@@ -23,7 +24,9 @@ def batch(length: int, patches: int) -> dict[str, torch.Tensor]:
     return {"ids": torch.zeros(2, length, dtype=torch.int64), "patches": torch.zeros(patches, 3)}
 
 
-@pytest.mark.parametrize("sizes", [SIZES, sizes_from_tree(json.loads(json.dumps(sizes_to_tree(SIZES))))])
+@pytest.mark.parametrize(
+    "sizes", [SIZES, record_from_tree(json.loads(json.dumps(record_to_tree(SIZES, OF_GUARDS))), OF_GUARDS)]
+)
 def test_every_size_is_asked_for(sizes: SizeGuards) -> None:
     for length in range(1, 8):
         for patches in range(1, 20):
@@ -44,6 +47,6 @@ def test_one_symbol_is_one_number() -> None:
 
 def test_other_functions_have_no_text() -> None:
     with pytest.raises(Unstorable, match="a size made by strange"):
-        sizes_to_tree(SizeGuards({}, {}, (sympy.Eq(sympy.Function("strange")(ROWS), 1),)))
+        record_to_tree(SizeGuards({}, {}, (sympy.Eq(sympy.Function("strange")(ROWS), 1),)), OF_GUARDS)
     with pytest.raises(KeyError):
-        sizes_from_tree({"entries": {}, "ranges": {}, "relations": [["Lambda", "s0"]]})
+        record_from_tree({"value": ["size of", ["Lambda", "s0"]], "graphs": []}, OF_GUARDS)

@@ -67,7 +67,7 @@ class Whole:
 @dataclass(frozen=True)
 class SampleRows:
     """count: of the samples; entry: the batch entry whose rows they are. spare: the mask of which a microbatch
-    without any keeps one, which the batch does not (csc.analysis.samples.propagation); None: there is none.
+    without any keeps one, which the batch does not; None: there is none.
     """
 
     axis: Axis

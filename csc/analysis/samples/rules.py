@@ -32,7 +32,6 @@ from csc.analysis.operators.table import (
     shape_of,
 )
 from csc.analysis.samples import arithmetic_rules as arithmetic
-from csc.analysis.samples import arithmetic_rules as functions
 from csc.analysis.samples.propagation import (
     ALONG_SAMPLES,
     BY_NUMBER,
@@ -773,9 +772,9 @@ RULES: dict[str, Rule] = {
     **_each("type_as", typed_rule),
     **_each("scaled_dot_product_attention", attention_rule),
     **_each("broadcast_tensors", broadcast_rule),
-    "csc::incoming": functions.incoming_rule,
-    "csc::own_gradient": functions.own_gradient_rule,
-    "csc::with_hooks": functions.hooked_rule,
+    "csc::incoming": arithmetic.incoming_rule,
+    "csc::own_gradient": arithmetic.own_gradient_rule,
+    "csc::with_hooks": arithmetic.hooked_rule,
     "csc::to_batch_loss": batch_loss_rule,
     "getitem": item_rule,
 }

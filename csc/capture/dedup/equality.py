@@ -124,8 +124,7 @@ def _only_tracers() -> bool:
 #   pairs       each thing of one layer, and the thing that another layer has in its place
 #
 # Equal values are not the same thing: a forward may look itself up in a table that both layers share. Whoever takes
-# one layer for another asks the pairs, too, whether anything shared leads to either of them
-# (csc.capture.dedup.equality).
+# one layer for another asks the pairs, too, whether anything shared leads to either of them.
 
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, Enum)

@@ -149,8 +149,8 @@ def copied(
 #
 # A first counts only if it is a function of its arguments and its own parameters and buffers: if it writes neither to
 # its inputs nor to its attributes nor to what else it looks at (csc.capture.dedup.equality), reads no tensor
-# computed elsewhere, and gives away none but its outputs. The first are seen while it runs, the last two in the graph
-# (csc.capture.dedup.layers). It stands for others as long as what it looked at is what it was.
+# computed elsewhere, and gives away none but its outputs. The first are seen while it runs, the last two in the graph.
+# It stands for others as long as what it looked at is what it was.
 
 
 @torch.library.custom_op("csc::layer_first", mutates_args=())

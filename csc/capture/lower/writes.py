@@ -342,8 +342,8 @@ def _copied(graph: fx.Graph, cut: fx.Node) -> None:
 #
 # `x.to(dtype)`, `x.reshape(shape)` and their like give a view or a copy, as their arguments are: each is taken apart
 # into the operations that it is here, and so are a few that are made of others which csc has rules for, but have none
-# themselves. All others stay as they are. Where a model writes in place, views are made again behind the write
-# (csc.capture.lower.writes); only what has no form there is left to torch, which traces the whole graph again, twice.
+# themselves. All others stay as they are. Where a model writes in place, views are made again behind the write;
+# only what has no form there is left to torch, which traces the whole graph again, twice.
 
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)

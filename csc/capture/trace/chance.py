@@ -116,7 +116,7 @@ def _hiding(
 #
 # csc draws for each region from a seed of the step (csc.kernels.dropout). So a forward that seeds torch's generator,
 # or has one of its own, to draw the same numbers each time would have others; and what Python's or NumPy's generator
-# gave in the trace would stand in the program for good, if it was used for anything (csc.capture.trace.chance).
+# gave in the trace would stand in the program for good, if it was used for anything.
 #
 # `if torch.rand([]) < chance` is a decision by a number. With a chance of 0, as that of a layer to be skipped mostly
 # is, or of 1, the answer is known. That a number is 0 itself, which is not above a chance of 0, happens once in 2^24

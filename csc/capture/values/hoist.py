@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,11 +26,6 @@ from csc.torch_private.traces import ParameterReads, modules_called_untraced, ou
 
 STATISTICS = frozenset({"unique", "_unique2", "bincount", "histc"})
 TOTALS = frozenset({"max", "min", "amax", "amin", "sum", "mean", "prod", "median", "mode", "std", "var"})  # without dim
-
-
-class _Named(Protocol):
-    @property
-    def prefix(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ def _is_statistic(step: QueryStep) -> bool:
     return name in STATISTICS or (name in TOTALS and len(operands) == 1 and step.kwargs == ("dict",))
 
 
-def unused(name: str, earlier: Sequence[_Named]) -> str:
+def unused(name: str, earlier: Sequence[Hoisted | HostCall]) -> str:
     """A prefix after a name that none of these has."""
     taken = {call.prefix for call in earlier}
     return next(

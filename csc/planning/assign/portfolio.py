@@ -602,7 +602,7 @@ def _gains(score: Score, candidates: Sequence[Floats]) -> list[list[float]]:
 #
 # Microbatches at the two ends of a step make its ramp and drain: with small ones there the pipeline fills and empties
 # sooner, and sizes that grow and shrink slowly between hide the way. So microbatches are filled to shapes that were
-# learned for such steps (csc.planning.assign.portfolio); where there are none, to ramps over p - 1 positions and
+# learned for such steps; where there are none, to ramps over p - 1 positions and
 # multiples of that, from several parts of the others' size, then with drains. Microbatches in the middle get larger
 # for it, so it is memory that ends this. The ways of all replicas are timed in one go. The same samples and shapes
 # give the same assignment on every rank.

@@ -121,7 +121,7 @@ def widths_of(sizes: Iterable[Size]) -> dict[Kind, tuple[int, ...]]:
 #   sample     what a data loader's dataset gives for one index; features of a microbatch are sums over its samples
 #   group      the samples of one microbatch; groups[replica][position], positions in the order in which they are run
 #   multiple   features are rounded up to multiples of these, as batches are padded, so that few programs are compiled
-#   layout     how samples lie in a microbatch, where its features are no sums over them (csc.planning.assign.step)
+#   layout     how samples lie in a microbatch, where its features are no sums over them
 
 
 Groups = Sequence[Sequence[int]]
