@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from csc.cache.keys import Opaque, model_key, tracing_switches
 from csc.capture.model_guards import ModelGuards
+from csc.errors import InputError
 from tests.models.indirections import CASES, NET, SIDE, Case
 
 
@@ -61,8 +62,10 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 TOLD_TO_GUARDS = {  # and to no key
     "a context variable", "what belongs to a thread", "os.environ", "os.getenv by name", "os imported in forward",
     "environ by name, in a function", "a function by class of its argument", "a tuple in a set",
-    "the environment in a method by a name that is computed", "the processes' rank",
+    "the environment in a method by a name that is computed", "the processes' rank", "globals()", "sys.modules",
+    "importlib", "eval",
 }  # fmt: skip
+REFUSED = {"__import__": "asks `__import__` for", "a generator": "asks `f_locals` for"}
 GLOBAL_HOOKS = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
 
 
@@ -98,6 +101,10 @@ def test_what_code_looks_at_indirectly(name: str, untouched: Path) -> None:
     before, computed = key(model), model(x)
     assert (before is not None) == case.told
     assert before is None or key(model) == before, "looking at it is no change, nor is running it"
+    if name in REFUSED:
+        with pytest.raises(InputError, match=f"net.py:.*{REFUSED[name]}"):
+            ModelGuards(model, world=tracing_switches)
+        return
     guards = ModelGuards(model, world=tracing_switches)
     assert not guards.changed()
     known = {"os": os, "time": time, "random": random, "torch": torch, "F": F, "np": sys.modules["numpy"]}

@@ -25,6 +25,7 @@ NAMES = {
         "calls that make something of mixed samples again; a pattern: an entry of a mask that is set where "
         "none is; where a pattern begins that csc.analysis.tokens follows"
     ),
+    "csc.codegen.manifest": "a pattern: the seed of the step, which pass `dropout` cuts out",
     "csc.analysis.placements": "what adds and what scales the terms of a sum",
     "csc.analysis.symbolic": "writes a view as a reshape",
     "csc.analysis.batch_limits": "a pattern: what csc.capture.lower.masked_index writes for a selection",
