@@ -76,7 +76,7 @@ def main(directory: Path) -> None:
 
     def in_the_middle() -> None:
         """The first rank's F fails at the second microbatch."""
-        functions = next(iter(compiled.trainer()._ranks[0].functions.values()))
+        functions = next(iter(compiled.trainer().ranks[0].functions.values()))
         forward, calls = functions.forward, []
 
         def failing(*arguments: Any) -> Any:

@@ -31,7 +31,7 @@ def fails(mesh: str, victim: int) -> None:
         return [loss, *(p.grad.clone() for _, p in compiled.named_parameters() if p.grad is not None)]
 
     before = step()
-    functions = next(iter(compiled.trainer()._ranks[0].functions.values()))
+    functions = next(iter(compiled.trainer().ranks[0].functions.values()))
     forward, calls = functions.forward, list[None]()
 
     def failing(*arguments: Any) -> Any:

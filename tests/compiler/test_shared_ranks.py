@@ -41,7 +41,7 @@ def test_one_rank_for_an_encoder_beside_two_replicas_of_the_language_model() -> 
     compiled = parity(llava(8, mesh=mesh, microbatches=2), 80)
     assert (compiled.options.mesh.size, compiled.options.mesh.dp) == (3, 2)
     trainer = compiled.trainer()
-    [first, *others] = trainer._ranks
+    [first, *others] = trainer.ranks
     assert [len(one.actions) for one in others] == [len(trainer.program.schedule.ranks[1])] * 2
     assert sum(one.kind == "F" for one in first.actions) == 4, "two microbatches of two replicas"
     manifest = trainer.program.manifest
