@@ -146,9 +146,10 @@ def asked_of_namespaces(code: CodeType) -> Asked:
                 continue
             known: str | None = None
             if what == "globals" and is_global:
-                called = next(number for number, other in enumerate(following) if other.opname == "CALL")
-                known = _key(following[called + 1 :], before)
-                if following[called + 1].argval in WRITING:
+                called = next((number for number, other in enumerate(following) if other.opname == "CALL"), None)
+                behind = following[called + 1 :] if called is not None else []  # it is handed on, and not called here
+                known = _key(behind, before) if behind else None
+                if behind and behind[0].argval in WRITING:
                     continue
                 names |= {known} if known else set()
             elif what in ("eval", "exec") and is_global:

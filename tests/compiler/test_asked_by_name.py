@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import csc
+from csc.capture.code_names import asked_of_namespaces
 from csc.errors import InputError
 from tests.compiler.test_made_on_demand import BATCH, is_eagers
 
@@ -151,3 +152,12 @@ def _builder(name: str) -> Any:
 
 def test_what_forward_does_not_name_may_ask_anything() -> None:
     csc.compile(Asking(lambda model: vars(model)["gain"]), example=BATCH, cache=False, check=False)
+
+
+def _handed_on(*arguments: Any) -> Any:
+    return [globals, globals(*arguments)]
+
+
+def test_a_function_that_is_handed_on_asks_for_what_nobody_knows() -> None:
+    (asked,) = {what for what, _ in asked_of_namespaces(_handed_on.__code__).computed}
+    assert asked == "globals"
