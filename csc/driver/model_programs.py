@@ -249,7 +249,14 @@ class ModelPrograms:
 
         def make() -> dict[str, bytes]:
             with TemporaryFolder() as folder:
-                made = other.set.compiled.packed(microbatch, later, Path(folder) / "program", self.progress)
+                try:
+                    made = other.set.compiled.packed(microbatch, later, Path(folder) / "program", self.progress)
+                except InputError as error:  # of a mesh that the user has not written
+                    raise InputError(
+                        f"when a rank of {options.mesh} is lost the others would go on as {later.mesh}, which cannot "
+                        f"be: {error.what}", error.where,
+                        "use a mesh of which one rank fewer can be one for this model, or leave mirror=True out",
+                    ) from error  # fmt: skip
                 return packed_bytes(made[1], self.compiler.model)
 
         return packed_from(self.set.of_first(make, options), self.compiler.model)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import csc
 from csc.commands.main import app
 from csc.driver.mesh_candidates import FixedChoices
-from csc.driver.options import refuse_beside_survive
+from csc.driver.options import of_fewer, refuse_beside_survive
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
 from csc.planning.meshes import MeshForm, MeshLayout
@@ -72,6 +72,18 @@ def test_pipelines_that_mirror_each_other_cost_nothing_and_the_ways_to_go_on_are
         assert planned is not None and seconds == planned.makespan
     *_, ways = price.sentences(1.0)
     assert re.fullmatch(r"a step afterwards is planned to take .* as .*pp=2.*, .* as pp=3 \(mirror=True\)", ways)
+
+
+def test_a_mesh_of_one_fewer_that_is_deeper_than_the_model_is_told_as_what_it_is_for() -> None:
+    compiled = csc.compile(
+        small.text(2), example=small.text_batch(8), mesh="dp=2,pp=4", microbatches=2, cache=False,
+        survive=csc.Survive(1, mirror=True),
+    )  # fmt: skip
+    given, options = compiled.inspected.microbatch, compiled.options
+    with pytest.raises(
+        InputError, match=r"rank of dp=2,pp=4 is lost .* as pp=7, .* 5 regions\. use a mesh of which one"
+    ):
+        compiled._all.standby(given, options, of_fewer(options))
 
 
 def test_the_price_in_sentences() -> None:
