@@ -255,7 +255,8 @@ class ModelPrograms:
                     raise InputError(
                         f"when a rank of {options.mesh} is lost the others would go on as {later.mesh}, which cannot "
                         f"be: {error.what}", error.where,
-                        "use a mesh of which one rank fewer can be one for this model, or leave mirror=True out",
+                        "use a mesh of which one rank fewer can be one for this model, or microbatches that shorter "
+                        "pipelines can share out evenly; or leave mirror=True out",
                     ) from error  # fmt: skip
                 return packed_bytes(made[1], self.compiler.model)
 

@@ -15,6 +15,7 @@ from csc.driver.mesh_candidates import FixedChoices
 from csc.driver.options import of_fewer, refuse_beside_survive
 from csc.errors import InputError
 from csc.ir.mesh import Mesh
+from csc.ir.program import Options
 from csc.planning.meshes import MeshForm, MeshLayout
 from csc.reports.forecast import memory_forecast
 from csc.reports.survival_price import SurvivalPrice, price_of, survival_price
@@ -84,6 +85,17 @@ def test_a_mesh_of_one_fewer_that_is_deeper_than_the_model_is_told_as_what_it_is
         InputError, match=r"rank of dp=2,pp=4 is lost .* as pp=7, .* 5 regions\. use a mesh of which one"
     ):
         compiled._all.standby(given, options, of_fewer(options))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "fewer"),
+    [("dp=2,pp=2", 2, "pp=3"), ("dp=3,pp=3", 4, "dp=2,pp=4"), ("dp=3,pp=3", 3, "pp=8"), ("dp=4,pp=4", 3, "dp=3,pp=5")],
+)
+def test_those_that_are_left_are_pipelines_no_shorter_than_before(mesh: str, microbatches: int, fewer: str) -> None:
+    before = Options(mesh=Mesh.parse(mesh), microbatches=microbatches)
+    after = of_fewer(before)
+    assert after.mesh == Mesh.parse(fewer) and after.mesh.size == before.mesh.size - 1
+    assert after.mesh.dp * after.microbatches == before.mesh.dp * before.microbatches
 
 
 def test_the_price_in_sentences() -> None:
