@@ -480,7 +480,7 @@ class Reached:
             self._arrays.append((path, functools.partial(_bytes, value), _bytes(value)))
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             self._arrays.append((path, functools.partial(_array, value), _array(value)))
-        elif isinstance(value, io.IOBase):
+        elif isinstance(value, io.IOBase) and not _is_unseen(value):
             if not value.closed and (isinstance(value, IN_MEMORY) or value.readable()):
                 self._arrays.append((path, functools.partial(_file, value), _file(value)))
         elif isinstance(value, FunctionType):
@@ -521,7 +521,7 @@ class Reached:
             self.caches.append(value)
         elif isinstance(value, BY_TEXT) and users:
             self._name(frozenset(".".join(texts_in(value.__reduce__())).split(".")))
-        elif isinstance(value, UNSEEN):
+        elif isinstance(value, (*UNSEEN, io.IOBase)):
             log.warning(
                 "the model reaches %s, a %s: what it holds is read when the model is traced, and a change of it "
                 "between steps is not seen. Pass what changes as an entry of the batch", path, type(value).__name__,
@@ -786,7 +786,25 @@ def _file(file: Any) -> Any:
     """What is in one in memory, as far as the system tells of another; None for one that is closed since."""
     if file.closed:
         return None
-    return file.getvalue() if isinstance(file, IN_MEMORY) else file_state(file.fileno())
+    inner = _in_file(file)
+    return inner.getvalue() if isinstance(inner, IN_MEMORY) else file_state(inner.fileno())
+
+
+def _in_file(file: Any) -> Any:
+    """What a buffer or a text reads from, at last."""
+    while (inner := getattr(file, "buffer", None) or getattr(file, "raw", None)) is not None:
+        file = inner
+    return file
+
+
+def _is_unseen(file: io.IOBase) -> bool:
+    """Whether it reads from what the system knows nothing of: an archive, a socket's or a user's own class."""
+    if file.closed or isinstance(_in_file(file), IN_MEMORY):
+        return False
+    try:
+        return file.readable() and _in_file(file).fileno() < 0
+    except OSError:  # it has no number
+        return True
 
 
 def _array(array: np.ndarray) -> bytes:

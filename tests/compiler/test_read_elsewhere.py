@@ -6,6 +6,7 @@ import functools
 import io
 import os
 import queue
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,19 @@ CASES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
     "exists": (lambda m: 1.0 + os.path.exists(m.folder / "more"), lambda m: (m.folder / "more").write_text("")),
     "listdir": (lambda m: len(os.listdir(m.folder)), lambda m: (m.folder / "more").write_text("")),
 }
+
+
+def test_what_the_system_tells_nothing_of_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "number").write_text("2.0")
+    with zipfile.ZipFile(tmp_path / "archive", "w") as archive:
+        archive.writestr("number", "2.0")
+    with zipfile.ZipFile(tmp_path / "archive") as archive, archive.open("number") as inside:
+        for held, is_told in ((io.TextIOWrapper(io.BytesIO(b"2.0")), False), (inside, True)):
+            caplog.clear()
+            model = Reading(tmp_path, lambda m: 2.0 if m.file is not None else 1.0)
+            model.file = held
+            assert is_eagers(csc.compile(model, example=BATCH, cache=False, check=False), model)
+            assert ("a ZipExtFile: what it holds is read when" in caplog.text) is is_told
 
 
 @pytest.mark.parametrize("case", CASES)
